@@ -12,12 +12,13 @@ from matplotlib.patches import FancyArrowPatch, FancyBboxPatch
 import jfcl
 
 NAMES = {
-    "oracle": "oracle: the true clusters are given",
+    "oracle": "oracle: knows the true clusters",
     "ifca": "IFCA: finds the clusters",
     "fedavg": "FedAvg: one model for all",
     "local": "local: one model per client",
 }
 COLORS = {"oracle": PALETTE[3], "ifca": PALETTE[2], "fedavg": PALETTE[0], "local": PALETTE[1]}
+TEXTS = {"oracle": "#A34700", "ifca": "#006B4E", "fedavg": "#00598C", "local": "#855A00"}  # darker, to be read on white
 LINES = {"oracle": ":", "ifca": "-", "fedavg": "--", "local": "-."}
 
 
@@ -51,7 +52,8 @@ def draw(folder: Path) -> plt.Figure:
             FancyArrowPatch((5.4, y + 0.5), (6.5, y + 0.5), arrowstyle="-|>", mutation_scale=12, color="#555555")
         )
         found.add_patch(FancyBboxPatch((6.8, y), 2.2, 1, boxstyle="round,pad=0.12", fc=PALETTE[k], ec=PALETTE[k]))
-        found.text(7.9, y + 0.47, f"model {k + 1}", ha="center", va="center", color="white", fontsize=9, weight="bold")
+        ink = "white" if k == 0 else "black"  # the blue box alone is dark
+        found.text(7.9, y + 0.47, f"model {k + 1}", ha="center", va="center", color=ink, fontsize=9, weight="bold")
     found.set_title("The clusters, and a model for each", fontsize=11)
     for axes, right in ((hidden, 8.3), (found, 9.3)):
         axes.set(xlim=(-0.3, right), ylim=(-0.4, 7.5))
@@ -66,7 +68,7 @@ def draw(folder: Path) -> plt.Figure:
         curves.plot(rounds, mean, color=COLORS[name], ls=LINES[name], lw=2)
         curves.fill_between(rounds, mean - std, mean + std, color=COLORS[name], alpha=0.15, lw=0)
         low = {"oracle": 2.6, "ifca": -5.2, "fedavg": -7.6, "local": -6}[name]
-        curves.text(102, mean[-1] + low, words, color=COLORS[name], ha="right", fontsize=9)
+        curves.text(102, mean[-1] + low, words, color=TEXTS[name], ha="right", fontsize=9)
     curves.set(xlabel="round", xlim=(0, 106), ylim=(40, 100))
     curves.set_title("Accuracy on the clients' test images, %", fontsize=11)
     curves.grid(alpha=0.3)

@@ -2,9 +2,10 @@
 
 * `<!-- options of NAME -->` in a page becomes the table of a method's options, from its factory.
 * `<!-- options of every run -->` becomes the tables of the options that are common to the methods.
-* Every public module gets a page in `api/`, from its `__all__` (or its public functions and classes).
+* Every public module gets a page in `api/`, in the order of `api.py`, with pictures of its plots.
 * Every method has its picture in `methods/pictures/`.
 * The notebooks are copied to `notebooks/`, with the outputs that are committed.
+* `OWNER/jfcl` becomes the repository that conf.py names.
 * A link out of this folder leads to the page that includes the file.
 """
 
@@ -17,8 +18,10 @@ import types
 from collections.abc import Mapping
 from pathlib import Path
 
+from api import MODULES, SECTIONS
 from docutils import nodes
 from pictures import PICTURES, picture
+from plot_pictures import PLOTS, draw_plots
 
 from jfcl.core.names import flag_of
 from jfcl.core.options import Option, argument_texts, first_sentence
@@ -27,40 +30,6 @@ from jfcl.experiments.options import GROUPS, STANDS_FOR
 from jfcl.methods import METHODS
 
 HERE = Path(__file__).resolve().parent.parent
-
-# The public modules, by the title of their group in the API, with one line on each.
-MODULES = {
-    "Users": {
-        "jfcl": "types, methods, local training, simulations, mappings",
-        "jfcl.data": "data sets, partitions, heterogeneity, federations, stores",
-        "jfcl.models": "networks, and tasks made from any module",
-        "jfcl.augment": "random changes to training images",
-        "jfcl.mapping": "from one client to all: chunks, devices, hosts",
-        "jfcl.hosts": "several processes in one run",
-        "jfcl.targets": "TPUs and GPUs that a run is compiled for",
-        "jfcl.planning.plan": "the result of `jfcl.plan`",
-        "jfcl.attacks": "attacks on updates and on data",
-        "jfcl.callbacks": "code that a run calls: early stopping, trackers of one's own",
-        "jfcl.privacy": "differential privacy of clients, and its accounting",
-        "jfcl.metrics": "evaluation, and recovery of the clusters",
-        "jfcl.parameter_tree": "the record of all splits of CFL; newcomers",
-        "jfcl.plots": "figures of records and trees",
-        "jfcl.theory": "the bounds of the papers",
-        "jfcl.experiments": "runs from configurations, and their results",
-        "jfcl.experiments.trackers": "TensorBoard, Weights & Biases, MLflow",
-    },
-    "Kernels": {"jfcl.kernels": "arrays in, arrays out; usable without the rest of the library"},
-    "Authors of methods": {
-        "jfcl.testing": "the conformance test of methods",
-        "jfcl.training.local": "local training of one client",
-        "jfcl.methods.options": "options that methods share",
-        "jfcl.methods.averaging": "the round of FedAvg for K models, with any choice of a model",
-        "jfcl.methods.round": "the phases of a round",
-        "jfcl.robust.aggregate": "means over clusters, attacks, robust means",
-        "jfcl.core": "types, checks, keys, parameters",
-        "jfcl.core.options": "options of factories, from which flags follow",
-    },
-}
 
 
 def public_names(module: types.ModuleType) -> list[str]:
@@ -75,6 +44,36 @@ def public_names(module: types.ModuleType) -> list[str]:
     return [name for name in names if not isinstance(getattr(module, name), types.ModuleType) and name != "__version__"]
 
 
+def sections_of(module: types.ModuleType) -> dict[str, list[str]]:
+    """Returns the names that a page describes, by the titles of its sections.
+
+    Raises:
+      ValueError: `api.py` lists a name that the module does not have.
+    """
+    if module.__name__ not in SECTIONS:
+        return {"": public_names(module)}
+    sections = {title: names.split() for title, names in SECTIONS[module.__name__].items()}
+    missing = [name for names in sections.values() for name in names if not hasattr(module, name)]
+    if missing:
+        raise ValueError(f"docs/_ext/api.py lists names that {module.__name__} does not have: {', '.join(missing)}")
+    return sections
+
+
+def entry(name: str, value: object) -> str:
+    """Returns the directive that describes a public object."""
+    if inspect.isclass(value):
+        kinds = (types.FunctionType, classmethod, staticmethod, property)
+        methods = [m for m, v in vars(value).items() if not m.startswith("_") and isinstance(v, kinds)]
+        members = f"\n   :members: {', '.join(methods)}\n   :member-order: bysource" if methods else ""
+        return f".. autoclass:: {name}{members}"
+    if callable(value) and not isinstance(value, types.GenericAlias):
+        short = name.removeprefix("jfcl.plots.")
+        picture = f"\n\n.. image:: pictures/{short}.svg\n   :alt: An example of {name}" if short in PLOTS else ""
+        return f".. autofunction:: {name}{picture}"
+    keys = ", ".join(f"``{key}``" for key in value) if isinstance(value, (Mapping, tuple)) else ""
+    return f".. py:data:: {name}\n\n   {keys}"
+
+
 def page_of(name: str, described: dict[int, str]) -> str:
     """Returns the text of a module's page in the API; `described` has the names of objects with an entry."""
     module = importlib.import_module(name)
@@ -84,26 +83,21 @@ def page_of(name: str, described: dict[int, str]) -> str:
             "A method is a pair of pure functions::\n\n    state = algorithm.init(key, clients)\n"
             "    state, metrics = algorithm.step(key, state, clients)"
         )
-    entries, elsewhere = [], []
-    for public in public_names(module):
-        value = getattr(module, public)
-        if id(value) in described:
-            elsewhere.append(described[id(value)])
-        elif inspect.isclass(value):
-            kinds = (types.FunctionType, classmethod, staticmethod, property)
-            methods = [m for m, v in vars(value).items() if not m.startswith("_") and isinstance(v, kinds)]
-            members = f"\n   :members: {', '.join(methods)}\n   :member-order: bysource" if methods else ""
-            entries.append(f".. autoclass:: {name}.{public}{members}")
-        elif callable(value) and not isinstance(value, types.GenericAlias):
-            entries.append(f".. autofunction:: {name}.{public}")
-        else:
-            keys = ", ".join(f"``{key}``" for key in value) if isinstance(value, (Mapping, tuple)) else ""
-            entries.append(f".. py:data:: {name}.{public}\n\n   {keys}")
-        described.setdefault(id(value), f"{name}.{public}")
-    if elsewhere:
-        links = ", ".join(f":py:obj:`{entry}`" for entry in elsewhere)
-        entries.insert(0, f"Described on other pages: {links}.")
-    return "\n\n".join([f"{name}\n{'=' * len(name)}", about, *entries]) + "\n"
+    parts = [f"{name}\n{'=' * len(name)}", about]
+    elsewhere = [described[id(getattr(module, p))] for p in public_names(module) if id(getattr(module, p)) in described]
+    for title, names in sections_of(module).items():
+        parts += [f"{title}\n{'-' * len(title)}"] if title else []
+        if title == "Methods":
+            links = ", ".join(f":py:obj:`{function}`" for function in elsewhere)
+            parts.append(f"Each has a :doc:`page of its own <../methods/index>`: {links}.")
+        for public in names:
+            value = getattr(module, public)
+            if id(value) not in described:
+                described[id(value)] = f"{name}.{public}"
+                parts.append(entry(f"{name}.{public}", value))
+    if elsewhere and name != "jfcl":
+        parts.append("Described on other pages: " + ", ".join(f":py:obj:`{other}`" for other in elsewhere) + ".")
+    return "\n\n".join(parts) + "\n"
 
 
 def options_of(name: str) -> str:
@@ -160,7 +154,7 @@ def accepted(metadata) -> str:
 
 def write(path: Path, text: str) -> None:
     """Writes a file, unless it has that text already: a page that does not change is not built again."""
-    path.parent.mkdir(exist_ok=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
     if not path.exists() or path.read_text() != text:
         path.write_text(text)
 
@@ -174,12 +168,17 @@ def generate(app) -> None:
     for old in (HERE / "api").glob("*.rst"):
         if old.stem not in names:
             old.unlink()
+    draw_plots(HERE / "api" / "pictures")
     for name in PICTURES:
         write(HERE / "methods" / "pictures" / f"{name}.svg", picture(name))
     shutil.rmtree(HERE / "notebooks", ignore_errors=True)
     (HERE / "notebooks").mkdir()
     for notebook in sorted((HERE.parent / "notebooks").glob("*.ipynb")):
-        shutil.copy2(notebook, HERE / "notebooks")
+        text = notebook.read_text()
+        if app.config.repository.startswith("OWNER/"):  # its badge would lead nowhere
+            badge = r"\[!\[Open in Colab\]\([^)]*\)\]\([^)]*\)"
+            text = re.sub(badge, "[Open this notebook](../start/notebooks.md)", text)
+        (HERE / "notebooks" / notebook.name).write_text(text)
 
 
 def api_index() -> str:
@@ -208,6 +207,7 @@ def read(app, docname: str, source: list[str]) -> None:
     text = text.replace("<!-- options of every run -->", options_of_every_run() if "of every run" in text else "")
     text = text.replace("<!-- modules of the API -->", api_index()) if "<!-- modules" in text else text
     text = text.replace("<!-- text of CONTRIBUTING.md -->", contributing() if "<!-- text of" in text else "")
+    text = text.replace("OWNER/jfcl", app.config.repository)
     up = "../" * docname.count("/")
     text = text.replace(f"]({up}../benchmarks/README.md)", f"]({up}benchmarks.md)")
     text = text.replace(f"]({up}../notebooks/", f"]({up}notebooks/")
@@ -225,11 +225,13 @@ def join_names(app, what, name, obj, options, lines: list[str]) -> None:
             i += 1
 
 
-def draw_dashes(app, doctree) -> None:
-    """Makes dashes of the two hyphens that Sphinx puts behind names of parameters and errors."""
+def set_type(app, doctree) -> None:
+    """Makes dashes of the two hyphens that Sphinx puts behind names, and keeps `94.1 ± 0.4 %` together."""
     for text in list(doctree.findall(nodes.Text)):
-        if " -- " in text and not isinstance(text.parent, (nodes.literal, nodes.literal_block)):
-            text.parent.replace(text, nodes.Text(text.replace(" -- ", " – ")))
+        if not isinstance(text.parent, (nodes.literal, nodes.literal_block)):
+            new = re.sub(r"(?<=\d) (?=%)| (?=± \d)|(?<=±) (?=\d)", "\u00a0", text.replace(" -- ", " – "))
+            if new != text:
+                text.parent.replace(text, nodes.Text(new))
 
 
 def read_declared_signatures() -> None:
@@ -244,9 +246,10 @@ def read_declared_signatures() -> None:
 def setup(app):
     read_declared_signatures()
     app.setup_extension("sphinx.ext.autodoc")
+    app.add_config_value("repository", "OWNER/jfcl", "env")
     app.connect("builder-inited", generate)
     app.connect("env-get-outdated", outdated)
     app.connect("source-read", read)
     app.connect("autodoc-process-docstring", join_names, priority=400)  # before napoleon's 500
-    app.connect("doctree-read", draw_dashes)
+    app.connect("doctree-read", set_type)
     return {"parallel_read_safe": True}
