@@ -2,6 +2,7 @@
 
 import atexit
 import gc
+import hashlib
 import os
 import shutil
 import subprocess
@@ -32,6 +33,7 @@ import hypothesis
 import jax
 import matplotlib.figure
 import pytest
+from jax._src import compiler
 
 os.fsync = lambda descriptor: None  # a power cut would cost the results of tests only; processes of tests do wait
 _savefig = matplotlib.figure.Figure.savefig
@@ -44,6 +46,24 @@ jax.config.update("jax_num_cpu_devices", 2)
 jax.devices()  # from here on there are two, whatever a test of `--devices` asks for
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
+
+_compile = getattr(compiler, "backend_compile_and_load", None)
+_programs = {}  # by what they were compiled from
+
+
+def _compile_once(backend, module, devices, options, host_callbacks):
+    """Returns the program that an earlier test has compiled from the same text, if there is one."""
+    if host_callbacks:
+        return _compile(backend, module, devices, options, host_callbacks)
+    text = hashlib.sha256(module.operation.get_asm(enable_debug_info=False).encode())
+    key = (id(backend), text.digest(), str(devices), options.SerializeAsString())
+    if key not in _programs:
+        _programs[key] = _compile(backend, module, devices, options, host_callbacks)
+    return _programs[key]
+
+
+if _compile is not None:  # it is not of JAX's public interface; without it, the tests take half as long again
+    compiler.backend_compile_and_load = _compile_once
 
 # Derandomised, so that a red test is red again; compilation makes single examples slow, hence no deadline.
 hypothesis.settings.register_profile("jfcl", deadline=None, max_examples=25, derandomize=True, database=None)
@@ -97,3 +117,5 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
     """
     if nextitem is None or nextitem.path != item.path:
         jax.clear_caches()
+        if len(_programs) > 2000:
+            _programs.clear()
