@@ -339,15 +339,13 @@ def test_the_precision_asked_for_is_in_force_while_the_run_computes(options, wan
 
 @pytest.mark.slow
 def test_populations_are_trained_in_the_precision_asked_for(monkeypatch, tmp_path):
-    from jfcl.experiments import population
-
-    seen, simulate = [], population.simulate
+    seen, simulate = [], run.__globals__["simulate"]
 
     def noted(*args, **kwargs):
         seen.append(jax.config.jax_default_matmul_precision)
         return simulate(*args, **kwargs)
 
-    monkeypatch.setattr(population, "simulate", noted)
+    monkeypatch.setitem(run.__globals__, "simulate", noted)
     options = ["--population", "20", "--cohort", "5", "--rounds", "1", "--clusters", "2", "--quiet"]
     assert cli.main(["run", "fedavg", *options, "--precision", "tf32", "--out", str(tmp_path / "run")]) == 0
     assert seen == ["tensorfloat32"]

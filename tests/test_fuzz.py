@@ -237,14 +237,13 @@ class Computes(BaseException):
 def no_computing(monkeypatch):
     """Whatever would compile or draw raises `Computes`."""
     from jfcl import plots
-    from jfcl.experiments import population, sweeps
+    from jfcl.experiments import sweeps
     from jfcl.experiments.run import run
 
     def computes(*args, **kwargs):
         raise Computes
 
     monkeypatch.setitem(run.__globals__, "simulate", computes)
-    monkeypatch.setattr(population, "simulate", computes)
     monkeypatch.setattr(sweeps, "sweep", computes)
     monkeypatch.setattr(bench, "measure", computes)
     monkeypatch.setattr(plots, "save", computes)

@@ -13,8 +13,8 @@ from jfcl import cli
 from jfcl.core.names import _table
 from jfcl.experiments import Config, from_saved, run, setup
 from jfcl.experiments.config import to_saved
+from jfcl.experiments.optimizers import make_training
 from jfcl.experiments.options import all_options
-from jfcl.experiments.setups import make_training
 from jfcl.simulation.folder import RunFolder
 
 LR, DECAY, STEPS = 0.3, 0.1, 6

@@ -12,8 +12,8 @@ import jfcl
 from jfcl import cli
 from jfcl.cli.parser import parse
 from jfcl.experiments import Config, load_run, read_run, run
+from jfcl.experiments.lookup import find_method, find_model
 from jfcl.experiments.options import all_options, takes
-from jfcl.experiments.own import find_method, find_model
 from jfcl.experiments.setups import make_aggregator, setup
 
 METHOD = "mine_method:server_momentum"
@@ -493,7 +493,7 @@ ATTACKED = ["fedavg", "--clients", "8", "--malicious", "0.25", "--examples-per-c
         ([*ATTACKED, "--attack", "mine_models:VALUE"], "attack must be the name of a function with the arguments"),
         ([*ATTACKED, "--attack", "mine_hostile:swapped"], "for an attack on data, got 'mine_hostile:swapped(key, u"),
         ([*ATTACKED, "--attack", "mine_hostile:unnamed"], "got 'mine_hostile:unnamed(generator, x, y, num_classes)'"),
-        ([*ATTACKED, "--attack", "mine_hostile:Unsigned"], "got 'mine_hostile:Unsigned', which has no signature"),
+        ([*ATTACKED, "--attack", "mine_hostile:Unsigned"], "got 'mine_hostile:Unsigned': no signature found"),
         ([*ATTACKED, "--attack", "mine_hostile:negate"], "has no 'negate': did you mean 'negated'?"),
         ([*ATTACKED, "--attack", "sign_flp"], "unknown attack 'sign_flp': did you mean 'sign_flip'? Accepted: gau"),
         ([*ATTACKED, "--attack", "sign_flp"], "backdoor, or MODULE:NAME for one of your own"),
@@ -510,7 +510,7 @@ ATTACKED = ["fedavg", "--clients", "8", "--malicious", "0.25", "--examples-per-c
         ([*ATTACKED, "--attack", "ipm", "--aggregator", "mine_hostile:whole+krum"], "aggregator 'whole+krum' must be of"
          " functions that return (updates, mask) before the last one, which returns one update, got 'whole, which r"),
         ([*ATTACKED, "--attack", "ipm", "--aggregator", "krum+mine_hostile:whole"], "joined by +, got 'krum+whole'; M"),
-        ([*ATTACKED, "--attack", "ipm", "--aggregator", "mine_hostile:Unsigned"], "mine_hostile:Unsigned', which has "),
+        ([*ATTACKED, "--attack", "ipm", "--aggregator", "mine_hostile:Unsigned"], "mine_hostile:Unsigned': no signature found"),
         ([*ATTACKED, "--attack", "ipm", "--aggregator", "krmu"], "unknown aggregator 'krmu': did you mean 'krum'?"),
         ([*ATTACKED, "--attack", "ipm", "--aggregator", "krmu"], "nnm; MODULE:NAME is one of your own"),
         ([*ATTACKED, "--attack", "ipm", "--aggregator", "mine_hostile:no+krum"], "has no 'no'"),

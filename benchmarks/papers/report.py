@@ -10,7 +10,8 @@ import numpy as np
 from benchmarks.papers.recipes import Bench, Outcome, Row
 from jfcl.analysis import plots
 from jfcl.analysis.metrics import deviation
-from jfcl.experiments.config import Config, common_options, method_options, methods_with
+from jfcl.experiments.config import Config
+from jfcl.experiments.options import common_options, method_options, methods_with
 
 Records = Sequence[Row]
 

@@ -20,20 +20,8 @@ from jfcl import mapping
 from jfcl.analysis import plots
 from jfcl.cli import tables
 from jfcl.core import check, check_choice, platform
-from jfcl.core.options import is_text
-from jfcl.experiments import bench, plan, report, run, sweeps, trackers
-from jfcl.experiments.comparison import (
-    clusters_notes,
-    differences_notes,
-    differences_text,
-    read_runs,
-    results_notes,
-    run_differences,
-    seeds_text,
-    unused,
-    with_name,
-    write_comparison,
-)
+from jfcl.core.options import is_text, options_of
+from jfcl.experiments import bench, comparison, plan, report, run, sweeps, trackers
 from jfcl.experiments.config import Config, default_precision, read_config
 from jfcl.experiments.options import all_options
 from jfcl.experiments.privacy import privacy_text
@@ -78,9 +66,11 @@ def _check_out(out: str | None) -> None:
 
 
 def _unused(folder: str) -> Path:
-    """Returns `folder`, or the first of `folder-2`, `folder-3`, ... that does not exist."""
-    check(with_name(folder).name, "out", folder, "a new folder")
-    return unused(with_name(folder))
+    """Returns `folder`, or the first of `folder-2`, `folder-3`, ... that does not exist, and can be written."""
+    named = comparison.with_name(folder)
+    check(named.name, "out", folder, "a new folder")
+    _check_out(str(out := comparison.unused(named)))
+    return out
 
 
 def _find_devices(args: argparse.Namespace, config: Config) -> None:
@@ -106,8 +96,9 @@ def given_options(args: argparse.Namespace) -> dict[str, Any]:
             options = {name: value for name, value in options.items() if name not in group}
     options |= flags
     if "method" not in options:
-        given = "METHOD must be given, or stand in --config; 'jfcl list methods' shows them"
-        raise ValueError(f"{given}\n{FIRST_COMMANDS}")
+        raise ValueError(
+            f"METHOD must be given, or stand in --config; 'jfcl list methods' shows them\n{FIRST_COMMANDS}"
+        )
     return options
 
 
@@ -115,6 +106,12 @@ def _flags(args: argparse.Namespace, method: str | None) -> dict[str, Any]:
     """Returns the options of a `Config` that are given by flags."""
     known = all_options(method)
     return {name: value for name, value in vars(args).items() if name in known}
+
+
+def _arguments(function: Callable, args: argparse.Namespace) -> dict[str, Any]:
+    """Returns the keyword arguments of the function of a command that have flags."""
+    arguments = {name: getattr(args, name) for name in options_of(function) if hasattr(args, name)}
+    return arguments | ({"progress": not args.quiet} if hasattr(args, "quiet") else {})
 
 
 def command_run(args: argparse.Namespace, console: Console) -> None:
@@ -130,19 +127,13 @@ def command_run(args: argparse.Namespace, console: Console) -> None:
     console = console if hosts.is_first() else Console(quiet=True)
     if hosts.connected():
         console.print(hosts.devices())
-    options = {"callbacks": callbacks, "checkpoint_seconds": args.checkpoint_seconds}
-    summary, history, parts = run(config, **_of_files(args), **options)
+    summary, history, parts = run(config, **_arguments(run, args), callbacks=callbacks)
     _print_summary(config, summary, args.out, console)
     if hosts.is_first():
-        for note in (notes := clusters_notes(summary, history.clients["cluster"], parts.true_cluster)):
+        for note in (notes := comparison.clusters_notes(summary, history.clients["cluster"], parts.true_cluster)):
             console.print(f"note: {note}")
         if notes:
             console.print(REMEDY)
-
-
-def _of_files(args: argparse.Namespace) -> dict[str, Any]:
-    """Returns the arguments that runs and sweeps have alike."""
-    return {"out": args.out, "resume": args.resume, "data_dir": args.data_dir, "progress": not args.quiet}
 
 
 @contextlib.contextmanager
@@ -162,18 +153,17 @@ def command_plan(args: argparse.Namespace, console: Console) -> None:
     targets.only_compile()
     with _bar("compiling for a target", args.quiet) as advance:
         tick = lambda what, total: advance(f"compiled {what}", total)  # noqa: E731
-        found = plan.plan_run(config, args.chip, data_dir=args.data_dir, tick=tick)
-    for table in tables.plan_tables(found, config):
+        planned = plan.plan_run(config, args.chip, data_dir=args.data_dir, out=args.out, tick=tick)
+    for table in tables.plan_tables(planned, config):
         console.print(table, "")
     console.print(
         "Nothing was run. Memory and communication are facts of the compiled programs, times are predictions."
     )
     if args.out is not None:
-        plan.write_plan(found, config, Path(args.out))
         console.print(f"kept in {args.out}: {', '.join(plan.FILES)}")
-    if not found.fits:
-        needed, limit = found.needed_bytes / 1e9, found.limit_bytes / 1e9
-        raise ValueError(f"memory: a round needs {needed:.1f} GB of the {limit:.1f} GB of a chip. {found.advice}")
+    if not planned.fits:
+        needed, limit = planned.needed_bytes / 1e9, planned.limit_bytes / 1e9
+        raise ValueError(f"memory: a round needs {needed:.1f} GB of the {limit:.1f} GB of a chip. {planned.advice}")
 
 
 def command_sweep(args: argparse.Namespace, console: Console) -> None:
@@ -184,17 +174,17 @@ def command_sweep(args: argparse.Namespace, console: Console) -> None:
     grid = sweeps.read_grid(args.grid, _flags(args, method), method)
     config = Config(**(options if "seed" in options else {"seeds": sweeps.SEEDS} | options))
     _check_out(args.out)
-    own = {name: getattr(args, name) for name in sweeps.sweep_options() if hasattr(args, name)}
     runs = config.seeds * math.prod(len(values) for values in grid.values())
     _start_devices(config.devices, min(mapping.num_cores(), runs))
     # Run, and print the best.
-    found = sweeps.run_sweep(config, grid, **own, **_of_files(args))
+    swept = sweeps.run_sweep(config, grid, **_arguments(sweeps.run_sweep, args))
     title = f"{config.method} on held-out training examples after {config.rounds} rounds, seeds: {config.seeds}"
-    console.print(tables.sweep_table(found, title))
-    if len(found.cells) > tables.MOST_SHOWN:
-        console.print(f"and {len(found.cells) - tables.MOST_SHOWN} more configurations, not better than these")
-    console.print(f"{len(found.cells)} configurations, {found.seconds:.1f} s + {found.compile_seconds:.1f} s compiling")
-    if found.best is None:
+    console.print(tables.sweep_table(swept, title))
+    count = len(swept.cells)
+    if count > tables.MOST_SHOWN:
+        console.print(f"and {count - tables.MOST_SHOWN} more configurations, not better than these")
+    console.print(f"{count} configurations, {swept.seconds:.1f} s + {swept.compile_seconds:.1f} s compiling")
+    if swept.best is None:
         raise DivergedError("every configuration diverged; lower learning rates usually help")
     if args.out:
         files = ", ".join(name for name in (*sweeps.FILES, "cells/") if (Path(args.out) / name).exists())
@@ -206,9 +196,10 @@ def command_sweep(args: argparse.Namespace, console: Console) -> None:
 def _print_summary(config: Config, summary: dict[str, Any], out: str | None, console: Console) -> None:
     """Prints the results of a run."""
     attack = "" if config.attack is None else f"; {config.malicious:.0%} malicious: {config.attack}"
-    title = f"{summary['description']}{attack}; {seeds_text(summary)}"
-    console.print(tables.results_table({summary["method"]: summary}, title))
-    for note in results_notes({summary["method"]: summary}):
+    alone = {summary["method"]: summary}
+    title = f"{summary['description']}{attack}; {comparison.seeds_text(alone)}"
+    console.print(tables.results_table(alone, title))
+    for note in comparison.results_notes(alone):
         console.print(f"note: {note}")
     before = f" (the first {summary['init_rounds']} to find a start)" if summary["init_rounds"] else ""
     precision = default_precision() if config.precision == "default" or platform() == "cpu" else config.precision
@@ -224,11 +215,6 @@ def _print_summary(config: Config, summary: dict[str, Any], out: str | None, con
     planned = config.rounds + summary["init_rounds"]
     if summary["num_rounds"] < planned:
         console.print(f"note: ended after {summary['num_rounds']} of {planned} rounds: {summary['ended']}")
-    if "eps_1" in config.values and summary["mean"]["clusters_in_use"] == 1:
-        where = f"{out}/metrics.jsonl" if out else "metrics.jsonl (kept with --out)"
-        console.print(
-            f"note: no cluster was split. mean_norm and max_norm in {where} show what eps_1 and eps_2 could be"
-        )
     along = summary.get("path_accuracy") or ()
     if len(along) > 1:
         steps = " → ".join(f"{100 * accuracy:.1f}" for accuracy in along)
@@ -245,17 +231,18 @@ def command_compare(args: argparse.Namespace, console: Console) -> None:
 
 def _compare(paths: list[str], out: str | None, console: Console, **formats: bool) -> None:
     """Prints a comparison of finished runs, and writes its files, also in these `formats`, into the folder `out`."""
-    runs = read_runs(paths)
+    runs = comparison.read_runs(paths)
     # The table, and the differences that it does not show.
     summaries = {name: run.summary for name, run in runs.items()}
-    seeds = sorted({seeds_text(summary) for summary in summaries.values()})
-    console.print(tables.results_table(summaries, f"{len(runs)} run{'s' * (len(runs) > 1)}; {' or '.join(seeds)}"))
-    if differ := differences_text(run_differences(runs)):
+    title = f"{len(runs)} run{'s' * (len(runs) > 1)}; {comparison.seeds_text(summaries)}"
+    console.print(tables.results_table(summaries, title))
+    if differ := comparison.differences_text(comparison.run_differences(runs)):
         console.print(f"they differ in {differ}")
-    for note in [*results_notes(summaries), *differences_notes({name: found.config for name, found in runs.items()})]:
+    unknown = comparison.differences_notes({name: run.config for name, run in runs.items()})
+    for note in [*comparison.results_notes(summaries), *unknown]:
         console.print(f"note: {note}")
     # The files.
-    files = write_comparison(runs, out, **formats)
+    files = comparison.write_comparison(runs, out, **formats)
     console.print(f"kept: {', '.join(map(str, files))}")
 
 
@@ -277,13 +264,14 @@ def command_bench(args: argparse.Namespace, console: Console) -> None:
     """`jfcl bench`."""
     # Read and check the options.
     out = _unused(args.out)
-    _check_out(str(out))
     _start_devices(args.devices)
     most = len(jax.devices())
     check(args.devices is None or args.devices <= most, "devices", args.devices, f"at most the {most} there are")
     given = {name: value for name, value in vars(args).items() if value is not None}
     if args.devices is not None:
-        given.setdefault("mappings", ["chunked(1)", "chunked(4)", "vmap", "sharded(chunked(1))"])
+        given.setdefault(
+            "mappings", [*inspect.signature(bench.sweep).parameters["mappings"].default, "sharded(chunked(1))"]
+        )
     options = {name: given[name] for name in inspect.signature(bench.sweep).parameters if name in given}
     if args.quick:
         options = {"methods": ["fedavg"], "models": ["mlp"], "clients": [10]} | options
@@ -302,7 +290,6 @@ def command_bench(args: argparse.Namespace, console: Console) -> None:
 def command_demo(args: argparse.Namespace, console: Console) -> None:
     """`jfcl demo`: the main example of the README."""
     out = _unused(args.out)
-    _check_out(str(out))
     common = {"seeds": args.seeds, "rounds": args.rounds, "eval_every": 2}
     configs = [Config(method, **common, **options) for method, options in DEMO.items()]
     _start_devices(None, mapping.num_cores())

@@ -6,7 +6,7 @@ import argparse
 import itertools
 import shutil
 import textwrap
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,11 +14,12 @@ from jfcl._version import __version__
 from jfcl.core import check_choice
 from jfcl.core.names import flag_of, note_on, option_hint
 from jfcl.core.options import Interval, OneOf, Option, Range, first_sentence, is_text, options_of
-from jfcl.experiments import bench
+from jfcl.experiments import bench, compare, report, run, run_sweep
 from jfcl.experiments.config import check_method_takes, read_config
+from jfcl.experiments.lookup import find_method, is_import_path
 from jfcl.experiments.options import GROUPS, all_options, common_options, method_options, takes
-from jfcl.experiments.own import find_method, is_own
-from jfcl.experiments.sweeps import SEEDS, sweep_options
+from jfcl.experiments.plan import plan_run
+from jfcl.experiments.sweeps import SEEDS
 from jfcl.experiments.trackers import TRACKERS
 from jfcl.mapping import hosts
 from jfcl.methods import METHODS
@@ -46,48 +47,25 @@ COMMANDS = {  # the first three have the options of a run
 }
 OF_RUNS = ("run", "plan", "sweep")
 PLAIN = {"formatter_class": argparse.RawDescriptionHelpFormatter, "allow_abbrev": False}
-METAVARS = {
-    int: "N",
-    float: "X",
-    str: "NAME",
-    "out": "DIR",
-    "data_dir": "DIR",
-    "config": "FILE",
-    "coordinator": "HOST:PORT",
-}
+METAVARS = {int: "N", float: "X", str: "NAME"}
+METAVARS |= {"out": "DIR", "data_dir": "DIR", "config": "FILE", "coordinator": "HOST:PORT"}
 MOST_CHOICES = 4  # in a metavar
 
 
-class Files:
-    """Files.
+class Common:
+    """What `run`, `plan` and `sweep` have in common beside the options of a run.
 
     Attributes:
-      data_dir: folder of official data files; default: $JFCL_DATA_DIR, else TFDS.
-      out: folder for results; default: none are kept.
-      resume: continue what was stopped in --out.
       config: TOML (or the config.json of a run) with the names above; flags override.
       quiet: no progress bar.
     """
 
-    data_dir: str | None = None
-    out: str | None = None
-    resume: bool = False
     config: str | None = None
     quiet: bool = False
 
 
-class Checkpoints:
-    """Checkpoints.
-
-    Attributes:
-      checkpoint_seconds: least time between two checkpoints, the first of which is made after 5 seconds.
-    """
-
-    checkpoint_seconds: Annotated[float, Interval("[0, inf)")] = 30.0
-
-
 class Processes:
-    """Processes: the same command in each, on one machine or on several.
+    """The processes of a run.
 
     Attributes:
       coordinator: of process 0; auto on Cloud TPU and Slurm, without the next two.
@@ -102,34 +80,8 @@ class Processes:
     connect_seconds: Annotated[float, Interval("(0, inf)")] = hosts.TIMEOUT
 
 
-class Compare:
-    """Files.
-
-    Attributes:
-      out: folder for the files; default: compare/ beside the first run.
-      latex: also write results.tex, a table for LaTeX with booktabs.
-      pdf: also write the figures as PDF, in the width of a paper's column.
-      svg: also write the figures as SVG, in the width of a paper's column.
-    """
-
-    out: str | None = None
-    latex: bool = False
-    pdf: bool = False
-    svg: bool = False
-
-
-class Report:
-    """Files.
-
-    Attributes:
-      out: a file; default: report.html in the folder of one run, or beside the first of several.
-    """
-
-    out: str | None = None
-
-
 class Bench:
-    """Measurement.
+    """What `jfcl bench` has beside the arguments of `bench.sweep`.
 
     Attributes:
       devices: divide the CPU into so many; adds 'sharded(chunked(1))'.
@@ -145,7 +97,7 @@ class Bench:
 
 
 class Demo:
-    """Demo.
+    """What `jfcl demo` has.
 
     Attributes:
       out: folder for results.
@@ -158,9 +110,21 @@ class Demo:
     rounds: int = 100
 
 
-# The arguments of a command beside the options of a run: groups, as those of a run, and lists.
-ARGUMENTS = {"run": (Files, Checkpoints, Processes), "plan": (Files,), "sweep": (Files,)}
-ARGUMENTS |= {"compare": (Compare,), "report": (Report,), "bench": (Bench,), "demo": (Demo,)}
+# The flags of a command beside the options of a run, by the titles of their groups: those of the keyword arguments of
+# its function, or of the attributes of a class.
+ARGUMENTS: dict[str, list[tuple[str, Callable]]] = {
+    "run": [
+        ("Files", run),
+        ("Files", Common),
+        ("Processes: the same command in each, on one machine or on several", Processes),
+    ],
+    "plan": [("Files", plan_run), ("Files", Common)],
+    "sweep": [("Sweep", run_sweep), ("Files", Common)],
+    "compare": [("Files", compare)],
+    "report": [("Files", report)],
+    "bench": [("Measurement", Bench), ("Setting", bench.sweep)],
+    "demo": [("Demo", Demo)],
+}
 _FOLDERS = "folders of 'jfcl run --out' or jfcl.simulate(out=)"
 _TRACKED = f"send the records to {', '.join(TRACKERS)}; may be given several times"
 _GRID = "values of an option, such as lr=0.01,0.1; once for each option. All combinations are run"
@@ -186,19 +150,19 @@ class Parser(argparse.ArgumentParser):
 
     def parse_args(self, args=None, namespace=None):
         parsed, unknown = self.parse_known_args(args, namespace)
-        if unknown:
-            names = [text.split("=")[0][:100] for text in unknown]
-            if not names[0].startswith("-"):
-                values = ",".join(itertools.takewhile(lambda text: not text.startswith("-"), unknown))[:100]
-                option = [text for text in getattr(parsed, "grid", None) or () if "=" not in text][-1:]
-                hint = f"; write --grid {option[0]}={values}" if option else ""
-                raise ValueError(f"unexpected argument {names[0]!r}{hint}")
-            if self.method is not None:
-                wanted = {name.lstrip("-").replace("-", "_") for name in names} & all_options().keys()
-                check_method_takes(self.method, dict.fromkeys(wanted, "given"))
-            known = [flag.lstrip("-").replace("-", "_") for action in self._actions for flag in action.option_strings]
-            raise ValueError(f"unknown option {names[0]}{option_hint(names[0].lstrip('-'), known, flag_of)}")
-        return parsed
+        if not unknown:
+            return parsed
+        flags = [text.split("=")[0][:100] for text in unknown]
+        if not flags[0].startswith("-"):
+            values = ",".join(itertools.takewhile(lambda text: not text.startswith("-"), unknown))[:100]
+            option = [text for text in getattr(parsed, "grid", None) or () if "=" not in text][-1:]
+            hint = f"; write --grid {option[0]}={values}" if option else ""
+            raise ValueError(f"unexpected argument {flags[0]!r}{hint}")
+        if self.method is not None:
+            names = {flag.lstrip("-").replace("-", "_") for flag in flags} & all_options().keys()
+            check_method_takes(self.method, dict.fromkeys(names, "given"))
+        known = [flag.lstrip("-").replace("-", "_") for action in self._actions for flag in action.option_strings]
+        raise ValueError(f"unknown option {flags[0]}{option_hint(flags[0].lstrip('-'), known, flag_of)}")
 
     def error(self, message):
         invalid = message.partition("argument --")[2].partition(": invalid")[0]
@@ -214,27 +178,32 @@ def parse(argv: list[str]) -> argparse.Namespace | None:
     if not argv or argv[0] in ("-h", "--help", "--version"):
         print(f"jfcl {__version__}" if argv[:1] == ["--version"] else overview())
         return None
-    command, rest = argv[0], argv[1:]
+    command, texts = argv[0], argv[1:]
     check_choice("command", command, COMMANDS)
-    parser = parser_of(command, _method(rest) if command in OF_RUNS else None)
-    args = parser.parse_args(rest, argparse.Namespace(command=command))
-    for group in ARGUMENTS.get(command, ()):
-        for name, option in options_of(group).items():
-            option.check(getattr(args, name))
+    parser = parser_of(command, _method(texts) if command in OF_RUNS else None)
+    args = parser.parse_args(texts, argparse.Namespace(command=command))
+    for _, declaration in ARGUMENTS.get(command, ()):
+        for option in flags_of(declaration):
+            option.check(getattr(args, option.name))
     return args
+
+
+def flags_of(declaration: Callable) -> list[Option]:
+    """Returns the options of a function or class that have flags; a progress bar is there without --quiet."""
+    return [option for option in options_of(declaration).values() if option.name != "progress"]
 
 
 def parser_of(command: str, method: str | None = None) -> Parser:
     """Returns the parser of a command; of a run, with the options of a method, or of all of them."""
-    if command not in OF_RUNS:
-        return _of_others(command)
-    try:
+    if command in OF_RUNS:
         return _of_runs(command, method)
-    except argparse.ArgumentError as error:
-        flag = str(error).split()[1].rstrip(":")
-        raise ValueError(
-            f"an argument of method {method!r} must have another name: jfcl {command} has {flag}"
-        ) from None
+    parser = Parser(prog=f"jfcl {command}", description=_sentence(COMMANDS[command]), **PLAIN)
+    _add_others(parser, command)
+    return parser
+
+
+def _sentence(text: str) -> str:
+    return f"{text[0].upper()}{text[1:]}."
 
 
 def overview() -> str:
@@ -252,7 +221,7 @@ def _method(args: list[str]) -> str | None:
     files += [text.partition("=")[2] for text in args if text.startswith("--config=")]
     if files and is_text(files[-1]) and Path(files[-1]).is_file():  # the command reports a missing one
         method = read_config(files[-1]).get("method")
-        return method if is_own(method) else None
+        return method if is_import_path(method) else None
     return None
 
 
@@ -262,9 +231,9 @@ def _method(args: list[str]) -> str | None:
 
 def _of_runs(command: str, method: str | None) -> Parser:
     """Returns the parser of `run`, `plan` or `sweep`, with the options of a method, or of all of them."""
-    summary = COMMANDS[command] if method is None else find_method(method).summary
-    how = "" if method is None else "\n\nAn option that is left out has the value in brackets."
-    usage, about = f"jfcl {command} {method or 'METHOD'} [options]", f"{summary[0].upper()}{summary[1:]}.{how}"
+    about = _sentence(COMMANDS[command] if method is None else find_method(method).summary)
+    about += "" if method is None else "\n\nAn option that is left out has the value in brackets."
+    usage = f"jfcl {command} {method or 'METHOD'} [options]"
     parser = Parser(prog=f"jfcl {command}", usage=usage, description=about, add_help=False, **PLAIN)
     parser.method = method
     parser.add_argument("-h", "--help", action=_Help, help="show this text")
@@ -273,18 +242,21 @@ def _of_runs(command: str, method: str | None) -> Parser:
     if command == "plan":
         known = "v5e:2x2 or v5e-4, v6e:2x4, v5p:2x2x2, ..., a100, h100, h200, b200, h100:8"
         parser.add_argument_group("Target").add_argument("--target", dest="chip", metavar="NAME", help=known)
-    if command == "sweep":
-        _add(parser.add_argument_group("Sweep"), sweep_options().values())
-    own = all_options().keys() - common_options().keys() if method is None else method_options(method)
-    if own:
-        options = [option for name, option in all_options(method).items() if name in own]
-        _add(parser.add_argument_group(f"Method: options of {method or 'single methods'}"), options)
-    for group in GROUPS:
-        options = [o for name, o in options_of(group).items() if method is None or takes(method, name)]
-        options = [o for o in options if (command, o.name) != ("plan", "target")]
-        options = [o._replace(default=SEEDS) if (command, o.name) == ("sweep", "seeds") else o for o in options]
-        _add(parser.add_argument_group(_title(group)), options)
-    _add_others(parser, command)
+    names = method_options(method) if method else all_options().keys() - common_options().keys()
+    options = [option for name, option in all_options(method).items() if name in names]
+    try:
+        if options:
+            _add(parser.add_argument_group(f"Method: options of {method or 'single methods'}"), options)
+        for group in GROUPS:
+            options = [o for name, o in options_of(group).items() if method is None or takes(method, name)]
+            options = [o for o in options if (command, o.name) != ("plan", "target")]
+            options = [o._replace(default=SEEDS) if (command, o.name) == ("sweep", "seeds") else o for o in options]
+            _add(parser.add_argument_group(group.__doc__.split("\n")[0].rstrip(".")), options)
+        _add_others(parser, command)
+    except argparse.ArgumentError as error:
+        flag = str(error).split()[1].rstrip(":")
+        name = f"an argument of method {method!r} must have another name"
+        raise ValueError(f"{name}: jfcl {command} has {flag}") from None
     return parser
 
 
@@ -305,16 +277,13 @@ def _add(group: argparse._ArgumentGroup, options: Iterable[Option], *, has_defau
 
 def _add_others(parser: argparse.ArgumentParser, command: str) -> None:
     """Adds the arguments that are no options of a run."""
-    groups = {parser.add_argument_group(_title(group)): group for group in ARGUMENTS.get(command, ())}
-    for made, group in groups.items():
-        _add(made, options_of(group).values(), has_default=True)
+    groups: dict[str, Any] = {}
+    for title, declaration in ARGUMENTS.get(command, ()):
+        groups[title] = groups.get(title) or parser.add_argument_group(title)
+        _add(groups[title], flags_of(declaration), has_default=True)
     for name, how, kind, metavar, text in LISTS.get(command, ()):
         several = {"action": "append"} if how == "append" else {"nargs": how}
-        next(iter(groups), parser).add_argument(name, type=kind, metavar=metavar, help=text, **several)
-
-
-def _title(group: type) -> str:
-    return group.__doc__.split("\n")[0].rstrip(".")
+        next(iter(groups.values()), parser).add_argument(name, type=kind, metavar=metavar, help=text, **several)
 
 
 class _Help(argparse._HelpAction):
@@ -349,13 +318,3 @@ def _run_overview(parser: argparse.ArgumentParser) -> str:
     also = {"plan": " --target v5e:2x4", "sweep": " --grid lr=0.05,0.1,0.2"}.get(command, "")
     example = f"example: {parser.prog} ifca --clients 40 --clusters 4 --seeds 5{also} --out runs/ifca"
     return "\n".join([*lines, "", example])
-
-
-def _of_others(command: str) -> Parser:
-    """Returns the parser of a command without the options of a run."""
-    about = f"{COMMANDS[command][0].upper()}{COMMANDS[command][1:]}."
-    parser = Parser(prog=f"jfcl {command}", description=about, **PLAIN)
-    _add_others(parser, command)
-    if command == "bench":
-        _add(parser.add_argument_group("Setting"), options_of(bench.sweep).values())
-    return parser

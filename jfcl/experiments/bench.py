@@ -21,7 +21,7 @@ import optax
 from jfcl import mapping
 from jfcl.core import Algorithm, Clients, PyTree, Task, aligned_zeros, check, check_choice, check_count
 from jfcl.core.options import Range, options_of
-from jfcl.experiments.own import find_method, is_own, required
+from jfcl.experiments.lookup import find_method, is_import_path, required
 from jfcl.mapping import memory
 from jfcl.models import LANGUAGE_MODELS, MODELS, classification
 from jfcl.simulation.folder import environment
@@ -180,8 +180,8 @@ def sweep(
     for argument, known in (("methods", METHODS), ("models", IMAGE_MODELS), ("mappings", MAPPINGS)):
         check(len(settings[argument]) > 0, argument, settings[argument], "at least one name")
         for name in settings[argument]:
-            if argument == "methods" and is_own(name):
-                missing = [option for option in required(find_method(name)) if option not in GIVEN]
+            if argument == "methods" and is_import_path(name):
+                missing = [option for option in required(find_method(name).make) if option not in GIVEN]
                 check(not missing, "method", name, f"one that has a default for {', '.join(missing)}")
             else:
                 check_choice(argument.removesuffix("s"), name, known)

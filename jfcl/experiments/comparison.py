@@ -66,12 +66,6 @@ def read_runs(folders: Sequence[str | Path]) -> dict[str, Results]:
     return {name: read_finished(folder) for name, folder in by_name(folders).items()}
 
 
-def run_differences(runs: dict[str, Results]) -> dict[str, dict[str, str]]:
-    """Returns the options in which runs differ, as they were used, and the rounds that were computed."""
-    done = {name: {"num_rounds": run.summary["num_rounds"]} for name, run in runs.items()}
-    return differences({name: run.config | done[name] for name, run in runs.items()})
-
-
 def write_comparison(
     runs: dict[str, Results], out: str | Path | None, *, latex: bool = False, pdf: bool = False, svg: bool = False
 ) -> list[Path]:
@@ -83,18 +77,111 @@ def write_comparison(
     if not any(row.get(metric) is not None for rows in records.values() for row in rows):  # nothing was evaluated
         metric = "train_loss"
 
-    def figures() -> dict[str, plots.Figure]:
+    def save(suffix: str, *, column: bool) -> list[Path]:
         bars = plots.bars(records) if metric == "accuracy" else plots.bars(records, [metric])
-        return {metric: plots.curves(records, metric), "methods": bars}
+        figures = {metric: plots.curves(records, metric), "methods": bars}
+        return [plots.save(figure, out / f"{name}{suffix}", column=column) for name, figure in figures.items()]
 
-    files = [plots.save(figure, out / f"{name}.png") for name, figure in figures().items()]
-    texts = {"results.csv": results_csv(summaries)} | ({"results.tex": results_tex(summaries)} if latex else {})
-    for name, text in texts.items():
-        write_whole(out / name, text.encode())
-        files.append(out / name)
+    written = save(".png", column=False)
+    for name, text in {"results.csv": results_csv} | ({"results.tex": results_tex} if latex else {}):
+        write_whole(out / name, text(summaries).encode())
+        written.append(out / name)
     for suffix in [".pdf"] * pdf + [".svg"] * svg:
-        files += [plots.save(figure, out / f"{name}{suffix}", column=True) for name, figure in figures().items()]
-    return files
+        written += save(suffix, column=True)
+    return written
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Folders.
+
+
+def by_name(folders: Sequence[str | Path]) -> dict[str, Path]:
+    """Returns the folders by their names, or by their whole paths where a name is there already.
+
+    Example:
+      >>> list(by_name(["runs/a", "runs/b"]))
+      ['a', 'b']
+    """
+    check(len(folders) > 0, "runs", folders, "at least one folder")
+    named: dict[str, Path] = {}
+    for folder in folders:
+        check_path("runs", folder)
+        path = Path(os.path.abspath(folder))
+        name, whole = (printable(text).replace("\n", r"\n") for text in (path.name, path))
+        named[name if name not in named else whole] = Path(folder)
+    return named
+
+
+def with_name(path: str | Path) -> Path:
+    """Returns a path that ends in the name of its file or folder, also for the current folder."""
+    path = Path(path)
+    return path if path.name else path.resolve()
+
+
+def unused(path: Path, suffix: str = "") -> Path:
+    """Returns the first of `path`, `path-2`, `path-3`, ..., each with the suffix, that does not exist."""
+    names = (f"{path.name}{'' if i == 1 else f'-{i}'}{suffix}" for i in itertools.count(1))
+    return next(file for name in names if not (file := path.with_name(name)).exists())
+
+
+def beside(run: str | Path, name: str, suffix: str = "") -> Path:
+    """Returns an unused path of a name beside a run's folder."""
+    return unused(with_name(run).parent / name, suffix)
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# The table of results.
+
+
+def results_rows(summaries: dict[str, dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
+    """Returns the heads and the rows of a table with one line per run: mean ± sample standard deviation over seeds.
+
+    Bytes are those that all clients have sent and received. A dash stands for what a summary, such as that of an
+    unfinished run, does not have.
+    """
+    if judged_by(summary["mean"] for summary in summaries.values()) == "loss":
+        first = ("test\nloss", "loss", 1, 3)
+    elif any("perplexity" in summary["mean"] for summary in summaries.values()):
+        first = ("perplex-\nity", "perplexity", 1, 1)
+    else:
+        first = ("client\nacc. %", "accuracy", 100, 1)
+    metrics = (
+        first,
+        ("worst\nclient %", "worst_client_accuracy", 100, 1),
+        ("cluster\nacc. %", "cluster_accuracy", 100, 1),
+        ("adjusted\nRand", "adjusted_rand", 1, 2),
+    )
+    rows = []
+    for name, summary in summaries.items():
+        cells = [number(*over_seeds(summary, metric), digits, scale) for _, metric, scale, digits in metrics]
+        recovered, seeds = recovered_seeds(summary), len(summary["per_seed"])
+        at_round = number(over_seeds(summary, "rounds_to_recovery")[0], None, 0)
+        at_round += f" ({recovered}/{seeds})" if 0 < recovered < seeds else ""
+        sizes = (size_text(summary.get(name)) for name in ("bytes_up", "bytes_down"))
+        rows.append([name, *cells, number(summary["mean"]["clusters_in_use"], None, 1), at_round, *sizes])
+    return ["run", *(head for head, *_ in metrics), "clusters\nin use", "found at\nround", "sent", "received"], rows
+
+
+def results_csv(summaries: dict[str, dict[str, Any]]) -> str:
+    """Returns the final results of all runs as csv: each metric's mean and sample standard deviation over seeds.
+
+    A cell is empty where the table of results has a dash. `rounds_to_recovery` is over the `recovered_seeds`.
+
+    Example:
+      >>> rows = [{"accuracy": 0.5, "rounds_to_recovery": 3}, {"accuracy": 0.75, "rounds_to_recovery": None}]
+      >>> one = {"method": "ifca", "per_seed": rows, "mean": {"accuracy": 0.625}}
+      >>> print(results_csv({"a": one}), end="")
+      run,method,seeds,recovered_seeds,accuracy,accuracy_std
+      a,ifca,2,1,0.625,0.1767766952966369
+    """
+    names = list(dict.fromkeys(name for summary in summaries.values() for name in summary["mean"]))
+    heads = (head for name in names for head in (name, f"{name}_std"))
+    lines = [["run", "method", "seeds", "recovered_seeds", *heads]]
+    for run, summary in summaries.items():
+        recovered = recovered_seeds(summary) if compares_clusters(summary) else None
+        cells = (cell for name in names for cell in over_seeds(summary, name))
+        lines.append([run, summary["method"], len(summary["per_seed"]), recovered, *cells])
+    return csv_bytes(lines, end="\n").decode()
 
 
 def results_tex(summaries: dict[str, dict[str, Any]]) -> str:
@@ -108,23 +195,12 @@ def results_tex(summaries: dict[str, dict[str, Any]]) -> str:
     """
     heads, rows = results_rows(summaries)
     heads = [" ".join(head.replace("-\n", "").split()) for head in heads]
-    about = " or ".join(sorted({seeds_text(summary) for summary in summaries.values()}))
     lines = [[tex(cell).replace(r"$\pm$", r" $\pm$ ") for cell in row] for row in [heads, *rows]]
     head, *body = (" & ".join(cells) + r" \\" for cells in lines)
-    columns = "l" + "r" * (len(heads) - 1)
-    return "\n".join(
-        [
-            rf"% {about}; sent and received: bytes of all clients and rounds. Needs \usepackage{{booktabs}}.",
-            rf"\begin{{tabular}}{{{columns}}}",
-            r"\toprule",
-            head,
-            r"\midrule",
-            *body,
-            r"\bottomrule",
-            r"\end{tabular}",
-            "",
-        ]
-    )
+    needs = r"sent and received: bytes of all clients and rounds. Needs \usepackage{booktabs}."
+    begin = [f"% {seeds_text(summaries)}; {needs}", rf"\begin{{tabular}}{{l{'r' * (len(heads) - 1)}}}"]
+    end = [r"\bottomrule", r"\end{tabular}", ""]
+    return "\n".join([*begin, r"\toprule", head, r"\midrule", *body, *end])
 
 
 def tex(text: str) -> str:
@@ -136,40 +212,6 @@ def tex(text: str) -> str:
     """
     plain = re.sub(r"[\x00-\x1f\x7f]+", " ", text)
     return "".join(TEX.get(character, character) for character in plain)
-
-
-def by_name(folders: Sequence[str | Path]) -> dict[str, Path]:
-    """Returns the folders by their names, or by their whole paths where a name is there already.
-
-    Example:
-      >>> list(by_name(["runs/a", "runs/b"]))
-      ['a', 'b']
-    """
-    check(len(folders) > 0, "runs", folders, "at least one folder")
-    found: dict[str, Path] = {}
-    for folder in folders:
-        check_path("runs", folder)
-        path = Path(os.path.abspath(folder))
-        name, whole = (printable(text).replace("\n", r"\n") for text in (path.name, path))
-        found[name if name not in found else whole] = Path(folder)
-    return found
-
-
-def with_name(path: str | Path) -> Path:
-    """Returns a path that ends in the name of its file or folder, also for the current folder."""
-    path = Path(path)
-    return path if path.name else path.resolve()
-
-
-def unused(path: Path, suffix: str = "") -> Path:
-    """Returns the first of `path`, `path-2`, `path-3`, ..., each with the suffix, that does not exist."""
-    names = (f"{path.name}{'' if i == 1 else f'-{i}'}{suffix}" for i in itertools.count(1))
-    return next(found for name in names if not (found := path.with_name(name)).exists())
-
-
-def beside(run: str | Path, name: str, suffix: str = "") -> Path:
-    """Returns an unused path of a name beside a run's folder."""
-    return unused(with_name(run).parent / name, suffix)
 
 
 def number(value: float | None, std: float | None, digits: int, scale: float = 1) -> str:
@@ -206,58 +248,10 @@ def size_text(value: float | None) -> str:
     return f"{value / 1000**steps:.{min(steps, 1)}f} {units[steps]}"
 
 
-def results_rows(summaries: dict[str, dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
-    """Returns the heads and the rows of a table with one line per run: mean ± sample standard deviation over seeds.
-
-    Bytes are those that all clients have sent and received. A dash stands for what a summary, such as that of an
-    unfinished run, does not have.
-    """
-    texts = any("perplexity" in summary["mean"] for summary in summaries.values())
-    first = ("perplex-\nity", "perplexity", 1, 1) if texts else ("client\nacc. %", "accuracy", 100, 1)
-    first = ("test\nloss", "loss", 1, 3) if judged_by([s["mean"] for s in summaries.values()]) == "loss" else first
-    metrics = (
-        first,
-        ("worst\nclient %", "worst_client_accuracy", 100, 1),
-        ("cluster\nacc. %", "cluster_accuracy", 100, 1),
-        ("adjusted\nRand", "adjusted_rand", 1, 2),
-    )
-    rows = []
-    for name, summary in summaries.items():
-        cells = [number(*over_seeds(summary, metric), digits, scale) for _, metric, scale, digits in metrics]
-        cells.append(number(summary["mean"]["clusters_in_use"], None, 1))
-        cells.append(number(over_seeds(summary, "rounds_to_recovery")[0], None, 0))
-        found, seeds = recovered_seeds(summary), len(summary["per_seed"])
-        cells[-1] += f" ({found}/{seeds})" if 0 < found < seeds else ""
-        rows.append([name, *cells, *(size_text(summary.get(name)) for name in ("bytes_up", "bytes_down"))])
-    return ["run", *(head for head, *_ in metrics), "clusters\nin use", "found at\nround", "sent", "received"], rows
-
-
 def recovered_seeds(summary: dict[str, Any]) -> int:
     """Returns the number of seeds of a run that have found the true clusters; 0 where there are none to find."""
-    found = [row for row in summary["per_seed"] if row["rounds_to_recovery"] is not None]
-    return len(found) if compares_clusters(summary) else 0
-
-
-def results_csv(summaries: dict[str, dict[str, Any]]) -> str:
-    """Returns the final results of all runs as csv: each metric's mean and sample standard deviation over seeds.
-
-    A cell is empty where the table of results has a dash. `rounds_to_recovery` is over the `recovered_seeds`.
-
-    Example:
-      >>> rows = [{"accuracy": 0.5, "rounds_to_recovery": 3}, {"accuracy": 0.75, "rounds_to_recovery": None}]
-      >>> one = {"method": "ifca", "per_seed": rows, "mean": {"accuracy": 0.625}}
-      >>> print(results_csv({"a": one}), end="")
-      run,method,seeds,recovered_seeds,accuracy,accuracy_std
-      a,ifca,2,1,0.625,0.1767766952966369
-    """
-    names = list(dict.fromkeys(name for summary in summaries.values() for name in summary["mean"]))
-    heads = (head for name in names for head in (name, f"{name}_std"))
-    lines = [["run", "method", "seeds", "recovered_seeds", *heads]]
-    for run, summary in summaries.items():
-        found = recovered_seeds(summary) if compares_clusters(summary) else None
-        cells = (cell for name in names for cell in over_seeds(summary, name))
-        lines.append([run, summary["method"], len(summary["per_seed"]), found, *cells])
-    return csv_bytes(lines, end="\n").decode()
+    count = sum(row["rounds_to_recovery"] is not None for row in summary["per_seed"])
+    return count if compares_clusters(summary) else 0
 
 
 def judged_by(results: Iterable[dict[str, Any]]) -> str:
@@ -276,11 +270,17 @@ def compares_clusters(summary: dict[str, Any]) -> bool:
     return summary.get("num_clusters") != 1 and summary.get("finds_clusters", True)
 
 
+def seeds_text(summaries: dict[str, dict[str, Any]]) -> str:
+    """Returns the seeds of runs, for the title of a table."""
+    seeds = [[row["seed"] for row in summary["per_seed"]] for summary in summaries.values()]
+    texts = {f"mean ± sample std over {len(s)} seeds" if len(s) > 1 else f"seed {s[0]}" for s in seeds}
+    return " or ".join(sorted(texts))
+
+
 def results_notes(summaries: dict[str, dict[str, Any]]) -> list[str]:
     """Returns notes on the cells of the table of results that do not explain themselves."""
     notes = []
-    found = [[row["rounds_to_recovery"] for row in s["per_seed"]] for s in summaries.values() if compares_clusters(s)]
-    if any(None in rounds and set(rounds) != {None} for rounds in found):
+    if any(0 < recovered_seeds(summary) < len(summary["per_seed"]) for summary in summaries.values()):
         share = f"at least {FOUND:.0%} of the clients are and stay in the right cluster"
         notes.append(f"found at round, (n/m): in n of the m seeds, {share}; the round is the mean over these")
     new = {name: over_seeds(summary, "newcomer_accuracy") for name, summary in summaries.items()}
@@ -329,10 +329,8 @@ def clusters_notes(summary: dict[str, Any], found: np.ndarray, true: np.ndarray)
     return notes
 
 
-def seeds_text(summary: dict[str, Any]) -> str:
-    """Returns the seeds of a run, for the title of a table."""
-    count = len(summary["per_seed"])
-    return f"mean ± sample std over {count} seeds" if count > 1 else f"seed {summary['per_seed'][0]['seed']}"
+# ---------------------------------------------------------------------------------------------------------------
+# The options in which runs differ.
 
 
 def is_configured(config: dict[str, Any]) -> bool:
@@ -343,11 +341,16 @@ def is_configured(config: dict[str, Any]) -> bool:
 def differences_notes(configs: dict[str, dict[str, Any]]) -> list[str]:
     """Returns notes on runs that cannot be compared by their options alone."""
     splits = {config["split_hash"] for config in configs.values() if is_configured(config)}
-    found = [f"these runs are on {len(splits)} different splits of the data"] if len(splits) > 1 else []
+    notes = [f"these runs are on {len(splits)} different splits of the data"] if len(splits) > 1 else []
     others = [name for name, config in configs.items() if not is_configured(config)]
     if others and len(configs) > 1:
-        found.append(f"options and data of {', '.join(others)} are not known, since config.json does not hold them")
-    return found
+        notes.append(f"options and data of {', '.join(others)} are not known, since config.json does not hold them")
+    return notes
+
+
+def run_differences(runs: dict[str, Results]) -> dict[str, dict[str, str]]:
+    """Returns the options in which runs differ, as they were used, and the rounds that were computed."""
+    return differences({name: run.config | {"num_rounds": run.summary["num_rounds"]} for name, run in runs.items()})
 
 
 def differences(configs: dict[str, dict[str, Any]]) -> dict[str, dict[str, str]]:
@@ -361,26 +364,22 @@ def differences(configs: dict[str, dict[str, Any]]) -> dict[str, dict[str, str]]
       >>> differences({"a": a, "b": b})
       {'lr': {'a': '0.1', 'b': '0.2'}}
     """
-    named = all(str(config.get("method")) in name for name, config in configs.items())
-    given = {option for config in configs.values() for option in _given(config)} | {"num_rounds"}
-    given -= {"method"} if named else set()
-    found = {}
-    for option in dict.fromkeys(option for config in configs.values() for option in config if option in given):
+    compared = {"num_rounds", "method"}
+    for config in configs.values():  # one of a run in Python does not say which options were given
+        given = config.get("given")
+        compared |= {*given} if isinstance(given, list) else {*config} - {*NOT_COMPARED}
+    if all(str(config.get("method")) in name for name, config in configs.items()):
+        compared.remove("method")
+    differing = {}
+    for option in dict.fromkeys(option for config in configs.values() for option in config if option in compared):
         values = {name: "–" if c.get(option) is None else str(c[option]) for name, c in configs.items()}
-        # A run in Python keeps what its config names.
         unknown = [name for name, config in configs.items() if option not in config and not is_configured(config)]
         if len({value for name, value in values.items() if name not in unknown}) > 1:
-            found[option.removeprefix("num_")] = values | dict.fromkeys(unknown, "not known")
-    return found
+            differing[option.removeprefix("num_")] = values | dict.fromkeys(unknown, "not known")
+    return differing
 
 
-def _given(config: dict[str, Any]) -> set[str]:
-    """Returns the options that are compared: those given, of a run in Python all."""
-    names = config.get("given")
-    return ({*names} if isinstance(names, list) else {*config} - {*NOT_COMPARED}) | {"method"}
-
-
-def differences_text(found: dict[str, dict[str, str]]) -> str:
+def differences_text(differing: dict[str, dict[str, str]]) -> str:
     """Returns `differences` as a text, each value with the names of its runs.
 
     Example:
@@ -388,11 +387,7 @@ def differences_text(found: dict[str, dict[str, str]]) -> str:
       'restarts: 1 (a), 5 (b, c)'
     """
     texts = []
-    for option, values in found.items():
-        runs_by_value: dict[str, list[str]] = {}
-        for name, value in values.items():
-            runs_by_value.setdefault(value, []).append(name)
-        texts.append(
-            f"{option}: " + ", ".join(f"{value} ({', '.join(names)})" for value, names in runs_by_value.items())
-        )
+    for option, values in differing.items():
+        runs = {value: ", ".join(name for name in values if values[name] == value) for value in values.values()}
+        texts.append(f"{option}: {', '.join(f'{value} ({names})' for value, names in runs.items())}")
     return "; ".join(texts)

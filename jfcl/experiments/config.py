@@ -7,43 +7,28 @@ here, once. A `Config` is checked when it is made.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import math
 import re
 import tomllib
+from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import jax
 
 from jfcl import kernels
-from jfcl.core import check, platform, shown
+from jfcl.core import check, check_choice, platform, shown
 from jfcl.core.names import option_hint
 from jfcl.core.options import MOST_REPEATED, Needs, Option
 from jfcl.data.partition import OF_ONE_DIVISION
-from jfcl.data.tables import is_file
+from jfcl.data.tables import is_file, read_file
+from jfcl.experiments import options as declared
+from jfcl.experiments.lookup import find_aggregator, find_method, is_on_data, is_on_updates, required
 from jfcl.experiments.optimizers import OPTIMIZERS
-from jfcl.experiments.options import (
-    AS_DECLARED,
-    Attack,
-    Data,
-    Privacy,
-    Run,
-    Training,
-    all_options,
-    common_options,
-    method_options,
-    methods_with,
-    takes,
-)
-from jfcl.experiments.own import (
-    find_aggregator,
-    find_method,
-    is_on_data,
-    is_on_updates,
-    required,
-    table_defaults,
-)
+from jfcl.experiments.options import all_options, common_options, method_options, methods_with, takes
 from jfcl.robust import attacks
 from jfcl.robust.privacy import accountant, default_delta
 from jfcl.simulation.versions import check_version
@@ -52,14 +37,13 @@ EVALUATIONS = 50  # in a run, about
 LOCAL_STEPS = 10
 COHORT, EXAMPLES = 100, 20  # of a population
 BUCKET_SIZE = 2
-OF_TABLES = ("by", "target", "inputs", "kind")
 LARGEST_FILE = 2**20  # bytes; the config.json of a run has about 2,000
 # Entries of config.json that are no options; `cohorts`: how those of a population were drawn.
 NO_OPTIONS = ("num_rounds", "split_hash", "cohorts", "versions", "schedule_rounds", "given")
 
 
 @dataclasses.dataclass(frozen=True, init=False, eq=False)
-class Config(Data, Training, Attack, Privacy, Run):
+class Config(declared.Data, declared.Training, declared.Attack, declared.Privacy, declared.Run):
     """All options of a run, each with the value that it uses: `Config("cfl", clients=20, eps_1=0.4)`.
 
     Options are keyword arguments and attributes. Those that are left out, or None, are derived from the others: of
@@ -94,15 +78,14 @@ class Config(Data, Training, Attack, Privacy, Run):
         find_method(method)
         given = {name: value for name, value in ((given or {}) | options).items() if value is not None}
         known = all_options(method)
-        for name in given.keys() - known.keys():
-            raise TypeError(f"Config has no option {name!r}{option_hint(name, known)}")
         for name, value in given.items():
+            if name not in known:
+                raise TypeError(f"Config has no option {name!r}{option_hint(name, known)}")
             if not isinstance(value, jax.Array):  # as in a sweep, perhaps a tracer
                 known[name].check(value)
         check_method_takes(method, given)
         values = _resolved(method, given)
-        fields = {"method": method, "given": given, "values": {"method": method} | values}
-        self.__dict__.update(values | fields)
+        self.__dict__.update(values | {"method": method, "given": given, "values": {"method": method} | values})
         _check_together(self)
 
     def __getattr__(self, name: str) -> None:
@@ -118,7 +101,7 @@ class Config(Data, Training, Attack, Privacy, Run):
 
     @property
     def of_population(self) -> bool:
-        """Whether clients are kept on the host and a cohort on the device; see `jfcl.experiments.population`."""
+        """Whether clients are on the host and a cohort on the device; see `jfcl.experiments.population`."""
         return self.population is not None or self.store is not None
 
 
@@ -136,45 +119,64 @@ def check_method_takes(method: str, given: dict[str, Any]) -> None:
 def _resolved(name: str, given: dict[str, Any]) -> dict[str, Any]:
     """Returns all options of a run: those `given`, and for each other its default, or what follows from others."""
     method = find_method(name)
-    options = method.options
     defaults = {option.name: option.default for option in (common_options() | method_options(name)).values()}
-    found = defaults | table_defaults(given) | given
+    values = defaults | _of_table(given) | given
 
     def derive(**derived: Any) -> None:
-        found.update({name: value for name, value in derived.items() if name in found and name not in given})
+        values.update({name: value for name, value in derived.items() if name in values and name not in given})
 
-    derive(**{name: method.declared[name].default for name in AS_DECLARED if name in method.declared})
-    if "momentum" not in options:
-        derive(momentum=OPTIMIZERS[found["optimizer"]].momentum)
-    if found["population"] is not None or found["store"] is not None:  # of a store, the number is known once it is open
-        size = found["population"] or found["clients"]
+    derive(**{name: method.declared[name].default for name in declared.AS_DECLARED if name in method.declared})
+    if "momentum" not in method.options:
+        derive(momentum=OPTIMIZERS[values["optimizer"]].momentum)
+    of_population = values["population"] is not None or values["store"] is not None
+    if of_population:  # of a store, the number of clients is known once it is open
+        size = values["population"] or values["clients"]
         derive(clients=size, cohort=min(COHORT, size), examples_per_client=EXAMPLES)
     # Training.
-    if found["local_epochs"] is None:
+    if values["local_epochs"] is None:
         derive(local_steps=method.defaults.get("local_steps", LOCAL_STEPS))
-    keep, falls = method.defaults.get("keep", "nothing"), found["schedule"] != "constant" or found["lr_decay"] != 1
+    keep, falls = method.defaults.get("keep", "nothing"), values["schedule"] != "constant" or values["lr_decay"] != 1
     derive(keep="schedule" if falls and keep == "nothing" else keep)  # a schedule counts the steps of all rounds
-    if found["schedule"] == "step":
-        derive(step_rounds=max(found["rounds"] // 3, 1))
-    derive(eval_every=max(found["rounds"] // EVALUATIONS, 1))
-    if "num_clusters" in options:
-        derive(num_models=found["clusters"])
+    if values["schedule"] == "step":
+        derive(step_rounds=max(values["rounds"] // 3, 1))
+    derive(eval_every=max(values["rounds"] // EVALUATIONS, 1))
+    if "num_clusters" in method.options:
+        derive(num_models=values["clusters"])
     # Restarts are of no use where nothing is drawn, where the draws are chosen otherwise, and with one model.
-    chosen = any(found.get(name) is not None for name in ("init_from", "dp_clip", "min_share", "stable_rounds"))
-    if chosen or found["num_models"] == 1:
+    chosen = any(values.get(name) is not None for name in ("init_from", "dp_clip", "min_share", "stable_rounds"))
+    if chosen or values["num_models"] == 1:
         derive(restarts=1)
     # Robust and private means.
-    if found["aggregator"] is not None or found["dp_clip"] is not None:
-        derive(weights="equal")
-    if found["aggregator"] is not None:
-        needed = kernels.aggregator_options(find_aggregator(found["aggregator"]), required=True)
-        derive(bucket_size=BUCKET_SIZE if "bucket_size" in needed else None)
-    if found["dp_clip"] is not None:
-        of_population = found["population"] is not None or found["store"] is not None
-        derive(dp_sampling="fixed" if of_population else "poisson")
-    if found["dp_noise"]:
-        derive(dp_delta=default_delta(found["clients"]))
-    return found
+    if values["aggregator"] is not None:
+        needed = kernels.aggregator_options(find_aggregator(values["aggregator"]), required=True)
+        derive(weights="equal", bucket_size=BUCKET_SIZE if "bucket_size" in needed else None)
+    if values["dp_clip"] is not None:
+        derive(weights="equal", dp_sampling="fixed" if of_population else "poisson")
+    if values["dp_noise"]:
+        derive(dp_delta=default_delta(values["clients"]))
+    return values
+
+
+def _of_table(given: dict[str, Any]) -> dict[str, Any]:
+    """Returns what a table as the data set decides: its clients are the values in the column `by` with two rows."""
+    if not is_file(given.get("dataset")):
+        return {}
+    values: dict[str, Any] = {"heterogeneity": "none"}
+    if "by" in given and given.get("partition", "writer") == "writer" and not {"population", "store"} & given.keys():
+        values["partition"] = "writer"
+        if "clients" not in given:
+            file = Path(given["dataset"])
+            values["clients"] = _num_users(str(file), given["by"], file.stat().st_mtime_ns if file.is_file() else None)
+            values["clusters"] = min(4, values["clients"])  # the number of models
+    return values
+
+
+@functools.lru_cache(maxsize=8)
+def _num_users(file: str, by: str, changed: int | None) -> int:
+    """Returns how many values of a column occur twice or more in a table's file, at least 1; `changed` is its time."""
+    frame = read_file(file, "dataset", by)
+    check_choice("column for by", by, list(frame.columns))
+    return max(int((frame[by].value_counts() > 1).sum()), 1)
 
 
 def default_precision() -> str:
@@ -188,122 +190,115 @@ def default_precision() -> str:
 
 
 # ---------------------------------------------------------------------------------------------------------------
-# What depends on several options, and would give a wrong number, or one that misleads.
+# What depends on several options, and would give a wrong number, or one that misleads. Rules are triples: whether
+# the options fit, the option that is to blame, and its accepted values.
+
+Rules = Iterator[tuple[Any, str, str]]
 
 
 def _check_together(config: Config) -> None:
     """Raises `ValueError` for every mistake that is visible without data."""
-    _check_needs(config)
-    if config.of_population:
-        _check_population(config)
-    _check_data(config)
-    _check_optimizer(config)
-    _check_attack(config)
-    if config.dp_clip is not None:
-        _check_private(config)
-
-
-def _check_needs(config: Config) -> None:
-    options = common_options() | method_options(config.method)
-    for name in required(find_method(config.method)):
+    # Options without which others have no effect.
+    options, method = common_options() | method_options(config.method), find_method(config.method)
+    for name in required(method.make):
         has = name not in options or config.values[name] is not None
         check(has, name, None, f"given: method {config.method} has no default for it")
     for name, value in config.given.items():
         for needs in options[name].metadata if name in options else ():
             if isinstance(needs, Needs) and value != options[name].default:
                 check(needs.are_met(config.values), name, value, f"left out without {needs}")
-    if config.seed is not None and config.seeds != 1:
-        got = f"got {config.seed} and {config.seeds}"
-        raise ValueError(f"Give seed or seeds, not both ({got}): seed is one seed, and seeds is how many, from 0 on.")
-    if config.local_steps is not None and config.local_epochs is not None:
-        got = f"{config.local_steps} and {config.local_epochs}"
-        raise ValueError(f"Give local_steps or local_epochs, not both (got {got}).")
-    restarts = (config.restarts or 1, config.restart_rounds or 1)
-    tried = restarts[0] * restarts[1] if restarts[0] > 1 else 1
-    check(tried <= MOST_REPEATED, "restarts, restart_rounds", restarts, f"of a product of at most {MOST_REPEATED}")
+    # Options of which one is given.
+    both_seeds = config.seed is not None and config.seeds != 1
+    both_lengths = config.local_steps is not None and config.local_epochs is not None
+    for one, other, both in (("seed", "seeds", both_seeds), ("local_steps", "local_epochs", both_lengths)):
+        if both:
+            got = f"{getattr(config, one)} and {getattr(config, other)}"
+            raise ValueError(f"Give {one} or {other}, not both (got {got}).")
+    # The others.
+    of_method = set(method.options)
+    rules = [_of_population(config)] if config.of_population else []
+    rules += [_of_data(config), _of_training(config, of_method), _of_attack(config, of_method, method.sends)]
+    rules += [_of_privacy(config)] if config.dp_clip is not None else []
+    for fits, name, accepted in (rule for some in rules for rule in some):
+        check(fits, name, getattr(config, name), accepted)
 
 
-def _check_data(config: Config) -> None:
-    for name in () if is_file(config.dataset) else OF_TABLES:
-        value = getattr(config, name)
-        check(value is None, name, value, "left out unless --dataset is a table, as FILE.csv")
+def _of_population(config: Config) -> Rules:
+    own = "left out with --population or --store, which have their own number"
+    yield "clients" not in config.given or config.clients == config.population, "clients", own
+    yield config.reuse == "auto", "reuse", "left out with --population: data are dealt several times"
+    yield config.seeds == 1, "seeds", "1 with --population: run it once for each --seed"
+    yield config.newcomer_examples is None, "newcomer_examples", "left out with --population"
+    yield config.partition not in OF_ONE_DIVISION, "partition", "another with --population"
+    yield config.mapping != "auto", "mapping", "another with --population: the probe is of all clients"
+
+
+def _of_data(config: Config) -> Rules:
+    for name in () if is_file(config.dataset) else ("by", "target", "inputs", "kind"):
+        yield getattr(config, name) is None, name, "left out unless --dataset is a table, as FILE.csv"
     table = config.partition != "distribution" or config.distribution is not None
-    check(table, "distribution", config.distribution, "the csv file of a table with --partition distribution")
+    yield table, "distribution", "the csv file of a table with --partition distribution"
     if config.store is None or config.population is not None:  # else the store knows its number of clients
         for name in ("clusters", "cohort"):
             fits = getattr(config, name) is None or getattr(config, name) <= config.clients
-            check(fits, name, getattr(config, name), f"at most the {config.clients} clients")
+            yield fits, name, f"at most the {config.clients} clients"
     fits = config.augment is None or not config.augment.startswith("tutorial") or ":" in config.model
-    check(fits, "augment", config.augment, "another one, or with a model of your own for images of 24 x 24")
+    yield fits, "augment", "another one, or with a model of your own for images of 24 x 24"
 
 
-def _check_optimizer(config: Config) -> None:
-    name, schedule = config.optimizer, config.schedule
-    of_method, takes_it = "momentum" in find_method(config.method).options, OPTIMIZERS[name].momentum is not None
-    fits = of_method or takes_it or config.momentum is None
-    check(fits, "momentum", config.momentum, f"left out with --optimizer {name}, which has its own")
+def _of_training(config: Config, of_method: set[str]) -> Rules:
+    tried = config.restarts * config.restart_rounds if (config.restarts or 1) > 1 and config.restart_rounds else 1
+    yield tried <= MOST_REPEATED, "restarts", f"at most {MOST_REPEATED}, times restart_rounds"
+    name, momentum = config.optimizer, OPTIMIZERS[config.optimizer].momentum
+    fits = "momentum" in of_method or momentum is not None or config.momentum is None
+    yield fits, "momentum", f"left out with --optimizer {name}, which has its own"
     accepted = f"one without momentum: that of {config.method} is of the clients' gradients"
-    check(not (of_method and OPTIMIZERS[name].momentum), "optimizer", name, accepted)
-    counts = schedule != "constant" or config.lr_decay != 1
-    falls = f"--schedule {schedule}" if schedule != "constant" else "--lr-decay"
+    yield "momentum" not in of_method or not momentum, "optimizer", accepted
+    falls = f"--schedule {config.schedule}" if config.schedule != "constant" else "--lr-decay"
+    counts = config.schedule != "constant" or config.lr_decay != 1
     accepted = f"schedule or everything with {falls}, which counts the steps of all rounds"
-    check(config.keep != "nothing" or not counts, "keep", config.keep, accepted)
+    yield config.keep != "nothing" or not counts, "keep", accepted
 
 
-def _check_attack(config: Config) -> None:
-    options = set(find_method(config.method).options)
+def _of_attack(config: Config, of_method: set[str], sends: bool) -> Rules:
     if config.attack is not None:
-        check(config.malicious > 0, "malicious", config.malicious, "above 0 with --attack")
+        yield config.malicious > 0, "malicious", "above 0 with --attack"
         some, known = round(config.malicious * config.clients), config.store is None or config.population is not None
         accepted = f"enough for one of the {config.clients} clients, and not for all"
-        check(0 < some < config.clients or not known, "malicious", config.malicious, accepted)
+        yield 0 < some < config.clients or not known, "malicious", accepted
         # Local training sends no updates: an attack on them changes only which clients are evaluated.
-        attacked = "adversary" in options or not find_method(config.method).sends or is_on_data(config.attack)
+        attacked = "adversary" in of_method or not sends or is_on_data(config.attack)
         on_data = ", ".join(attacks.DATA_ATTACKS)
-        accepted = f"one on data ({on_data}, or of your own): {config.method} has no argument adversary"
-        check(attacked, "attack", config.attack, accepted)
+        yield attacked, "attack", f"one on data ({on_data}, or of your own): {config.method} has no argument adversary"
+    taken = of_method
     if config.aggregator is not None:
-        accepted = "left out with --aggregator, which counts all clients alike"
-        check(config.weights in (None, "equal"), "weights", config.weights, accepted)
-        options |= set(kernels.aggregator_options(find_aggregator(config.aggregator)))
+        yield config.weights in (None, "equal"), "weights", "left out with --aggregator, which counts all clients alike"
+        taken = of_method | set(kernels.aggregator_options(find_aggregator(config.aggregator)))
     for name in ("radius", "bucket_size"):
-        fits = getattr(config, name) is None or name in options
-        check(fits, name, getattr(config, name), "left out: neither method nor aggregator has one")
+        fits = getattr(config, name) is None or name in taken
+        yield fits, name, "left out: neither method nor aggregator has one"
 
 
-def _check_private(config: Config) -> None:
-    """Checks what would void the guarantee, or what its accountant does not know."""
-    for name, why in {
-        "attack": "the updates of hostile clients are functions of those of the others",
-        "aggregator": "the guarantee is that of a mean",
-        "patience": "the round in which it ends a run follows from results without noise",
-    }.items():
-        fits = getattr(config, name) is None or (name == "attack" and not is_on_updates(config.attack))
-        check(fits, name, getattr(config, name), f"left out with --dp-clip: {why}")
+def _of_privacy(config: Config) -> Rules:
+    """What would void the guarantee, or what its accountant does not know."""
+    why = "left out with --dp-clip: "
+    yield not is_on_updates(config.attack), "attack", f"{why}the updates of hostile clients depend on those of others"
+    yield config.aggregator is None, "aggregator", f"{why}the guarantee is that of a mean"
+    accepted = f"{why}the round in which it ends a run follows from results without noise"
+    yield config.patience is None, "patience", accepted
     if config.of_population:
         accepted = "fixed with --population, the cohorts of which have a fixed size"
-        check(config.dp_sampling == "fixed", "dp_sampling", config.dp_sampling, accepted)
-        check(config.sampling == "uniform", "sampling", config.sampling, "uniform with --dp-clip")
+        yield config.dp_sampling == "fixed", "dp_sampling", accepted
+        yield config.sampling == "uniform", "sampling", "uniform with --dp-clip"
         accepted = "0 with --dp-clip: which clients are slow may depend on their data"
-        check(config.stragglers == 0, "stragglers", config.stragglers, accepted)
+        yield config.stragglers == 0, "stragglers", accepted
     if config.dp_noise:
-        accepted = "given for one client: the default is a power of the number of clients, 1 here, and promises nothing"
-        check(config.dp_delta < 1, "dp_delta", None, accepted)
+        accepted = "given for one client: the default, a power of the number of clients, is 1 here and promises nothing"
+        yield config.dp_delta < 1, "dp_delta", accepted
         try:
             accountant()
         except ImportError as error:
             raise ValueError(f"dp_noise must be used with an accountant: {error}") from None
-
-
-def _check_population(config: Config) -> None:
-    accepted = "left out with --population or --store, which have their own number"
-    fits = "clients" not in config.given or config.clients == config.population
-    check(fits, "clients", config.clients, accepted)
-    check(config.reuse == "auto", "reuse", config.reuse, "left out with --population: data are dealt several times")
-    check(config.seeds == 1, "seeds", config.seeds, "1 with --population: run it once for each --seed")
-    check(config.newcomer_examples is None, "newcomer_examples", config.newcomer_examples, "left out with --population")
-    check(config.partition not in OF_ONE_DIVISION, "partition", config.partition, "another with --population")
-    check(config.mapping != "auto", "mapping", config.mapping, "another with --population: the probe is of all clients")
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -316,18 +311,10 @@ def to_saved(config: Config, split_hash: str) -> dict[str, Any]:
     if saved["precision"] == "default":  # a run may continue on another platform
         saved["precision"] = default_precision()
     saved = {name: str(v) if isinstance(v, float) and math.isinf(v) else v for name, v in saved.items()}
-    saved |= {"given": sorted(config.given), "split_hash": split_hash, "schedule_rounds": schedule_rounds(config)}
-    return saved | {"num_rounds": saved.pop("rounds")}
-
-
-def schedule_rounds(config: Config) -> int | None:
-    """Returns the rounds over which the learning rate is planned, which no resumption can change; None without a plan.
-
-    Example:
-      >>> schedule_rounds(Config("fedavg", rounds=30, schedule="cosine")), schedule_rounds(Config("fedavg", rounds=30))
-      (30, None)
-    """
-    return config.rounds if config.schedule != "constant" and "step_rounds" not in config.given else None
+    # The rounds over which a learning rate is planned, which no resumption can change.
+    is_planned = config.schedule != "constant" and "step_rounds" not in config.given
+    saved |= {"split_hash": split_hash, "schedule_rounds": config.rounds if is_planned else None}
+    return saved | {"given": sorted(config.given), "num_rounds": saved.pop("rounds")}
 
 
 def from_saved(saved: dict[str, Any], where: str = "config.json", *, method: str | None = None, text: str = "") -> dict:
@@ -363,14 +350,15 @@ def check_options(raw: dict[str, Any], where: str, method: str | None = None, te
         one of the option.
     """
     method = method or raw.get("method")
-    known = all_options(method if isinstance(method, str) else None)
-    known, options = {"method": Option("method", str, False, None, "", ())} | known, {}
-    for given, value in raw.items():
-        name = given.replace("-", "_")
-        lines = [i for i, line in enumerate(text.splitlines(), 1) if re.match(rf"\s*\"?{re.escape(given)}\b", line)]
+    known = {"method": Option("method", str, False, None, "", ())}
+    known |= all_options(method if isinstance(method, str) else None)
+    options: dict[str, Any] = {}
+    for key, value in raw.items():
+        name = key.replace("-", "_")
+        lines = [i for i, line in enumerate(text.splitlines(), 1) if re.match(rf"\s*\"?{re.escape(key)}\b", line)]
         at = f"{where}, line {lines[0]}" if lines else where
         if name not in known:
-            raise ValueError(f"{at}: unknown option {shown(given)}{option_hint(name, known)}")
+            raise ValueError(f"{at}: unknown option {shown(key)}{option_hint(name, known)}")
         if name in options:
             raise ValueError(f"{at}: {name} is given twice")
         try:
@@ -389,33 +377,28 @@ def read_config(path: str, method: str | None = None) -> dict[str, Any]:
     file, where = Path(path), f"--config {path}"
     if not file.is_file():
         raise ValueError(f"{where}: {'it is no regular file' if file.exists() else 'no such file'}")
-    with file.open("rb") as f:  # no more than that: the length of a file may be anything
-        content = f.read(LARGEST_FILE + 1)
-    if len(content) > LARGEST_FILE:
-        raise ValueError(f"{where}: it must be a list of options of at most {LARGEST_FILE} bytes, and is larger")
+    check(file.stat().st_size <= LARGEST_FILE, where, "more", f"a list of options of at most {LARGEST_FILE} bytes")
+    yaml, is_json = file.suffix.lower() in (".yaml", ".yml"), file.suffix == ".json"
+    check(not yaml, where, "YAML", "TOML, a line such as lr = 0.1 for each option, or the config.json of a run")
     try:
-        yaml = file.suffix.lower() in (".yaml", ".yml")
-        check(not yaml, where, "YAML", "TOML, a line such as lr = 0.1 for each option, or the config.json of a run")
-        text, is_json = content.decode(), file.suffix == ".json"
+        text = file.read_text(encoding="utf-8")
         raw = json.loads(text, object_pairs_hook=_without_repetition) if is_json else tomllib.loads(text)
-    except RecursionError:
-        raise ValueError(f"{where}: it is nested too deeply; it must hold names and values") from None
-    except ValueError as error:
-        raise ValueError(f"{where}: {error}") from None
+    except (RecursionError, ValueError) as error:
+        deep = "it is nested too deeply; it must hold names and values"
+        raise ValueError(f"{where}: {deep if isinstance(error, RecursionError) else error}") from None
     if not isinstance(raw, dict):
         raise ValueError(f"{where}: it must hold names and values, got {type(raw).__name__}")
-    if is_json:
-        check(not {"rounds", "num_rounds"} <= {*raw}, where, "rounds and num_rounds", "with one of the two")
-        if "versions" in raw:  # the configuration of a run
-            check_version(Path(path).parent, raw["versions"])
-        return from_saved(raw, where, method=method, text=text)
-    return check_options(raw, where, method, text)
+    if not is_json:
+        return check_options(raw, where, method, text)
+    check(not {"rounds", "num_rounds"} <= {*raw}, where, "rounds and num_rounds", "with one of the two")
+    if "versions" in raw:  # the configuration of a run
+        check_version(file.parent, raw["versions"])
+    return from_saved(raw, where, method=method, text=text)
 
 
 def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Returns the dict of an object in a JSON file; raises `ValueError` for a name that it has twice."""
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        names = [name for name, _ in pairs]
-        raise ValueError(f"{next(name for name in names if names.count(name) > 1)} is given twice")
-    return found
+    twice = [name for name, count in Counter(name for name, _ in pairs).items() if count > 1]
+    if twice:
+        raise ValueError(f"{twice[0]} is given twice")
+    return dict(pairs)

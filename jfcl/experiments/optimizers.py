@@ -1,4 +1,4 @@
-"""Optimisers and learning-rate schedules by the names that `jfcl run` takes."""
+"""The local training of a run: optimisers and learning-rate schedules by the names that `jfcl run` takes."""
 
 from __future__ import annotations
 
@@ -6,26 +6,28 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
+import numpy as np
 import optax
 
-from jfcl.core import is_concrete
+from jfcl.core import INT32_MAX, check, is_concrete
 from jfcl.core.parameters import path_flags
-
-Rate = Any  # a float, a tracer, or an optax schedule
+from jfcl.experiments.lookup import find_method
+from jfcl.training.augment import AUGMENTATIONS
+from jfcl.training.local import LocalTraining, local_training, most_steps
 
 
 class Optimizer(NamedTuple):
     """An optimiser of the clients.
 
     Attributes:
-      make: `(learning_rate, momentum, weight_decay, mask) -> GradientTransformation`.
+      make: `(learning_rate, momentum, weight_decay, mask) -> GradientTransformation`; `mask` selects what decays.
       summary: one line for `jfcl list optimizers`.
-      momentum: its default where `--momentum` applies; `None` where the optimiser takes none.
+      momentum: the default of `--momentum`; `None` where the optimiser takes none.
       decouples: whether its weight decay is multiplied by the learning rate alone (Loshchilov and Hutter 2019), and not
         added to the gradient.
     """
 
-    make: Callable[[Rate, float | None, float], optax.GradientTransformation]
+    make: Callable[..., optax.GradientTransformation]
     summary: str
     momentum: float | None = None
     decouples: bool = False
@@ -38,13 +40,13 @@ def _is_zero(value: Any) -> bool:
 
 OPTIMIZERS = {
     "sgd": Optimizer(
-        lambda lr, m, *_: optax.sgd(lr, momentum=None if _is_zero(m) else m),
+        lambda lr, m, *_: optax.sgd(lr, None if _is_zero(m) else m),
         "gradient descent, with --momentum if it is given",
         0.0,
     ),
-    "momentum": Optimizer(lambda lr, m, *_: optax.sgd(lr, momentum=m), "gradient descent with momentum 0.9", 0.9),
+    "momentum": Optimizer(lambda lr, m, *_: optax.sgd(lr, m), "gradient descent with momentum 0.9", 0.9),
     "nesterov": Optimizer(
-        lambda lr, m, *_: optax.sgd(lr, momentum=m, nesterov=True), "with Nesterov's momentum 0.9 (Nesterov 1983)", 0.9
+        lambda lr, m, *_: optax.sgd(lr, m, nesterov=True), "with Nesterov's momentum 0.9 (Nesterov 1983)", 0.9
     ),
     "adam": Optimizer(lambda lr, *_: optax.adam(lr), "moments 0.9 and 0.999 (Kingma and Ba 2015)"),
     "adamw": Optimizer(
@@ -69,69 +71,66 @@ SCHEDULES = {
     "warmup_cosine": "rises linearly over the share --warmup of the steps, then falls as with cosine",
 }
 SERVER_OPTIMIZERS = {
-    "average": lambda lr: optax.sgd(lr),
+    "average": optax.sgd,
     "momentum": lambda lr: optax.sgd(lr, momentum=0.9),
     "adam": lambda lr: optax.adam(lr, b1=0.9, b2=0.99, eps=1e-3),
 }
 
 
-def make_optimizer(
-    name: str,
-    lr: Rate,
-    *,
-    momentum: float | None = None,
-    weight_decay: Any = 0.0,
-    decay_only: Callable[[str], bool] | None = None,
-    clip_norm: float | None = None,
-) -> optax.GradientTransformation:
-    """Returns an optimiser of `OPTIMIZERS`, after a clipping of the gradient's norm, and with weight decay.
-
-    Args:
-      name: of the optimiser.
-      lr: learning rate, or an optax schedule.
-      momentum: `None`: the default of the optimiser; optimisers without one ignore it.
-      weight_decay: added to the (clipped) gradient, or decoupled where the optimiser has its own.
-      decay_only: of the path of a parameter, such as `"Dense_0/kernel"`: does it decay? Default: all do.
-      clip_norm: largest norm of the gradient of all parameters; a longer one is scaled down.
-
-    Example:
-      >>> import jax.numpy as jnp
-      >>> optimizer = make_optimizer("sgd", 0.5, clip_norm=5.0)
-      >>> optimizer.update(jnp.array([6.0, 8.0]), optimizer.init(jnp.zeros(2)))[0].tolist()
-      [-1.5, -2.0]
-    """
-    chosen, mask = OPTIMIZERS[name], None if decay_only is None else partial(path_flags, decay_only)
-    parts = [] if clip_norm is None else [optax.clip_by_global_norm(clip_norm)]
-    if not (chosen.decouples or _is_zero(weight_decay)):
-        parts.append(optax.add_decayed_weights(weight_decay, mask))
-    optimizer = chosen.make(lr, chosen.momentum if momentum is None else momentum, weight_decay, mask)
-    return optax.chain(*parts, optimizer) if parts else optimizer
+def make_training(config: Any, largest: int) -> LocalTraining:
+    """Returns the local training of a `Config`; schedules count the steps of a client with `largest` examples."""
+    training = local_training(
+        optax.sgd(config.lr),
+        num_steps=config.local_steps,
+        num_epochs=config.local_epochs,
+        batch_size=config.batch_size,
+        prox=config.prox,
+        augment=None if config.augment is None else AUGMENTATIONS[config.augment],
+        keep=config.keep,
+    )
+    # The gradient is clipped, then weight decay is added to it, unless the optimiser decouples the two.
+    optimizer, decay = OPTIMIZERS[config.optimizer], config.weight_decay
+    mask = None if config.decay_only is None else partial(path_flags, starting_with(config.decay_only))
+    parts = [] if config.clip_norm is None else [optax.clip_by_global_norm(config.clip_norm)]
+    if not (optimizer.decouples or _is_zero(decay)):
+        parts.append(optax.add_decayed_weights(decay, mask))
+    of_method = "momentum" in find_method(config.method).options  # the method's own, not the optimiser's
+    momentum = optimizer.momentum if of_method or config.momentum is None else config.momentum
+    parts.append(optimizer.make(_learning_rate(config, training, largest), momentum, decay, mask))
+    return training._replace(optimizer=optax.chain(*parts) if len(parts) > 1 else parts[0])
 
 
-def make_schedule(
-    name: str, lr: Any, total: int, step: int = 1, *, lr_end: float = 0.0, warmup: float = 0.1, step_factor: float = 0.1
-) -> Rate:
-    """Returns a schedule of `SCHEDULES`, a function of the number of local steps done; `lr` itself for `"constant"`.
-
-    Args:
-      name: of the schedule.
-      lr: the largest learning rate.
-      total: local steps of the whole run.
-      step: local steps between two falls of `"step"`.
-      lr_end, warmup, step_factor: as the options of a run.
-
-    Example:
-      >>> rate = make_schedule("cosine", 0.4, 100)
-      >>> [round(float(rate(t)), 3) for t in (0, 50, 100)]
-      [0.4, 0.2, 0.0]
-    """
-    if name == "constant":
+def _learning_rate(config: Any, training: LocalTraining, largest: int) -> float | optax.Schedule:
+    """Returns the learning rate, or its schedule over the local steps of a client with `largest` examples."""
+    lr, schedule = config.lr, config.schedule
+    if schedule == "constant" and config.lr_decay == 1:
         return lr
-    if name == "step":
-        share = optax.exponential_decay(1.0, step, step_factor, staircase=True)
+    # The steps of the whole run.
+    if config.mixing is None:  # validation examples are not trained on
+        largest = max(largest - int(np.float32(config.validation or 0) * np.float32(largest)), 1)
+    steps = most_steps(training, largest)
+    total = config.rounds * steps
+    accepted = f"such that the learning rate falls over at most {INT32_MAX} local steps, not {total}"
+    check(total <= INT32_MAX, "rounds", config.rounds, accepted)
+    # The schedule.
+    if schedule == "constant":
+        return optax.exponential_decay(lr, steps, config.lr_decay, staircase=True)
+    if schedule == "step":
+        every = min(config.step_rounds * steps, INT32_MAX)
+        share = optax.exponential_decay(1.0, every, config.step_factor, staircase=True)
     else:
-        rising = max(round(warmup * total), 1) if name == "warmup_cosine" else 0
-        share = optax.cosine_decay_schedule(1.0, max(total - rising, 1), lr_end)
+        rising = max(round(config.warmup * total), 1) if schedule == "warmup_cosine" else 0
+        share = optax.cosine_decay_schedule(1.0, max(total - rising, 1), config.lr_end)
         if rising:
             share = optax.join_schedules([optax.linear_schedule(0.0, 1.0, rising), share], [rising])
     return lambda count: lr * share(count)
+
+
+def beginnings(listed: str) -> tuple[str, ...]:
+    """Returns the beginnings of paths in an option such as `--share`, apart by commas."""
+    return tuple(one.strip() for one in listed.split(","))
+
+
+def starting_with(listed: str) -> Callable[[str], bool]:
+    """Returns the predicate of the parameters that an option such as `--share` selects, by their paths."""
+    return lambda path: path.startswith(beginnings(listed))

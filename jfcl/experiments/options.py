@@ -13,8 +13,8 @@ from typing import Annotated
 from jfcl import data, models
 from jfcl.core.options import MOST_REPEATED, Interval, Needs, OneOf, Option, Range, Real, options_of
 from jfcl.data.targets import KINDS
+from jfcl.experiments.lookup import METRICS, Named, find_attack, find_method, find_metrics, find_model, is_import_path
 from jfcl.experiments.optimizers import OPTIMIZERS, SCHEDULES, SERVER_OPTIMIZERS
-from jfcl.experiments.own import METRICS, Named, find_attack, find_method, find_metrics, find_model, is_own
 from jfcl.methods import METHODS
 from jfcl.robust import attacks
 from jfcl.robust.privacy import SAMPLING as PRIVATE_SAMPLING
@@ -231,8 +231,8 @@ class Run:
       chunk: clients trained at once; default: 1 on a CPU, all on an accelerator.
       mapping: vmap, chunked, sharded (clients divided among devices; default with several devices), pmap, or auto: the
         fastest in a short probe.
-      devices: devices to use; a CPU is divided into so many. Default: all. A CPU has one
-        for each core, and a single one with --mapping vmap or chunked.
+      devices: devices to use; a CPU is divided into so many. Default: all. A CPU has one for each core, and a single
+        one with --mapping vmap or chunked.
       precision: of matrix products in training; by default that of JAX: float32 on a CPU, tf32 on a GPU, bfloat16 on a
         TPU. On a GPU, bfloat16 is the whole model in it, not its parameters. No effect on a CPU.
     """
@@ -283,16 +283,15 @@ def method_options(method: str) -> dict[str, Option]:
     Raises:
       ValueError: a method of a user with an option that has the name of a common one, or no text in the docstring.
     """
-    declared, common = find_method(method).declared, common_options()
-    stood_for = {argument for names in STANDS_FOR.values() for argument in names}
-    found = {name: o for name, o in declared.items() if name not in stood_for and name not in AS_DECLARED}
-    for name, option in found.items() if is_own(method) else ():
+    of_common = {*AS_DECLARED, *(argument for arguments in STANDS_FOR.values() for argument in arguments)}
+    options = {name: o for name, o in find_method(method).declared.items() if name not in of_common}
+    for name, option in options.items() if is_import_path(method) else ():
         where = f"argument {name} of method {method!r} must have"
-        if name in common or name in ("method", "given", "values"):
+        if name in common_options() or name in ("method", "given", "values"):
             raise ValueError(f"{where} another name: --{name.replace('_', '-')} is of every method")
         if not option.text:
             raise ValueError(f"{where} an entry under Args in the docstring, its flag's help")
-    return found
+    return options
 
 
 def all_options(method: str | None = None) -> dict[str, Option]:

@@ -10,24 +10,35 @@ import jax
 
 from jfcl import mapping
 from jfcl.core import Clients, check, client_shapes, files, max_examples, num_bytes
+from jfcl.experiments import setups
 from jfcl.experiments.config import Config
 from jfcl.experiments.options import PRECISIONS
-from jfcl.experiments.setups import load_dataset, make_algorithm, make_federation, make_task, make_training
 from jfcl.planning import targets
 from jfcl.planning.plan import Plan, plan
 from jfcl.simulation.folder import finite_or_none
 
 FILES = ("plan.json", "step.hlo.txt", "init.hlo.txt")
-_ONE = lambda count: slice(0, 1)  # noqa: E731
 
 
 def plan_run(
-    config: Config, target: str | None, *, data_dir: str | None = None, tick: Callable[[str, int], None] | None = None
+    config: Config,
+    target: str | None,
+    *,
+    data_dir: str | None = None,
+    out: str | None = None,
+    tick: Callable[[str, int], None] | None = None,
 ) -> Plan:
     """Returns the plan of a run on `target`.
 
     The data are divided among the clients, which shows the numbers of examples, but those of one client alone are
     stacked and transformed.
+
+    Args:
+      config: the options of the run.
+      target: a chip, or several, as of `jfcl.plan`.
+      data_dir: folder of official data files; default: $JFCL_DATA_DIR, else TFDS.
+      out: folder for the plan and its programs; default: none are kept. Those of an earlier plan are replaced.
+      tick: as of `jfcl.plan`.
 
     Raises:
       ValueError: what `run` and `jfcl.plan` refuse; a population; a mapping that a target has not.
@@ -39,16 +50,16 @@ def plan_run(
     check(config.mapping != "pmap", "mapping", config.mapping, "vmap, chunked, sharded or auto")
     check(config.devices is None, "devices", config.devices, "left out: the target has its own")
     targets.mesh(chosen)  # refuses a compiler that is not there before data are read
-    dataset, vocab_size = load_dataset(config, data_dir)
-    federation = make_federation(config, dataset, _ONE)
-    task = make_task(config, federation, vocab_size, target="tpu" if chosen.chip.is_tpu else "gpu")
-    training = make_training(config, max_examples(federation.train))
+    dataset, vocab_size = setups.load_dataset(config, data_dir)
+    federation = setups.make_federation(config, dataset, lambda count: slice(0, 1))  # one client
+    task = setups.make_task(config, federation, vocab_size, target="tpu" if chosen.chip.is_tpu else "gpu")
+    training = setups.make_training(config, max_examples(federation.train))
     both = federation.train, federation.test
     clients, tests = (client_shapes(Clients(one.examples, one.size), config.clients) for one in both)
     inner = {"vmap": [jax.vmap]}.get(config.mapping)
     with jax.default_matmul_precision(PRECISIONS[config.precision]):
-        return plan(
-            partial(make_algorithm, config, task, training, federation),
+        planned = plan(
+            partial(setups.make_algorithm, config, task, training, federation),
             clients,
             target=target,
             inner=inner if config.chunk is None else [mapping.chunked(config.chunk)],
@@ -57,14 +68,11 @@ def plan_run(
             name=f"{config.method} with model {config.model!r}",
             tick=tick,
         )
-
-
-def write_plan(found: Plan, config: Config, out: Path) -> None:
-    """Writes `FILES` into the folder `out`; those of an earlier plan are replaced."""
-    about = {"method": config.method, "model": config.model, "num_rounds": config.rounds, "predicted": True}
-    about |= {"seconds": found.seconds(config.rounds), "config": config.values}
-    out.mkdir(parents=True, exist_ok=True)
-    plan_json = files.json_bytes(finite_or_none(about | found.as_dict()))
-    files.replace_together(
-        out, dict(zip(FILES, (plan_json, found.step_hlo.encode(), found.init_hlo.encode()), strict=True))
-    )
+    if out is not None:
+        about = {"method": config.method, "model": config.model, "num_rounds": config.rounds, "predicted": True}
+        about |= {"seconds": planned.seconds(config.rounds), "config": config.values}
+        plan_json = files.json_bytes(finite_or_none(about | planned.as_dict()))
+        contents = (plan_json, planned.step_hlo.encode(), planned.init_hlo.encode())
+        Path(out).mkdir(parents=True, exist_ok=True)
+        files.replace_together(Path(out), dict(zip(FILES, contents, strict=True)))
+    return planned

@@ -12,13 +12,8 @@ from jfcl.robust.privacy import GaussianDP, epsilon, noise_of_sums
 
 def mechanism(config: Config) -> GaussianDP:
     """Returns the mechanism of `config`, with `dp_clip`."""
-    return GaussianDP(
-        clip=config.dp_clip,
-        noise=config.dp_noise,
-        quantile=config.dp_quantile,
-        min_size=config.dp_min_size,
-        sampling=config.dp_sampling,
-    )
+    names = ("clip", "noise", "quantile", "min_size", "sampling")
+    return GaussianDP(**{name: getattr(config, f"dp_{name}") for name in names})
 
 
 def privacy_of(config: Config, num_clients: int, num_rounds: int, cluster: np.ndarray, clip: float) -> dict[str, Any]:
@@ -36,27 +31,26 @@ def privacy_of(config: Config, num_clients: int, num_rounds: int, cluster: np.nd
       share of the clients, the ε of its members and the standard deviation of the noise on its mean update in a round
       with the expected number of participants.
     """
-    dp = mechanism(config)
-    about = {"num_clients": num_clients, "cohort": config.cohort, "num_rounds": num_rounds, "delta": config.dp_delta}
-    found = epsilon(dp, **about) if dp.noise > 0 else None
+    dp, delta, participants = mechanism(config), config.dp_delta, config.cohort or num_clients
+    spent = None
+    if dp.noise > 0:
+        spent = epsilon(dp, num_clients=num_clients, cohort=config.cohort, num_rounds=num_rounds, delta=delta)
     count = config.num_models or 1
-    shares = np.bincount(cluster, minlength=count) / len(cluster)
-    scale, participants = noise_of_sums(dp, count) * clip, config.cohort or num_clients
+    shares, scale = np.bincount(cluster, minlength=count) / len(cluster), noise_of_sums(dp, count) * clip
     clusters = [
-        {"cluster": k, "share": share, "epsilon": found, "noise": scale / max(participants * share, dp.min_size)}
+        {"cluster": k, "share": share, "epsilon": spent, "noise": scale / max(participants * share, dp.min_size)}
         for k, share in enumerate(shares.tolist())
     ]
     of_rounds = {"clip": clip, "noise": dp.noise, "sampling": dp.sampling, "num_rounds": num_rounds}
-    return {"epsilon": found, "delta": config.dp_delta, **of_rounds, "clusters": clusters}
+    return {"epsilon": spent, "delta": delta, **of_rounds, "clusters": clusters}
 
 
-def privacy_text(found: dict[str, Any]) -> str:
+def privacy_text(private: dict[str, Any]) -> str:
     """Returns the lines that `jfcl run` prints of the entry `privacy`."""
-    if found["epsilon"] is None:
-        return f"not private: updates are clipped to {found['clip']:.3g}, without noise (--dp-noise)"
-    noise = ", ".join(f"{row['noise']:.2g}" for row in found["clusters"])
+    if private["epsilon"] is None:
+        return f"not private: updates are clipped to {private['clip']:.3g}, without noise (--dp-noise)"
+    noise = ", ".join(f"{row['noise']:.2g}" for row in private["clusters"])
     return (
-        f"private: epsilon {found['epsilon']:.3g} at delta {found['delta']:.2g} after {found['num_rounds']} rounds, for"
-        f" each client of any cluster\nnoise on each coordinate of a cluster's mean update: {noise}; an update has norm"
-        f" {found['clip']:.3g} at most"
-    )
+        "private: epsilon {epsilon:.3g} at delta {delta:.2g} after {num_rounds} rounds, for each client of any cluster"
+        f"\nnoise on each coordinate of a cluster's mean update: {noise}; an update has norm {{clip:.3g}} at most"
+    ).format(**private)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ import numpy as np
 
 from jfcl._version import __version__
 from jfcl.analysis import plots
-from jfcl.core import check, files
+from jfcl.core import check, files, shown
 from jfcl.core.plain import check_path
 from jfcl.core.texts import printable
 from jfcl.experiments import comparison
@@ -92,6 +92,7 @@ def _template() -> Any:
         undefined=jinja2.StrictUndefined,
         finalize=lambda value: value if isinstance(value, Markup) else printable(value),
     )
+    pages.filters["shown"] = shown
     return pages.get_template("report.html")
 
 
@@ -100,6 +101,7 @@ def page_of(runs: dict[str, Results]) -> bytes:
     names, is_alone = list(runs), len(runs) == 1
     each = runs if len(runs) <= comparison.MOST_DRAWN else {}  # runs with sections of their own
     differ = [[option, *values.values()] for option, values in comparison.run_differences(runs).items()]
+    costs = [[name, *(text(run.summary) for run in runs.values())] for name, text in COSTS.items()]
     page = _template().render(
         title=names[0] if is_alone else f"{len(runs)} runs{': ' * bool(each)}{', '.join(each)}",
         version=__version__,
@@ -109,7 +111,7 @@ def page_of(runs: dict[str, Results]) -> bytes:
         differences=Table("differences", ["option", *names], differ, kind="text") if differ else None,
         differences_notes=_sentences(comparison.differences_notes({name: run.config for name, run in runs.items()})),
         figures=_curves(dict(list(runs.items())[: comparison.MOST_DRAWN])),
-        costs=_costs(runs),
+        costs=Table("costs", ["", *names], costs),
         runs=[parts_of(run, "" if is_alone else f"{name}-") | {"name": name} for name, run in each.items()],
     )
     return f"{page}\n".encode(errors="replace")
@@ -131,66 +133,62 @@ def _results(runs: dict[str, Results]) -> Table | None:
     if not summaries:
         return None
     heads, rows = comparison.results_rows(summaries)
-    seeds = " or ".join(sorted({comparison.seeds_text(summary) for summary in summaries.values()}))
-    rounds = list(dict.fromkeys(str(summary["num_rounds"]) for summary in summaries.values()))
-    caption = _sentences([f"after round {' or '.join(rounds)}; {seeds}", *comparison.results_notes(summaries)])
-    return Table("results", heads, rows, caption)
+    rounds = " or ".join(dict.fromkeys(str(summary["num_rounds"]) for summary in summaries.values()))
+    first = f"after round {rounds}; {comparison.seeds_text(summaries)}"
+    return Table("results", heads, rows, _sentences([first, *comparison.results_notes(summaries)]))
 
 
 def _curves(runs: dict[str, Results]) -> list[Figure]:
     """Returns the figures that show all runs."""
     alone = next(iter(runs.values())) if len(runs) == 1 else None
     records = {plots.label(name): run.records for name, run in runs.items()}
-    found = []
 
     def with_values(metric: str) -> dict[str, list[dict[str, Any]]]:
         return {name: rows for name, rows in records.items() if any(row.get(metric) is not None for row in rows)}
 
-    band = "The line is the mean over seeds, the band reaches from the lowest to the highest seed."
-    metrics = {
-        "accuracy": ("accuracy", f"Accuracy on test examples, mean over clients. {band}"),
-        "loss": ("train_loss", f"Loss of the local training. {band}"),
-        "perplexity": ("perplexity", f"Perplexity on test examples. {band}"),
-    }
-    for name, (metric, caption) in metrics.items():
+    figures = []
+    for name, metric, of in (
+        ("accuracy", "accuracy", "Accuracy on test examples, mean over clients."),
+        ("loss", "train_loss", "Loss of the local training."),
+        ("perplexity", "perplexity", "Perplexity on test examples."),
+    ):
         rows = with_values(metric)
-        found.append(figure(alone, name, partial(plots.curves, rows, metric) if rows else None, caption))
-    accuracies = {plots.label(name): run.clients["accuracy"] for name, run in runs.items() if "accuracy" in run.clients}
+        caption = f"{of} The line is the mean over seeds, the band reaches from the lowest to the highest seed."
+        figures.append(figure(alone, name, partial(plots.curves, rows, metric) if rows else None, caption))
+    accuracies = {plots.label(name): run.clients.get("accuracy", np.empty(0)) for name, run in runs.items()}
     accuracies = {name: values for name, values in accuracies.items() if np.isfinite(values).any()}
-    caption = "Final accuracy of every client, sorted; the clients of all seeds together."
     draw = partial(plots.client_accuracies, accuracies) if accuracies else None
-    found.append(figure(alone, "clients", draw, caption))
-    last = with_values("accuracy")
-    if len(last) > 1:
-        caption = (
-            "Final accuracy: mean over clients, and of the worst client; with the sample standard deviation over seeds."
-        )
-        found.append(figure(None, "methods", partial(plots.bars, last), caption))
-    return [one for one in found if one]
+    caption = "Final accuracy of every client, sorted; the clients of all seeds together."
+    figures.append(figure(alone, "clients", draw, caption))
+    evaluated = with_values("accuracy")
+    if len(evaluated) > 1:
+        caption = "Final accuracy: mean over clients, and of the worst client; with the sample standard deviation over"
+        figures.append(figure(None, "methods", partial(plots.bars, evaluated), f"{caption} seeds."))
+    return [one for one in figures if one]
 
 
-def _costs(runs: dict[str, Results]) -> Table:
-    """Returns the table of bytes and seconds, a column for each run."""
-    summaries = [run.summary for run in runs.values()]
+def _count(name: str, digits: int = 0) -> Callable[[dict[str, Any]], str]:
+    return lambda summary: "–" if (value := summary.get(name)) is None else f"{value:,.{digits}f}"
 
-    def numbers(name: str, digits: int) -> list[str]:
-        return ["–" if (value := s.get(name)) is None else f"{value:,.{digits}f}" for s in summaries]
 
-    def per_round(name: str) -> list[str]:
-        totals = [(s.get(name), max(s["num_rounds"], 1)) for s in summaries]
-        return [comparison.size_text(None if total is None else total / rounds) for total, rounds in totals]
+def _size(name: str, *, each_round: bool = False) -> Callable[[dict[str, Any]], str]:
+    def text(summary: dict[str, Any]) -> str:
+        size, rounds = summary.get(name), max(summary["num_rounds"], 1) if each_round else 1
+        return comparison.size_text(None if size is None else size / rounds)
 
-    rows = {
-        "rounds": [str(s["num_rounds"]) for s in summaries],
-        "clients": numbers("num_clients", 0),
-        "bytes up, all clients and rounds": [comparison.size_text(s.get("bytes_up")) for s in summaries],
-        "bytes down, all clients and rounds": [comparison.size_text(s.get("bytes_down")) for s in summaries],
-        "bytes up in a round": per_round("bytes_up"),
-        "bytes down in a round": per_round("bytes_down"),
-        "seconds, all seeds together": numbers("seconds", 1),
-        "seconds of compilation": numbers("compile_seconds", 1),
-        "rounds a second": numbers("rounds_per_second", 2),
-        "client-steps a second": numbers("client_steps_per_second", 0),
-        "device": [str(s.get("device") or "–") for s in summaries],
-    }
-    return Table("costs", ["", *runs], [[name, *values] for name, values in rows.items()])
+    return text
+
+
+COSTS = {  # the rows of the table of costs, from a summary
+    "rounds": lambda summary: str(summary["num_rounds"]),
+    "clients": _count("num_clients"),
+    "bytes up, all clients and rounds": _size("bytes_up"),
+    "bytes down, all clients and rounds": _size("bytes_down"),
+    "bytes up in a round": _size("bytes_up", each_round=True),
+    "bytes down in a round": _size("bytes_down", each_round=True),
+    "seconds, all seeds together": _count("seconds", 1),
+    "seconds of compilation": _count("compile_seconds", 1),
+    "rounds a second": _count("rounds_per_second", 2),
+    "client-steps a second": _count("client_steps_per_second"),
+    "device": lambda summary: str(summary.get("device") or "–"),
+}

@@ -1,4 +1,4 @@
-"""The parts of `jfcl report` on one run: figures, tables, options and commands."""
+"""The parts of `jfcl report` on one run: figures, tables and commands."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ import jax
 import numpy as np
 
 from jfcl.analysis import plots
-from jfcl.core import shown
 from jfcl.experiments.comparison import OF_CLUSTERS, compares_clusters, is_configured, number, size_text
 from jfcl.experiments.privacy import privacy_text
 from jfcl.experiments.results import Results
@@ -49,10 +48,8 @@ def figure(
     run: Results | None, name: str, draw: Callable[[], plots.Figure] | None, caption: str, label: str = ""
 ) -> Figure | None:
     """Returns a figure: of a finished run the picture in `plots/`, otherwise a new one; None without either."""
-    png = None if run is None else run.read_picture(name)
-    if png is None and draw is not None:
-        png = plots.png(draw())
-    if png is None:
+    png = (run and run.read_picture(name)) or (draw and plots.png(draw()))
+    if not png:
         return None
     return Figure(f"{label}{name}", caption, *struct.unpack(">II", png[16:24]), base64.b64encode(png).decode())
 
@@ -62,34 +59,23 @@ def parts_of(run: Results, label: str) -> dict[str, Any]:
     private = run.summary.get("privacy")
     return {
         "label": label,
-        "status": _status(run),
+        "results": run,
+        "is_configured": is_configured(run.config),
         "privacy": [] if private is None else privacy_text(private).splitlines(),
         "clusters": _clusters(run, label),
         **_similarity_and_tree(run, label),
         "worst": _worst_clients(run, label),
         "seeds": _seeds(run, label),
-        **_options(run),
-        **dict(zip(("commands", "hints"), commands(run), strict=True)),
+        "commands": commands(run),
     }
-
-
-def _status(run: Results) -> str:
-    """Returns what was run, and whether it is finished."""
-    summary, planned, done = run.summary, run.planned_rounds, run.summary["num_rounds"]
-    method, dataset = (summary.get(name) or run.config.get(name) for name in ("method", "dataset"))
-    about = summary.get("description") or (dataset and f"data set {dataset}")
-    state = "Finished" if run.is_finished else "Not finished"
-    whole = planned is None or (run.is_finished and planned == done)
-    rounds = f"{done} rounds" if whole else f"{done} of {planned} rounds"
-    return f"{f'Method {method}; ' if method else ''}{f'{about}. ' if about else ''}{state}: {rounds}."
 
 
 def _clusters(run: Results, label: str) -> Figure | None:
     """Returns the picture of the clusters of all clients over rounds, of the first seed."""
-    kept, draw, by = [r for r in run.records if r.get("cluster")], None, "true cluster"
-    if kept:
-        count = len(kept[0]["cluster"])
-        records = [r for r in kept if r["seed"] == kept[0]["seed"] and len(r["cluster"]) == count]
+    records, draw, by = [r for r in run.records if r.get("cluster")], None, "true cluster"
+    if records:
+        seed, count = records[0]["seed"], len(records[0]["cluster"])
+        records = [r for r in records if r["seed"] == seed and len(r["cluster"]) == count]
         true = run.first_seed().get("true_cluster", ())
         known = true if len(true) == count else None
         draw, by = partial(plots.assignments, records, known), "last cluster" if known is None else by
@@ -99,29 +85,27 @@ def _clusters(run: Results, label: str) -> Figure | None:
 
 def _similarity_and_tree(run: Results, label: str) -> dict[str, Any]:
     """Returns the matrix of similarities, of updates where a run keeps them, else of models; and the parameter tree."""
-    found: dict[str, Any] = dict.fromkeys(("similarity", "too_large", "tree", "splits"))
-    state, clients = run.read_tree(), run.first_seed()
-    if state is None:
-        found["tree"] = figure(run, "tree", None, _tree_caption(run), label)
-    else:
-        nodes = parameter_tree.nodes(state)
-        true = clients.get("true_cluster")
+    parts: dict[str, Any] = dict.fromkeys(("similarity", "too_large", "tree", "splits"))
+    state, clients, draw = run.read_tree(), run.first_seed(), None
+    if state is not None:
+        nodes, true = parameter_tree.nodes(state), clients.get("true_cluster")
         true = true if true is not None and all((node.clients < len(true)).all() for node in nodes) else None
-        found["tree"] = figure(run, "tree", partial(plots.tree, nodes, true), _tree_caption(run), label)
-        found["splits"] = _branch(nodes, 0, true)
-        updates, cluster = parameter_tree.first_split(state)
-        if min(updates.shape) > 0:
-            born = nodes[nodes[0].children[0]].round
-            caption = f"Cosine similarities of the updates of {len(updates)} clients in round {born}, when the first"
-            caption += " split was made; ordered by final cluster."
-            return found | {"similarity": _matrix(label, [updates], cluster, caption)}
+        draw, parts["splits"] = partial(plots.tree, nodes, true), _branch(nodes, 0, true)
+    seed = run.summary["per_seed"][0]["seed"] if run.summary["per_seed"] else 0
+    caption = f"Splits of seed {seed}, rounds downwards; the width is the number of clients, the colour the true"
+    parts["tree"] = figure(run, "tree", draw, f"{caption} cluster.", label)
+    # Similarities of updates, or of models.
+    if state is not None and min((split := parameter_tree.first_split(state))[0].shape) > 0:
+        caption = f"Cosine similarities of the updates of {len(split[0])} clients in round"
+        caption += f" {nodes[nodes[0].children[0]].round}, when the first split was made; ordered by final cluster."
+        return parts | {"similarity": _matrix(label, [split[0]], split[1], caption)}
     of_clients = run.config.get("population") is None and run.config.get("store") is None
-    if not (clients and of_clients and run.has("params.npz")):
-        return found
-    size = (run.folder / "params.npz").stat().st_size
-    if size > MOST_BYTES:
-        return found | {"too_large": size_text(size)}
-    return found | {"similarity": _of_models(run, clients, label)}
+    if clients and of_clients and run.has("params.npz"):
+        size = (run.folder / "params.npz").stat().st_size
+        if size > MOST_BYTES:
+            return parts | {"too_large": size_text(size)}
+        parts["similarity"] = _of_models(run, clients, label)
+    return parts
 
 
 def _of_models(run: Results, clients: dict[str, np.ndarray], label: str) -> Figure | None:
@@ -162,51 +146,36 @@ def cosines(parts: Sequence[np.ndarray], order: np.ndarray) -> np.ndarray:
     return products * scale[:, None] * scale
 
 
-def _tree_caption(run: Results) -> str:
-    seed = run.summary["per_seed"][0]["seed"] if run.summary["per_seed"] else 0
-    return f"Splits of seed {seed}, rounds downwards; the width is the number of clients, the colour the true cluster."
-
-
 def _branch(nodes: Sequence[parameter_tree.Node], at: int, true: np.ndarray | None) -> dict[str, Any]:
-    """Returns the text on a cluster, and those on the clusters that it was split into."""
+    """Returns a cluster, the numbers of its clients by their true cluster, and those that it was split into."""
     node = nodes[at]
-    count, kinds = len(node.clients), ""
-    if true is not None and count:
-        pairs = zip(*np.unique(true[node.clients], return_counts=True), strict=True)
-        kinds = f" (true clusters: {', '.join(f'{number} of {kind}' for kind, number in pairs)})"
-    if not node.children:
-        return {"text": f"cluster {node.slot}, since round {node.round}: {count} clients{kinds}", "below": []}
-    when = nodes[node.children[0]].round
-    text = f"{count} clients{kinds}, split in round {when}; largest similarity across {node.cross_similarity:.3f}"
-    return {"text": text, "below": [_branch(nodes, child, true) for child in node.children]}
+    kinds = [] if true is None else zip(*np.unique(true[node.clients], return_counts=True), strict=True)
+    return {"node": node, "kinds": [*kinds], "below": [_branch(nodes, child, true) for child in node.children]}
 
 
 def _worst_clients(run: Results, label: str) -> Table | None:
     """Returns the table of the clients of lowest accuracy, or of highest loss where no accuracy is known."""
-    clients = run.clients
+    clients, first = run.clients, run.first_seed()
     by = next((n for n in ("accuracy", "loss") if n in clients and np.isfinite(clients[n]).any()), None)
     if by is None:
         return None
-    of_client: dict[int, list[float]] = {}
-    for client, value in zip(clients["client"].tolist(), clients[by].tolist(), strict=True):
-        if np.isfinite(value):
-            of_client.setdefault(client, []).append(value)
+    # The clients with test examples, the worst first.
+    values = clients[by].reshape(-1, len(first["client"]))  # of each seed
+    tested = np.flatnonzero(np.isfinite(values).any(axis=0))
+    mean, low, high = (f(values[:, tested], axis=0) for f in (np.nanmean, np.nanmin, np.nanmax))
     sign, scale, digits, unit = (1, 100, 1, "accuracy %") if by == "accuracy" else (-1, 1, 3, "loss")
-    worst = sorted(of_client, key=lambda client: (sign * np.mean(of_client[client]), client))[:WORST]
+    worst = np.lexsort((first["client"][tested], sign * mean))[:WORST]
     # A row for each.
-    first, several, rows = run.first_seed(), len(np.unique(clients["seed"])) > 1, []
     columns = {"examples": "training examples", "true_cluster": "true cluster", "cluster": "cluster"}
-    columns = {name: head for name, head in columns.items() if name in clients}
-    for client in worst:
-        about = [int(first[name][first["client"] == client][0]) for name in columns]
-        values = of_client[client]
-        over = [float(np.mean(values)), min(values), max(values)] if several else values
-        rows.append([client, *about, *(number(value, None, digits, scale) for value in over)])
-    heads = ["client", *columns.values(), *([f"mean {unit}", "lowest seed", "highest seed"] if several else [unit])]
-    caption = (
-        f"The {len(worst)} worst of {len(of_client)} clients with test examples, by their {unit.split()[0]} on these."
-    )
-    return Table(f"{label}worst", heads, rows, f"{caption} The cluster is that of seed {first['seed'][0]}.")
+    columns = {"client": "client"} | {name: head for name, head in columns.items() if name in clients}
+    shown = {f"mean {unit}": mean, "lowest seed": low, "highest seed": high} if len(values) > 1 else {unit: mean}
+    rows = [
+        [first[name][tested[i]] for name in columns] + [number(v[i], None, digits, scale) for v in shown.values()]
+        for i in worst
+    ]
+    caption = f"The {len(worst)} worst of {len(tested)} clients with test examples, by their {by} on these. The cluster"
+    caption += f" is that of seed {first['seed'][0]}."
+    return Table(f"{label}worst", [*columns.values(), *shown], rows, caption)
 
 
 def _seeds(run: Results, label: str) -> Table | None:
@@ -214,53 +183,29 @@ def _seeds(run: Results, label: str) -> Table | None:
     per_seed, recovers = run.summary["per_seed"], compares_clusters(run.summary)
     if len(per_seed) < 2:
         return None
-    names = {"accuracy": (100, 1), "worst_client_accuracy": (100, 1), "perplexity": (1, 1), "loss": (1, 3)}
-    names |= {"cluster_accuracy": (100, 1), "adjusted_rand": (1, 2), "clusters_in_use": (1, 0)}
-    names = {n: style for n, style in names.items() if any(row.get(n) is not None for row in per_seed)}
-    names = {n: style for n, style in names.items() if recovers or n not in OF_CLUSTERS}
-    heads = [n.replace("_", " ") + (" %" if scale == 100 else "") for n, (scale, _) in names.items()]
-    rows = []
-    for row in per_seed:
-        cells = [number(row.get(n), None, digits, scale) for n, (scale, digits) in names.items()]
-        found = row.get("rounds_to_recovery")
-        rows.append([row["seed"], *cells, *(["–" if found is None else found] if recovers else [])])
-    return Table(f"{label}seeds", ["seed", *heads, *(["found at round"] if recovers else [])], rows)
+    styles = {"accuracy": (100, 1), "worst_client_accuracy": (100, 1), "perplexity": (1, 1), "loss": (1, 3)}
+    styles |= {"cluster_accuracy": (100, 1), "adjusted_rand": (1, 2), "clusters_in_use": (1, 0)}
+    styles |= {"rounds_to_recovery": (1, 0)} if recovers else {}
+    skipped = {n for n in styles if all(row.get(n) is None for row in per_seed)} - {"rounds_to_recovery"}
+    styles = {n: style for n, style in styles.items() if n not in skipped and (recovers or n not in OF_CLUSTERS)}
+    heads = [n.replace("_", " ") + (" %" if scale == 100 else "") for n, (scale, _) in styles.items()]
+    heads = ["found at round" if head == "rounds to recovery" else head for head in heads]
+    rows = [[number(row.get(n), None, digits, scale) for n, (scale, digits) in styles.items()] for row in per_seed]
+    return Table(f"{label}seeds", ["seed", *heads], [[row["seed"], *rows[i]] for i, row in enumerate(per_seed)])
 
 
-def _options(run: Results) -> dict[str, Any]:
-    """Returns the options of a run, those that were given marked, and the versions."""
-    given, options = run.config.get("given", ()), []
-    for name, value in run.config.items():
-        if name not in ("versions", "split_hash", "key", "given"):
-            name = "rounds" if name == "num_rounds" else name
-            text = "–" if value is None else value if isinstance(value, str) else shown(value)
-            options.append((name, text, isinstance(given, list) and name in given))
-    versions, text = run.summary.get("versions") or run.config.get("versions"), ""
-    if isinstance(versions, dict):
-        text = ", ".join(f"{name} {version}" for name, version in versions.items())
-        text += f"; split of the data {run.config['split_hash']}" if run.config.get("split_hash") else ""
-    return {"options": options, "is_configured": is_configured(run.config), "versions": text}
-
-
-def commands(run: Results) -> tuple[list[str], list[str]]:
-    """Returns the commands that continue or repeat a run, and what to know of them."""
+def commands(run: Results) -> list[str]:
+    """Returns the commands that continue or repeat a configured run, with comments."""
     if not is_configured(run.config):
-        how = "To resume it, call jfcl.simulate with the same arguments, out and resume=True."
-        return [], [how] if run.config else []
-    folder = shlex.quote(str(run.folder))
-    base = f"jfcl run --config {shlex.quote(str(run.folder / 'config.json'))}"
-    planned, done, lines, hints = run.planned_rounds, run.summary["num_rounds"], [], []
+        return []
+    base = f"jfcl run --config {shlex.quote(str(run.folder / 'config.json'))} --out"
+    resume, lines = f"{base} {shlex.quote(str(run.folder))} --resume", []
+    planned, done = run.planned_rounds, run.summary["num_rounds"]
     if not run.is_finished:
-        lines = ["# continue where it stopped", f"{base} --out {folder} --resume"]
-        at = f"round {run.checkpoints[0]}" if run.checkpoints else "the beginning: there is no checkpoint yet"
-        hints = [f"--resume continues from {at}."]
+        lines = ["# continue where it stopped", resume]
     # A run that ended early ends there again, and a schedule cannot be extended.
     elif planned == done and run.config.get("schedule_rounds") is None:
-        rounds = 2 * run.config["num_rounds"]
-        lines = ["# continue for as many rounds again", f"{base} --out {folder} --resume --rounds {rounds}"]
+        lines = ["# continue for as many rounds again", f"{resume} --rounds {2 * run.config['num_rounds']}"]
     elif planned > done and run.summary.get("ended") == ALL_DONE:  # it was resumed for fewer rounds
-        lines = [f"# continue to round {planned}", f"{base} --out {folder} --resume"]
-    lines += ["# repeat it in another folder", f"{base} --out {shlex.quote(f'{run.folder}-2')}"]
-    if run.config.get("dataset") != "digits":
-        hints.append("Add --data-dir unless JFCL_DATA_DIR is the folder of the data.")
-    return lines, hints
+        lines = [f"# continue to round {planned}", resume]
+    return [*lines, "# repeat it in another folder", f"{base} {shlex.quote(f'{run.folder}-2')}"]

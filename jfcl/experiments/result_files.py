@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from jfcl.analysis import plots
-from jfcl.core import PyTree, client_ids
+from jfcl.core import client_ids
 from jfcl.core.texts import csv_bytes
 from jfcl.experiments.config import Config
 from jfcl.experiments.privacy import privacy_of
@@ -34,9 +34,9 @@ def summarize_run(config: Config, history: History, parts: Setup) -> dict[str, A
         "num_clients": len(parts.federation.cluster),
         "num_clusters": parts.federation.num_clusters,
         "split_hash": parts.federation.split_hash,
-        **({} if parts.federation.table is None else {"table": parts.federation.table}),
-        **summarize(history),
     }
+    summary |= {} if parts.federation.table is None else {"table": parts.federation.table}
+    summary |= summarize(history)
     if config.dp_clip is not None:
         clusters = np.asarray(history.clients["cluster"])[0]
         clip = next(r for r in history.records if r["round"] == history.rounds).get("clip", config.dp_clip)
@@ -57,7 +57,8 @@ def write_results(out: Path, summary: dict[str, Any], history: History, parts: S
         arrays["personal"] = served.personal
     if of_all and served.to is not None and served.to.ndim == 3:
         arrays["mixture"] = {"weights": served.to}
-    contents = {f"{part}.npz": npz_bytes(_first_seed(tree)) for part, tree in arrays.items()}
+    first = jax.tree.map(lambda leaf: np.asarray(leaf[0] if of_all else leaf), arrays)  # a population has one seed
+    contents = {f"{part}.npz": npz_bytes(tree) for part, tree in first.items()}
     # The table of clients, with the hostile and the excluded ones where a run has any.
     extra = {} if parts.malicious is None else {"malicious": parts.malicious}
     if of_all and served.excluded is not None:
@@ -79,10 +80,6 @@ def write_results(out: Path, summary: dict[str, Any], history: History, parts: S
         figures["clusters"] = plots.assignments(records, cluster)
     contents |= {f"plots/{name}.png": plots.png(figure) for name, figure in figures.items()}
     folder.write_results(out, contents, summary)
-
-
-def _first_seed(tree: PyTree) -> PyTree:
-    return jax.tree.map(lambda leaf: np.asarray(leaf[0]), tree)
 
 
 def _trees(history: History, parts: Setup) -> tuple[dict[str, bytes], dict[str, plots.Figure], list[float] | None]:

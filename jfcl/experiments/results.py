@@ -47,9 +47,22 @@ class Results(NamedTuple):
     @property
     def note(self) -> str:
         """What is not there of a run that is not finished; empty for others."""
-        rest = "the results are those of its records; clients, models and trees are written at its end"
-        missing = f"{self.folder / 'summary.json'} is missing: the run is not finished. Here, {rest}"
-        return "" if self.is_finished else missing
+        if self.is_finished:
+            return ""
+        so_far = "the results are those of its records; clients, models and trees are written at its end"
+        return f"{self.folder / 'summary.json'} is missing: the run is not finished. Here, {so_far}"
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The options of the run, by their names in `Config`."""
+        names = [name for name in self.config if name not in ("versions", "split_hash", "key", "given")]
+        return {"rounds" if name == "num_rounds" else name: self.config[name] for name in names}
+
+    @property
+    def given(self) -> list[str]:
+        """The names of the options that were given."""
+        names = self.config.get("given")
+        return names if isinstance(names, list) else []
 
     @property
     def planned_rounds(self) -> int | None:
@@ -94,31 +107,31 @@ def read_results(folder: str | Path, records: list[dict[str, Any]] | None = None
         raise ValueError(f"{folder} holds no run: it is {'a file' if folder.exists() else 'not there'}")
     plain.check_plain(folder)
     if not (folder / "config.json").exists():
-        raise ValueError(f"{folder} holds no run: {_instead(folder)}")
+        raise ValueError(f"{folder} {_instead(folder)}")
     config, checkpoints = saved_config(folder), RunFolder(folder).rounds()
     if (folder / "summary.json").exists():
         summary = verify_results(folder, None if records is None else [])
-        missing = [name for name in ENTRIES if name not in summary]
-        if missing or not summary["per_seed"]:
-            missing = ", ".join(missing or ["per_seed"])
-            raise ValueError(f"{folder / 'summary.json'} is damaged: it does not have {missing} as jfcl writes it")
+        missing = [name for name in ENTRIES if name not in summary] or ["per_seed"] * (not summary["per_seed"])
+        if missing:
+            lacks = f"it does not have {', '.join(missing)} as jfcl writes it"
+            raise ValueError(f"{folder / 'summary.json'} is damaged: {lacks}")
         records = _records(folder) if records is None else records
         clients = _columns(folder, summary) if "clients.csv" in summary["files"] else {}
         return Results(folder, config, summary, records, clients, True, checkpoints)
     records = _records(folder) if (folder / "metrics.jsonl").exists() else []
-    before = _init_rounds(folder, checkpoints[0]) if checkpoints else 0
-    return Results(folder, config, _so_far(config, records, before), records, {}, False, checkpoints)
+    summary = _so_far(config, records, _init_rounds(folder, checkpoints))
+    return Results(folder, config, summary, records, {}, False, checkpoints)
 
 
 def read_finished(folder: str | Path) -> Results:
     """Reads a finished run; `ValueError` as of `read_results`, and for one that goes on or was stopped."""
-    found = read_results(folder)
-    if not found.is_finished:
+    run = read_results(folder)
+    if not run.is_finished:
         why = "summary.json is missing; 'jfcl report' shows what there is so far"
         raise ValueError(f"{folder} holds no finished run: {why}")
-    if not found.records:
-        raise ValueError(f"{found.folder / 'metrics.jsonl'} is damaged: it holds no whole line")
-    return found
+    if not run.records:
+        raise ValueError(f"{run.folder / 'metrics.jsonl'} is damaged: it holds no whole line")
+    return run
 
 
 def read_run(folder: str | Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
@@ -136,8 +149,8 @@ def read_run(folder: str | Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
       >>> summary["num_rounds"], [record["round"] for record in records]
       (2, [1, 2])
     """
-    found = read_finished(folder)
-    return found.summary, found.records
+    run = read_finished(folder)
+    return run.summary, run.records
 
 
 def load_params(folder: str | Path, part: str = "params") -> PyTree:
@@ -159,11 +172,11 @@ def load_params(folder: str | Path, part: str = "params") -> PyTree:
       (2, 4, 10)
     """
     plain.check_plain(folder)
-    saved = Path(folder) / f"{part}.npz"
-    if part != "params" and not saved.is_file():
-        return ()
+    saved, is_run = Path(folder) / f"{part}.npz", (Path(folder) / "summary.json").exists()
     if not saved.is_file():
-        which = " of the command line or jfcl.experiments.run" if (saved.parent / "summary.json").exists() else ""
+        if part != "params":
+            return ()
+        which = " of the command line or jfcl.experiments.run" if is_run else ""
         raise ValueError(f"init_from must be the folder of a finished run{which}, but {saved} does not exist")
     try:
         arrays = _read_arrays(saved)
@@ -174,9 +187,8 @@ def load_params(folder: str | Path, part: str = "params") -> PyTree:
     check(len(counts) == 1 and min(counts) > (0,), str(saved), counts, "models of one number, at least 1")
     for path, array in arrays.items():
         check(array.dtype.kind in "fiu", f"{saved}: {path}", array.dtype, "numbers")
-        if not np.isfinite(array).all():
-            raise ValueError(f"{saved}: {path} must be finite, but holds NaN or infinity")
-    if (saved.parent / "summary.json").exists():
+        check(np.isfinite(array).all(), f"{saved}: {path}", "NaN or infinity", "finite numbers")
+    if is_run:
         verify_results(saved.parent, [saved.name])
     return params
 
@@ -192,13 +204,10 @@ def _read_arrays(file: Path) -> dict[str, np.ndarray]:
 def _instead(folder: Path) -> str:
     """Returns what a folder without `config.json` holds instead of a run, and what to do."""
     if not (folder / "setting.json").exists():
-        return "config.json is missing"
+        return "holds no run: config.json is missing"
     if not (folder / "cells").exists():
-        return "it is that of an experiment, whose runs are in its folders"
-    best = folder / "best.toml"
-    return (
-        f"it is that of a sweep; {f'jfcl run --config {best} --out DIR' if best.exists() else 'resuming it'} makes one"
-    )
+        return "holds no run: it is that of an experiment, whose runs are in its folders"
+    return f"holds a sweep, and no run; run the best: jfcl run --config {folder / 'best.toml'} --out DIR"
 
 
 def _records(folder: Path) -> list[dict[str, Any]]:
@@ -224,33 +233,32 @@ def _columns(folder: Path, summary: dict[str, Any]) -> dict[str, np.ndarray]:
     return columns
 
 
-def _so_far(config: dict[str, Any], records: list[dict[str, Any]], before: int) -> dict[str, Any]:
-    """Returns what a summary holds, of the last round that all seeds have reached; `before`: of a method's start."""
+def _so_far(config: dict[str, Any], records: list[dict[str, Any]], init_rounds: int) -> dict[str, Any]:
+    """Returns what a summary holds, of the last round that all seeds have reached."""
     seeds, rounds = {record["seed"] for record in records}, Counter(record["round"] for record in records)
     last = max((t for t, count in rounds.items() if count >= len(seeds)), default=0)
     clients = config.get("clients") if config.get("population") is None else config["population"]
     several = any(record.get("clusters_in_use") != 1 for record in records)
     method = METHODS.get(config.get("method"))  # None: of a user
-    about = {
+    summary = {
         "method": config.get("method"),
         "num_clients": clients if isinstance(clients, int) else None,
         "num_clusters": 1 if config.get("heterogeneity") == "none" else config.get("clusters"),
         "num_rounds": last,
-        "init_rounds": before,
+        "init_rounds": init_rounds,
         "versions": config.get("versions"),
         "finds_clusters": several and not (method and method.by_client),
     }
     if not last:
-        return about | {"per_seed": [], "mean": {"clusters_in_use": None}, "std": {"clusters_in_use": None}}
-    found = finite_or_none(summarize_records(finite_or_none(records), last))
-    return about | found | {name: found["mean"].get(name) for name in ("bytes_up", "bytes_down")}
+        return summary | {"per_seed": [], "mean": {"clusters_in_use": None}}
+    summary |= finite_or_none(summarize_records(finite_or_none(records), last))
+    return summary | {name: summary["mean"].get(name) for name in ("bytes_up", "bytes_down")}
 
 
-def _init_rounds(folder: Path, checkpoint: int) -> int:
+def _init_rounds(folder: Path, checkpoints: list[int]) -> int:
     """Returns the rounds of the method's start, which a checkpoint has; 0 where that cannot be read."""
     try:
-        totals = read_json(folder / "checkpoints" / str(checkpoint) / "about.json").get("totals")
-    except ValueError:  # a damaged one is what --resume refuses, or does without
+        about = read_json(folder / "checkpoints" / str(checkpoints[0]) / "about.json") if checkpoints else {}
+        return int(about.get("totals", {}).get("init_rounds", 0))
+    except (ValueError, TypeError, AttributeError):  # a damaged one is what --resume refuses, or does without
         return 0
-    found = totals.get("init_rounds", 0) if isinstance(totals, dict) else 0
-    return found if type(found) is int else 0

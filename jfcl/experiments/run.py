@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import jax
 import jax.numpy as jnp
 
-from jfcl.core import files
+from jfcl.core import check, files
+from jfcl.core.options import Interval
+from jfcl.data import Federation
 from jfcl.experiments.config import Config, to_saved
-from jfcl.experiments.own import find_metrics
-from jfcl.experiments.population import run_population
+from jfcl.experiments.lookup import find_metrics
+from jfcl.experiments.population import open_population, population_summary
 from jfcl.experiments.report import NAME, write_report
 from jfcl.experiments.result_files import summarize_run, write_results
 from jfcl.experiments.results import read_results
@@ -33,15 +35,22 @@ def run(
     resume: bool = False,
     data_dir: str | None = None,
     progress: bool = False,
-    checkpoint_seconds: float = 30.0,
+    checkpoint_seconds: Annotated[float, Interval("[0, inf)")] = 30.0,
     callbacks: Sequence[Any] = (),
 ) -> tuple[dict[str, Any], History, Setup]:
     """Runs `config`; with `out`, leaves `summary.json`, `clients.csv`, `params.npz`, plots and `report.html`.
 
-    `callbacks` are those of `jfcl.simulate`; `patience` of `config` adds `jfcl.callbacks.EarlyStopping`.
+    Args:
+      config: the options of the run.
+      out: folder for results; default: none are kept.
+      resume: continue what was stopped in `out`.
+      data_dir: folder of official data files; default: $JFCL_DATA_DIR, else TFDS.
+      progress: show a progress bar.
+      checkpoint_seconds: least time between two checkpoints, the first of which is made after 5 seconds.
+      callbacks: those of `jfcl.simulate`; `patience` of `config` adds `jfcl.callbacks.EarlyStopping`.
 
     Returns:
-      `(summary, history, setup)`.
+      `(summary, history, setup)`. Of a population, `setup` has the clients that are evaluated, 1,000 at most.
 
     Raises:
       ValueError: before anything is computed, for options that do not fit.
@@ -54,23 +63,53 @@ def run(
     """
     check_callbacks(callbacks)
     hosts.check_alike(config.values | {"out": out is not None, "resume": resume}, "options")
+    check(out is not None or not resume, "out", out, "the folder of the run to resume")
     if out is not None:
         hosts.by_first(lambda: check_folder(out, resume, "run"))  # refuses before data are loaded
     with contextlib.ExitStack() as opened:
         opened.enter_context(jax.default_matmul_precision(matmul_precision(config.precision)))
-        if resume and out is not None:  # also while results are written
+        if resume:  # also while results are written
             lock = RunFolder(out).lock_path
             hosts.by_first(lambda: Path(out).is_dir() and opened.enter_context(files.lock(lock)))
-        options = {"out": out, "resume": resume, "progress": progress, "checkpoint_seconds": checkpoint_seconds}
-        options |= {"eval_every": config.eval_every, "serve": config.serve}
-        stopping = [EarlyStopping(patience=config.patience, metric=config.monitor)] if config.patience else []
-        options |= {"metrics": find_metrics(config.metrics) if config.metrics else None}
-        options |= {"callbacks": [*stopping, *callbacks], "summary": False, "keep_clients": config.keep_clients}
-        run_clients = run_population if config.of_population else _run_on_device
-        found = run_clients(config, data_dir, options | {"description": config.method})
+        given, of_population = sorted(config.given), config.of_population
+        open_clients = open_population if of_population else _open_clients
+        with open_clients(config, data_dir, out, progress) as (config, parts, clients):
+            keys = jax.vmap(jax.random.key)(jnp.array(parts.seeds, jnp.uint32))
+            stopping = [EarlyStopping(patience=config.patience, metric=config.monitor)] if config.patience else []
+            history = simulate(
+                parts.algorithm,
+                clients,
+                key=jax.random.key(parts.seeds[0]) if of_population else keys,
+                num_rounds=config.rounds,
+                true_cluster=None if of_population else parts.true_cluster,
+                serve=config.serve,
+                eval_every=config.eval_every,
+                seeds=parts.seeds,
+                client_axis=parts.client_axis,
+                out=out,
+                resume=resume,
+                config=to_saved(config, parts.federation.split_hash) | {"given": given},
+                checkpoint_seconds=checkpoint_seconds,
+                progress=progress,
+                description=config.method,
+                keep_clients=config.keep_clients,
+                metrics=find_metrics(config.metrics) if config.metrics else None,
+                callbacks=[*stopping, *callbacks],
+                summary=False,
+            )
+        summary = summarize_run(config, history, parts)
+        summary |= population_summary(clients, history.records[-1]) if of_population else {}
         if out is not None and hosts.is_first():
-            _write_report(out, found[1].records)
-        return found
+            write_results(Path(out), summary, history, parts)
+            _write_report(out, history.records)
+        return summary, history, parts
+
+
+@contextlib.contextmanager
+def _open_clients(config: Config, data_dir: str | None, *_: Any) -> Iterator[tuple[Config, Setup, Federation]]:
+    """`open_population` for clients that are all on the device."""
+    parts = setup(config, data_dir=data_dir)
+    yield config, parts, parts.federation
 
 
 def _write_report(out: str | Path, records: list[dict[str, Any]]) -> None:
@@ -79,28 +118,3 @@ def _write_report(out: str | Path, records: list[dict[str, Any]]) -> None:
         write_report({Path(out).resolve().name: read_results(Path(out), records)}, Path(out) / NAME)
     except (OSError, ValueError) as error:
         warnings.warn(f"the run in {out} is finished, but its report was not written: {error}", stacklevel=3)
-
-
-def _run_on_device(
-    config: Config, data_dir: str | None, options: dict[str, Any]
-) -> tuple[dict[str, Any], History, Setup]:
-    """`run` for clients that are all on the device; `options` are those of `simulate`."""
-    parts, out = setup(config, data_dir=data_dir), options["out"]
-    federation = parts.federation
-    history = simulate(
-        parts.algorithm,
-        federation.train,
-        key=jax.vmap(jax.random.key)(jnp.array(parts.seeds, jnp.uint32)),
-        num_rounds=config.rounds,
-        test_clients=federation.test,
-        newcomers=federation.newcomers,
-        true_cluster=parts.true_cluster,
-        seeds=parts.seeds,
-        client_axis=parts.client_axis,
-        config=to_saved(config, federation.split_hash),
-        **options,
-    )
-    summary = summarize_run(config, history, parts)
-    if out is not None and hosts.is_first():
-        write_results(Path(out), summary, history, parts)
-    return summary, history, parts

@@ -16,20 +16,9 @@ import numpy as np
 from jax import export
 
 from jfcl.analysis.metrics import evaluate
-from jfcl.core import (
-    Clients,
-    PyTree,
-    Task,
-    check,
-    check_choice,
-    check_count,
-    check_labels,
-    joined,
-    mixture_task,
-    named_leaves,
-)
+from jfcl.core import Clients, PyTree, Task, check, check_choice, check_count, check_labels, joined, mixture_task
 from jfcl.core.files import write_whole
-from jfcl.core.parameters import named_parameters
+from jfcl.core.parameters import named_leaves, named_parameters
 from jfcl.data import read_rows
 from jfcl.experiments.comparison import is_configured
 from jfcl.experiments.config import Config, from_saved
@@ -80,8 +69,11 @@ class LoadedRun(NamedTuple):
     def predictor(self, client: int) -> Callable[[Any], jax.Array]:
         """Returns the compiled function `x [B, ...] -> outputs [B, ...]` of a client's model: logits, for classes.
 
+        It refuses inputs of another shape than the task's, or that flattened: a model may take them, and read them
+        wrongly (images with the channels first).
+
         Raises:
-          ValueError: as `model`.
+          ValueError: as `model`; of the function, inputs of another shape.
         """
         return predictor(self.task, self.model(client))
 
@@ -162,19 +154,18 @@ def load_run(folder: str | Path, *, data_dir: str | None = None) -> LoadedRun:
     same = parts.federation.split_hash == run.config["split_hash"]
     check(same, "data_dir", data_dir, f"where the data of {folder} are: this split of {config.dataset} is another")
     columns, n = run.first_seed(), len(parts.federation.cluster)
-    served = np.asarray(columns.get("model", columns.get("cluster")), np.int32)
-    check(served.shape == (n,), str(run.folder / "clients.csv"), f"{served.size} rows of a seed", f"of {n} clients")
-    # The structure of what is served.
+    cluster = np.asarray(columns.get("model", columns.get("cluster")), np.int32)
+    check(cluster.shape == (n,), str(run.folder / "clients.csv"), f"{cluster.size} rows of a seed", f"of {n} clients")
+    # The models, in the structure of what is served.
     state = jax.eval_shape(parts.algorithm.init, jax.random.key(0), parts.federation.train)
     like = jax.eval_shape(lambda state: parts.algorithm.serve(state, None), state)
     parts = parts._replace(task=parts.algorithm.task or parts.task)  # kNN-Per has a task of its own
-    params = structured(load_params(folder), like.models)
-    own = structured(load_params(folder, "personal"), like.personal)
-    weights = None
-    if like.to is not None and like.to.ndim == 2:
-        shape = jax.ShapeDtypeStruct(like.to.shape, np.float32)
-        weights = structured(load_params(folder, "mixture"), {"weights": shape})["weights"]
-    return LoadedRun(config, parts, params, served, own, weights)
+    is_mixture = like.to is not None and like.to.ndim == 2
+    wanted = {"params": like.models, "personal": like.personal}
+    wanted["mixture"] = {"weights": jax.ShapeDtypeStruct(like.to.shape, np.float32)} if is_mixture else ()
+    loaded = {part: structured(load_params(folder, part), tree) for part, tree in wanted.items()}
+    weights = loaded["mixture"]["weights"] if is_mixture else None
+    return LoadedRun(config, parts, loaded["params"], cluster, loaded["personal"], weights)
 
 
 def npz_bytes(tree: PyTree) -> bytes:
@@ -196,11 +187,7 @@ def structured(arrays: PyTree, like: PyTree) -> PyTree:
 
 
 def predictor(task: Task, model: PyTree) -> Callable[[Any], jax.Array]:
-    """Returns the compiled function of one model, `x [B, ...] -> outputs [B, ...]`.
-
-    It raises `ValueError` for inputs of another shape than the task's, or that flattened: a model may take them, and
-    read them wrongly (images with the channels first).
-    """
+    """Returns the compiled function of one model; see `LoadedRun.predictor`."""
     predict, wanted = jax.jit(task.apply), task.input_shape
 
     def outputs(x: Any) -> jax.Array:
@@ -229,14 +216,14 @@ def choose(task: Task, params: PyTree, cluster: np.ndarray, clients: Clients, ex
         if task.num_classes is not None:
             check_labels(one, task.num_classes, name="examples")
         return int(evaluate(task, params, one, None)["cluster"][0])
-    means = {}
+    # The squared distance between mean inputs, of each cluster that has examples.
+    new, distances = x.astype(np.float64).mean(axis=0), {}
     for k in np.unique(cluster).tolist():
         rows = np.flatnonzero((cluster == k) & (np.asarray(clients.size) > 0))
-        inputs = [np.asarray(clients.examples["x"][i, : clients.size[i]], np.float64) for i in rows]
-        if inputs:
-            means[k] = np.concatenate(inputs).mean(axis=0)
-    new = x.astype(np.float64).mean(axis=0)
-    return min(means, key=lambda k: float(np.square(means[k] - new).sum()))
+        if len(rows):
+            inputs = [np.asarray(clients.examples["x"][i, : clients.size[i]], np.float64) for i in rows]
+            distances[k] = float(np.square(np.concatenate(inputs).mean(axis=0) - new).sum())
+    return min(distances, key=distances.get)
 
 
 def export_model(
@@ -271,19 +258,18 @@ def export_model(
     if needed is not None and importlib.util.find_spec(needed) is None:
         raise ValueError(f"file must be .npz without the package {needed}: pip install 'jfcl[serve]'")
     if file.suffix == ".npz":
-        write_whole(file, npz_bytes(model))
+        content = npz_bytes(model)
     elif file.suffix == ".safetensors":
         from safetensors.numpy import save
 
-        write_whole(file, save({name: np.asarray(array, order="C") for name, array in named_parameters(model).items()}))
+        content = save({name: np.asarray(array, order="C") for name, array in named_parameters(model).items()})
     else:
         shape = task.input_shape if input_shape is None else tuple(input_shape)
         accepted = "given: the task does not know it; that of a language model is (length,)"
         check(shape is not None, "input_shape", None, accepted)
-        (batch,) = export.symbolic_shape("b")
         dtype = (np.int32 if task.perplexity else np.float32) if dtype is None else dtype
-        x = jax.ShapeDtypeStruct((batch, *shape), dtype)
+        x = jax.ShapeDtypeStruct((*export.symbolic_shape("b"), *shape), dtype)
         # One example mapped over a batch of symbolic size: modules may use `len(x)`, which must be a number.
         predict = jax.jit(jax.vmap(lambda one: task.apply(model, one[None])[0]))
-        made = export.export(predict, platforms=("cpu", "cuda", "tpu"))(x)
-        write_whole(file, bytes(made.serialize()))
+        content = bytes(export.export(predict, platforms=("cpu", "cuda", "tpu"))(x).serialize())
+    write_whole(file, content)

@@ -10,11 +10,9 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-import optax
 
 from jfcl import data, kernels, mapping, models
 from jfcl.core import (
-    INT32_MAX,
     Adversary,
     Algorithm,
     PyTree,
@@ -29,18 +27,16 @@ from jfcl.core import (
     shown,
 )
 from jfcl.data.heterogeneity import SELECTIVE
-from jfcl.experiments import own
+from jfcl.data.tables import is_file
+from jfcl.experiments import lookup
 from jfcl.experiments.config import Config
-from jfcl.experiments.optimizers import SERVER_OPTIMIZERS, make_optimizer, make_schedule
+from jfcl.experiments.optimizers import SERVER_OPTIMIZERS, beginnings, make_training, starting_with
 from jfcl.experiments.options import AS_DECLARED, OF_PARTITION, PRECISIONS, common_options, method_options
 from jfcl.experiments.privacy import mechanism
 from jfcl.experiments.results import load_params
 from jfcl.robust import attacks
 from jfcl.simulation import probe
-from jfcl.training.augment import AUGMENTATIONS
-from jfcl.training.local import LocalTraining, local_training, most_steps
-
-OF_PARAMETERS = ("share", "personal", "decay_only")  # beginnings of paths, comma separated
+from jfcl.training.local import LocalTraining
 
 
 class Setup(NamedTuple):
@@ -61,45 +57,9 @@ class Setup(NamedTuple):
         return cluster if self.malicious is None else np.where(self.malicious, -1, cluster)
 
 
-def make_training(config: Config, largest: int) -> LocalTraining:
-    """Returns the local training; schedules count the local steps of a client with `largest` examples."""
-    training = local_training(
-        optax.sgd(config.lr),
-        num_steps=config.local_steps,
-        num_epochs=config.local_epochs,
-        batch_size=config.batch_size,
-        prox=config.prox,
-        augment=None if config.augment is None else AUGMENTATIONS[config.augment],
-        keep=config.keep,
-    )
-    lr = _learning_rate(config, training, largest)
-    of_method = "momentum" in own.find_method(config.method).options  # the method's, not the optimiser's
-    optimizer = make_optimizer(
-        config.optimizer,
-        lr,
-        momentum=None if of_method else config.momentum,
-        weight_decay=config.weight_decay,
-        decay_only=None if config.decay_only is None else _starting_with(config.decay_only),
-        clip_norm=config.clip_norm,
-    )
-    return training._replace(optimizer=optimizer)
-
-
-def _learning_rate(config: Config, training: LocalTraining, largest: int) -> Any:
-    """Returns the learning rate, or its schedule over the local steps of a client with `largest` examples."""
-    name = config.schedule
-    if name == "constant" and config.lr_decay == 1:
-        return config.lr
-    if config.mixing is None:  # validation examples are not trained on
-        largest = max(largest - int(np.float32(config.validation or 0) * np.float32(largest)), 1)
-    steps = most_steps(training, largest)
-    done = config.rounds * steps
-    accepted = f"such that the learning rate falls over at most {INT32_MAX} local steps, not {done}"
-    check(done <= INT32_MAX, "rounds", config.rounds, accepted)
-    if name == "constant":
-        return optax.exponential_decay(config.lr, steps, config.lr_decay, staircase=True)
-    options = {option: getattr(config, option) for option in ("lr_end", "warmup", "step_factor")}
-    return make_schedule(name, config.lr, done, min((config.step_rounds or 1) * steps, INT32_MAX), **options)
+def seeds_of(config: Config) -> list[int]:
+    """Returns the seeds of a run."""
+    return list(range(config.seeds)) if config.seed is None else [config.seed]
 
 
 def malicious_clients(config: Config) -> np.ndarray:
@@ -112,120 +72,118 @@ def true_clusters(config: Config) -> int:
     return 1 if config.heterogeneity == "none" else config.clusters
 
 
+# ---------------------------------------------------------------------------------------------------------------
+# The method.
+
+
+def make_algorithm(config: Config, task: Task, training: LocalTraining, federation, client_axis) -> Algorithm:
+    """Returns the method of `config`."""
+    method = lookup.find_method(config.method)
+    # Options with the same name and type in the factory.
+    same = [name for name in (*AS_DECLARED, *method_options(config.method)) if name in method.options]
+    if config.of_population and not config.remember and "cohort" in same:
+        same.remove("cohort")  # all clients that are on the device
+    options: dict[str, Any] = {name: config.values[name] for name in same}
+    # Options that stand for an object.
+    _check_beginnings(config, task)
+    if lookup.is_on_updates(config.attack) and "adversary" in method.options:
+        options["adversary"] = Adversary(lookup.find_attack(config.attack), malicious_clients(config))
+    if config.server_optimizer != "average" or not (is_concrete(config.server_lr) and config.server_lr == 1):
+        options["server_optimizer"] = SERVER_OPTIMIZERS[config.server_optimizer](config.server_lr)
+    options |= {
+        "aggregator": None if config.aggregator is None else make_aggregator(config),
+        "dp": None if config.dp_clip is None else mechanism(config),
+        "shared": None if config.share is None else starting_with(config.share),
+        "personal": None if config.personal is None else starting_with(config.personal),
+        "init_params": None if config.init_from is None else _warm_start(config, task),
+        "num_clusters": config.num_models if "num_clusters" in method.options else None,
+        "cluster": federation.cluster if "cluster" in method.options else None,
+        "true_cluster": federation.cluster if config.track_gap else None,
+    }
+    options = {name: value for name, value in options.items() if value is not None}
+    algorithm = method.make(task, training, client_axis=client_axis, **options)
+    check(isinstance(algorithm, Algorithm), f"the result of method {config.method!r}", algorithm, "an Algorithm")
+    return algorithm
+
+
+def _check_beginnings(config: Config, task: Task) -> None:
+    """Checks that each beginning in `--share`, `--personal` and `--decay-only` is one of the model's parameters."""
+    for option in ("share", "personal", "decay_only"):
+        listed = getattr(config, option)
+        paths = [] if listed is None else models.parameter_paths(task)
+        for beginning in () if listed is None else beginnings(listed):
+            known = beginning and any(path.startswith(beginning) for path in paths)
+            check(known, option, beginning, f"the beginning of one of the model's parameters: {', '.join(paths)}")
+
+
 def make_aggregator(config: Config) -> Callable:
     """Returns the aggregator of `config`, with the number of malicious clients in a cohort and its other options."""
-    parts = own.find_aggregator(config.aggregator)
-    taken, required = kernels.aggregator_options(parts), kernels.aggregator_options(parts, required=True)
-    given = config.radius is not None or "radius" not in required
-    check(given, "radius", config.radius, f"given with --aggregator {config.aggregator}")
+    parts = lookup.find_aggregator(config.aggregator)
+    needs_radius = "radius" in kernels.aggregator_options(parts, required=True)
+    has_radius = config.radius is not None or not needs_radius
+    check(has_radius, "radius", config.radius, f"given with --aggregator {config.aggregator}")
     options = {
         "num_malicious": round(config.malicious * (config.cohort or config.clients)),
         "radius": config.radius,
         "bucket_size": config.bucket_size,
         "key": jax.random.key(config.data_seed),
     }
+    taken = kernels.aggregator_options(parts)
     options = {name: value for name, value in options.items() if name in taken and value is not None}
     return kernels.make_aggregator(parts, **options)
 
 
 def _warm_start(config: Config, task: Task) -> PyTree:
     """Returns the models of `--init-from`: `[K, ...]`, or one without that axis, from which all clients start."""
-    found = load_params(config.init_from)
+    params = load_params(config.init_from)
+    shapes = {name: leaf.shape[1:] for name, leaf in named_leaves(params).items()}
     like = jax.eval_shape(task.init, jax.random.key(0))
-    shapes = {name: leaf.shape[1:] for name, leaf in named_leaves(found).items()}
     wanted = {name: leaf.shape for name, leaf in named_leaves(like).items()}
     names = [name for name in shapes | wanted if shapes.get(name) != wanted.get(name)]
     differ = "; ".join(f"{n} is {shapes.get(n, 'absent')}, not {wanted.get(n, 'there')}" for n in names[:2])
     accepted = f"a run that ended with models {config.model!r} of these sizes ({differ})"
     check(not names, "init_from", config.init_from, accepted)
-    alone = all(len(leaf) == 1 for leaf in jax.tree.leaves(found))
-    chosen = own.find_method(config.method).chooses and not config.warm_rounds
-    equals = alone and chosen and config.num_models > 1
+    if any(len(leaf) > 1 for leaf in jax.tree.leaves(params)):
+        return params
+    choose = lookup.find_method(config.method).chooses and not config.warm_rounds and config.num_models > 1
     accepted = "a run that ended with several models: of equals all clients would choose the first"
-    check(not equals, "init_from", config.init_from, accepted)
-    return jax.tree.map(lambda leaf: leaf[0], found) if alone else found
+    check(not choose, "init_from", config.init_from, accepted)
+    return jax.tree.map(lambda leaf: leaf[0], params)
 
 
-def make_algorithm(config: Config, task: Task, training: LocalTraining, federation, client_axis) -> Algorithm:
-    """Returns the method of `config`."""
-    method = own.find_method(config.method)
-    options: dict[str, Any] = {"client_axis": client_axis}
-    # Options with the same name and type in the factory.
-    same = [name for name in (*AS_DECLARED, *method_options(config.method)) if name in method.options]
-    options |= {name: config.values[name] for name in same if config.values[name] is not None}
-    if config.of_population and not config.remember:
-        options.pop("cohort", None)  # all clients that are on the device
-    _check_beginnings(config, task)
-    # Options that stand for an object.
-    if config.dp_clip is not None:
-        options["dp"] = mechanism(config)
-    if config.track_gap:
-        options["true_cluster"] = federation.cluster
-    if own.is_on_updates(config.attack) and "adversary" in method.options:
-        options["adversary"] = Adversary(own.find_attack(config.attack), malicious_clients(config))
-    if config.aggregator is not None:
-        options["aggregator"] = make_aggregator(config)
-    if config.server_optimizer != "average" or not (is_concrete(config.server_lr) and config.server_lr == 1):
-        options["server_optimizer"] = SERVER_OPTIMIZERS[config.server_optimizer](config.server_lr)
-    if config.share is not None:
-        options["shared"] = _starting_with(config.share)
-    if config.personal is not None:
-        options["personal"] = _starting_with(config.personal)
-    if config.init_from is not None:
-        options["init_params"] = _warm_start(config, task)
-    if "num_clusters" in method.options:
-        options["num_clusters"] = config.num_models
-    if "cluster" in method.options:
-        options["cluster"] = federation.cluster
-    made = method.make(task, training, **options)
-    check(isinstance(made, Algorithm), f"the result of method {config.method!r}", made, "an Algorithm")
-    return made
-
-
-def _beginnings(listed: str) -> tuple[str, ...]:
-    return tuple(one.strip() for one in listed.split(","))
-
-
-def _starting_with(listed: str) -> Callable[[str], bool]:
-    """Returns the predicate of the parameters that an option of `OF_PARAMETERS` selects."""
-    return lambda path: path.startswith(_beginnings(listed))
-
-
-def _check_beginnings(config: Config, task: Task) -> None:
-    """Checks that each beginning in an option of `OF_PARAMETERS` is one of the model's parameters."""
-    for option in OF_PARAMETERS:
-        listed = getattr(config, option)
-        if listed is None:
-            continue
-        paths = models.parameter_paths(task)
-        for beginning in _beginnings(listed):
-            known = beginning and any(path.startswith(beginning) for path in paths)
-            check(known, option, beginning, f"the beginning of one of the model's parameters: {', '.join(paths)}")
+# ---------------------------------------------------------------------------------------------------------------
+# The data and the task.
 
 
 def attack_data(config: Config, federation):
     """Returns `federation` with the attack on the malicious clients' data, if it is one, and without their tests."""
     train, test = federation.train, federation.test
     malicious = malicious_clients(config)[np.asarray(client_ids(train))]  # of this process's clients
-    if own.is_on_data(config.attack):
-        attack = own.find_attack(config.attack)
+    if lookup.is_on_data(config.attack):
+        attack = lookup.find_attack(config.attack)
         train = attacks.poison(train, malicious, attack, num_classes=federation.num_classes, seed=config.data_seed)
     return federation._replace(train=train, test=test._replace(size=np.where(malicious, 0, test.size).astype(np.int32)))
 
 
 def load_dataset(config: Config, data_dir: str | None) -> tuple[data.Dataset, int | None]:
     """Returns the data set of `config`, texts as token ids, and the size of their vocabulary; `None` for images."""
-    dataset = own.dataset_of(config, data_dir)
+    if is_file(config.dataset):
+        x = None if config.inputs is None else [column.strip() for column in config.inputs.split(",")]
+        columns = {"by": config.by, "x": x, "y": config.target, "kind": config.kind}
+        dataset = data.from_frame(config.dataset, **columns, scale=True, name=Path(config.dataset).name)
+    else:
+        dataset = lookup.find_dataset(config.dataset, data_dir)
     texts = dataset.train["x"].dtype.kind in "UO"
     check_model_reads(config, texts)
     if not texts:
-        for name, value in ((name, getattr(config, name)) for name in ("vocab_size", "length")):
-            check(value == common_options()[name].default, name, value, "left out for images")
+        for name in ("vocab_size", "length"):
+            is_default = config.values[name] == common_options()[name].default
+            check(is_default, name, config.values[name], "left out for images")
         return dataset, None
     kinds = ("none", *SELECTIVE)
     accepted = f"{', '.join(kinds[:-1])} or {kinds[-1]} for texts, as model {config.model!r} does not use labels"
     check(config.heterogeneity in kinds, "heterogeneity", config.heterogeneity, accepted)
-    check(not own.is_on_data(config.attack), "attack", config.attack, "one on updates for texts")
+    check(not lookup.is_on_data(config.attack), "attack", config.attack, "one on updates for texts")
     dataset, vocabulary = data.tokenize(dataset, vocab_size=config.vocab_size, length=config.length)
     return dataset, len(vocabulary)
 
@@ -233,7 +191,7 @@ def load_dataset(config: Config, data_dir: str | None) -> tuple[data.Dataset, in
 def check_model_reads(config: Config, texts: bool) -> None:
     """Raises `ValueError` for a model of images on `texts`, or a model of texts on images; a user's own may be both."""
     check(config.augment is None or not texts, "augment", config.augment, "left out for texts")
-    if not own.is_own(config.model) and texts != (config.model in models.LANGUAGE_MODELS):
+    if not lookup.is_import_path(config.model) and texts != (config.model in models.LANGUAGE_MODELS):
         holds, reads = ("texts", "images") if texts else ("images", "texts")
         fitting = ", ".join(name for name in models.MODELS if (name in models.LANGUAGE_MODELS) == texts)
         raise ValueError(
@@ -243,15 +201,8 @@ def check_model_reads(config: Config, texts: bool) -> None:
 
 def make_federation(config: Config, dataset: data.Dataset, rows: Callable[[int], slice]) -> data.Federation:
     """Returns the clients of `config`, of which `rows` are stacked."""
-    return data.build(
-        dataset,
-        num_clients=config.clients,
-        examples_per_client=config.examples_per_client,
-        reuse=config.reuse,
-        newcomer_examples=config.newcomer_examples,
-        rows=rows,
-        **dealt(config),
-    )
+    same = {name: getattr(config, name) for name in ("examples_per_client", "reuse", "newcomer_examples")}
+    return data.build(dataset, num_clients=config.clients, rows=rows, **same, **dealt(config))
 
 
 def make_task(
@@ -270,7 +221,7 @@ def make_task(
     if vocab_size is not None:
         models.check_tokens(federation.train, vocab_size)
         models.check_tokens(federation.test, vocab_size, name="test clients")
-    made = own.find_model(config.model)(federation.num_classes if vocab_size is None else vocab_size)
+    made = lookup.find_model(config.model)(federation.num_classes if vocab_size is None else vocab_size)
     if isinstance(made, Task):
         task = made
     elif vocab_size is None:
@@ -350,8 +301,7 @@ def assemble(
         costless += ("lr_end", "warmup", "step_rounds", "step_factor")
         costly = {name: value for name, value in config.values.items() if name not in costless}
         client_axis = probe.fastest(make, federation.train, candidates(config), about=costly)
-    seeds = list(range(config.seeds)) if config.seed is None else [config.seed]
-    return Setup(federation, task, make(client_axis), seeds, client_axis, training)
+    return Setup(federation, task, make(client_axis), seeds_of(config), client_axis, training)
 
 
 def load_clients(

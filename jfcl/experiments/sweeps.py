@@ -20,17 +20,9 @@ from jfcl.core.files import write_whole
 from jfcl.core.names import option_hint
 from jfcl.core.options import Interval, OneOf, Option, Range, options_of
 from jfcl.data import hold_out
+from jfcl.experiments import setups
 from jfcl.experiments.config import Config, to_saved
 from jfcl.experiments.options import Data, Run, all_options
-from jfcl.experiments.setups import (
-    check_model_reads,
-    load_clients,
-    make_algorithm,
-    make_task,
-    make_training,
-    malicious_clients,
-    matmul_precision,
-)
 from jfcl.simulation.folder import check_folder
 from jfcl.simulation.grid import sweep
 from jfcl.simulation.grid_results import METRICS, Sweep, check_grid
@@ -79,7 +71,7 @@ def _read_value(option: Option, text: str) -> Any:
     try:
         value = BOOLEANS[text.lower()] if option.kind is bool else option.kind(text)
     except (ValueError, KeyError):
-        raise ValueError(f"grid: {option.name} must be of type {option.kind.__name__}, got {text[:100]!r}") from None
+        value = text
     try:
         option.check(value)
     except ValueError as error:
@@ -113,7 +105,8 @@ def run_sweep(
       at_once: runs on each device at once; default: 1 on a CPU, else as many as fit into memory.
       out: folder for the results: those of `jfcl.sweep`, and `best.toml`.
       resume: continue the sweep in `out`, or begin it; finished cells are kept.
-      data_dir, progress: as in `jfcl.experiments.run`.
+      data_dir: folder of official data files; default: $JFCL_DATA_DIR, else TFDS.
+      progress: show a progress bar.
 
     Raises:
       ValueError: before anything is compiled, for options that do not fit.
@@ -126,9 +119,8 @@ def run_sweep(
       {'lr': 0.1}
     """
     # Check every cell, without the data.
-    options = {"metric": metric, "holdout": holdout, "at_once": at_once}
-    for name, option in sweep_options().items():
-        option.check(options[name])
+    for name, value in {"metric": metric, "holdout": holdout, "at_once": at_once}.items():
+        options_of(run_sweep)[name].check(value)
     known = all_options(config.method)
     for name in grid:
         check(name in known and name not in OF_ALL_CELLS, "grid", name, "an option that may differ between cells")
@@ -147,26 +139,26 @@ def run_sweep(
     client_axis = jax.vmap if config.mapping == "vmap" else inner
     mesh = mapping.client_mesh(config.devices)
     row_axis = mapping.auto() if mesh.size == 1 else mapping.sharded(mesh, mapping.auto())
-    federation, vocab_size = load_clients(cells[0], data_dir, client_axis)
+    federation, vocab_size = setups.load_clients(cells[0], data_dir, client_axis)
     for cell in cells:
-        check_model_reads(cell, vocab_size is not None)
+        setups.check_model_reads(cell, vocab_size is not None)
     train, held_out = hold_out(federation.train, holdout, seed=config.data_seed)
-    attackers = malicious_clients(config)  # as in the final test, they do not count
+    attackers = setups.malicious_clients(config)  # as in the final test, they do not count
     held_out = held_out._replace(size=np.where(attackers, 0, held_out.size).astype(np.int32))
-    largest = max_examples(train)
-    seeds = list(range(config.seeds)) if config.seed is None else [config.seed]
+    largest, seeds = max_examples(train), setups.seeds_of(config)
 
     @functools.cache
     def task(model: str) -> Task:
-        return make_task(dataclasses.replace(config, model=model), federation, vocab_size)
+        return setups.make_task(dataclasses.replace(config, model=model), federation, vocab_size)
 
     def make(**values) -> Algorithm:  # of a cell; the values may be tracers
         cell = dataclasses.replace(config, **values)
-        return make_algorithm(cell, task(cell.model), make_training(cell, largest), federation, client_axis)
+        training = setups.make_training(cell, largest)
+        return setups.make_algorithm(cell, task(cell.model), training, federation, client_axis)
 
     # Run.
     setting = {name: value for name, value in to_saved(config, federation.split_hash).items() if name != "given"}
-    with jax.default_matmul_precision(matmul_precision(config.precision)):
+    with jax.default_matmul_precision(setups.matmul_precision(config.precision)):
         found = sweep(
             make,
             grid,
@@ -191,25 +183,15 @@ def run_sweep(
     return found
 
 
-@functools.cache
-def sweep_options() -> dict[str, Option]:
-    """Returns the options of `run_sweep` that have flags of their own."""
-    return {name: options_of(run_sweep)[name] for name in ("metric", "holdout", "at_once")}
-
-
 def best_toml(config: Config, found: Sweep) -> str:
     """Returns the file with the options of the best cell that are not the defaults, as `jfcl run --config` reads it."""
     best = found.cells[found.best]
     chosen = dataclasses.replace(config, **best.values)
     options = {"method": chosen.method} | chosen.given | ({"seeds": chosen.seeds} if chosen.seed is None else {})
-    metric = found.metric.replace("_", " ")
-    score = f"{metric} {best.mean[found.metric]:.4g} on held-out training examples"
-    lines = [f"# The best of {len(found.cells)} configurations of jfcl sweep: {score}.", *map(_line, options.items())]
+    score = f"{found.metric.replace('_', ' ')} {best.mean[found.metric]:.4g} on held-out training examples"
+    lines = [f"# The best of {len(found.cells)} configurations of jfcl sweep: {score}."]
+    for name, value in options.items():
+        if isinstance(value, (str, bool)):  # a text of JSON is one of TOML, but for DEL
+            value = json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+        lines.append(f"{name} = {value}")
     return "\n".join(lines) + "\n"
-
-
-def _line(entry: tuple[str, Any]) -> str:
-    """Returns a line of TOML."""
-    name, value = entry
-    text = json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f") if isinstance(value, (str, bool)) else value
-    return f"{name} = {text}"

@@ -98,7 +98,6 @@ class TensorBoard(Callback):
         self._library, self._folder = _library("tensorboardX", "tensorboard"), folder
 
     def on_start(self, run: RunInfo) -> None:
-        """Opens the event file."""
         accepted = "given, or the run kept in a folder: out of jfcl.simulate (--out on the command line)"
         check(self._folder is not None or run.folder is not None, "folder", self._folder, accepted)
         folder = Path(self._folder or run.folder / "tensorboard")
@@ -110,16 +109,13 @@ class TensorBoard(Callback):
         self._writer.add_text("config", "\n".join(["| option | value |", "|---|---|", *lines]), run.round)
 
     def on_records(self, records: list[dict[str, Any]]) -> None:
-        """Writes the numbers of the records."""
         for name, value in scalars(records).items():
             self._writer.add_scalar(name, value, records[0]["round"])
 
     def on_checkpoint(self, round: int, folder: Path) -> None:
-        """Writes to the disk."""
         self._writer.flush()
 
     def on_end(self, end: End) -> None:
-        """Closes the event file."""
         self._writer.add_text("ended", f"{end.status}: {end.reason}", end.round)
         self._writer.close()
 
@@ -147,7 +143,6 @@ class WandB(Callback):
         self._library, self._options = _library("wandb", "wandb"), options
 
     def on_start(self, run: RunInfo) -> None:
-        """Begins or resumes the tracked run."""
         identity = _identities(run.folder).get("wandb") or secrets.token_hex(8)
         _keep_identity(run.folder, "wandb", identity)
         options = {"project": os.environ.get("WANDB_PROJECT", "jfcl"), "name": _name_of(run), "dir": run.folder}
@@ -158,11 +153,9 @@ class WandB(Callback):
         _tell(self._run.url or f"{folder}; to upload them after the run: wandb sync {folder}")
 
     def on_records(self, records: list[dict[str, Any]]) -> None:
-        """Logs the numbers of the records."""
         self._run.log({"round": records[0]["round"], **scalars(records)})
 
     def on_end(self, end: End) -> None:
-        """Ends the tracked run."""
         self._run.summary["ended"] = f"{end.status}: {end.reason}"
         self._run.finish(exit_code=int(end.status == "failed"))
 
@@ -189,7 +182,6 @@ class MLflow(Callback):
         self._experiment = experiment or os.environ.get("MLFLOW_EXPERIMENT_NAME", "jfcl")
 
     def on_start(self, run: RunInfo) -> None:
-        """Begins or resumes the tracked run."""
         self._client = self._library.MlflowClient(self._uri)
         self._id = _identities(run.folder).get("mlflow")
         uri = self._uri or self._library.get_tracking_uri()
@@ -206,14 +198,12 @@ class MLflow(Callback):
         self._client.log_batch(self._id, params=[self._library.entities.Param(*pair) for pair in values.items()])
 
     def on_records(self, records: list[dict[str, Any]]) -> None:
-        """Logs the numbers of the records."""
         when, metric = (int(1000 * time.time()), records[0]["round"]), self._library.entities.Metric
         metrics = [metric(name, value, *when) for name, value in scalars(records).items()]
         for first in range(0, len(metrics), MOST_METRICS):  # those of many seeds
             self._client.log_batch(self._id, metrics=metrics[first : first + MOST_METRICS])
 
     def on_end(self, end: End) -> None:
-        """Ends the tracked run."""
         self._client.set_tag(self._id, "ended", f"{end.status}: {end.reason}")
         self._client.set_terminated(self._id, STATUS[end.status])
 

@@ -1,0 +1,321 @@
+"""Methods, models, data sets, attacks, aggregators and metrics by name: the library's, or a user's as `MODULE:NAME`.
+
+A module is imported as `python -m` does: the current folder comes first.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import functools
+import importlib
+import inspect
+import os
+import re
+import sys
+import traceback
+from collections.abc import Callable, Collection
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import flax.linen as nn
+
+from jfcl import data, kernels
+from jfcl.analysis import metrics
+from jfcl.analysis.metrics import Metric
+from jfcl.core import check, check_choice
+from jfcl.core.options import first_sentence
+from jfcl.data.dataset import normalised
+from jfcl.methods import METHODS, Method
+from jfcl.models import MODELS
+from jfcl.robust.aggregate import taken_arguments
+from jfcl.robust.attacks import DATA_ATTACKS, UPDATE_ATTACKS, DataAttack, UpdateAttack
+from jfcl.simulation.evaluation import check_further
+
+IMPORT_PATH = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
+METRICS = {metric.__name__: metric for metric in (metrics.macro_f1, metrics.auc, metrics.calibration_error)}
+# The arguments that are passed to functions of users: always, or where they take them.
+OF_FACTORIES = ("client_axis", "num_clusters", "cluster")
+OF_ATTACKS = {"updates": ["key", "updates", "malicious", "usable"], "data": ["rng", "x", "y", "num_classes"]}
+OF_AGGREGATORS = ("num_malicious", "radius", "bucket_size", "key")
+
+
+class Named(NamedTuple):
+    """The names in `choices`, and those of the form `MODULE:NAME`; `find` raises `ValueError` for others."""
+
+    choices: Collection[str]
+    find: Callable[[str], Any]
+
+    def check(self, name: str, value: str) -> None:
+        """Raises `ValueError` for a name of nothing, or of something that does not fit."""
+        self.find(value)
+
+
+def is_import_path(name: Any) -> bool:
+    """Returns whether a name has the form `MODULE:NAME`.
+
+    Example:
+      >>> is_import_path("my_method:server_momentum"), is_import_path("ifca"), is_import_path("mnist:3.0.1")
+      (True, False, False)
+    """
+    return isinstance(name, str) and IMPORT_PATH.fullmatch(name) is not None
+
+
+def find_method(name: str) -> Method:
+    """Returns the method of a name in `jfcl.methods.METHODS`, or of `MODULE:FACTORY`.
+
+    Raises:
+      ValueError: an unknown name; a factory that cannot be imported, or of another form than
+        `(task, training, *, client_axis, ...)`, or with an argument that nothing gives.
+
+    Example:
+      >>> find_method("jfcl.methods.ditto:ditto").make is find_method("ditto").make
+      True
+      >>> find_method("ifac")
+      Traceback (most recent call last):
+      ValueError: unknown method 'ifac': did you mean 'ifca'? Accepted: ..., or MODULE:FACTORY for one of your own
+    """
+    return METHODS[name] if name in METHODS else _as_method(name, _imported("method", name, METHODS, "MODULE:FACTORY"))
+
+
+def find_model(name: str) -> Callable[[int], Any]:
+    """Returns the function from a number of outputs to the model of a name in `MODELS`, or of `MODULE:NAME`.
+
+    Raises:
+      ValueError: an unknown name; what cannot be imported; no class or function of the number of outputs.
+
+    Example:
+      >>> find_model("jfcl.models:MLP")(10), find_model("mlp")(10) == find_model("jfcl.models:MLP")(10)
+      (MLP(
+          # attributes
+          num_outputs = 10
+          hidden = (200,)
+      ), True)
+    """
+    if name in MODELS:
+        return MODELS[name][0]
+    make = _imported("model", name, MODELS)
+    nnx = sys.modules.get("flax.nnx")  # takes long to import, and without it no class is derived from its own
+    if nnx is not None and inspect.isclass(make) and issubclass(make, nnx.Module):
+        return lambda num_outputs: partial(make, num_outputs)  # a function of rngs
+    accepted = "the name of a class or function of the number of outputs, such as a flax module with num_outputs"
+    if inspect.isclass(make) and issubclass(make, nn.Module):
+        fields = {field.name for field in dataclasses.fields(make) if field.init}
+        check(fields - {"parent", "name"}, "model", name, accepted)
+    _check_takes("model", name, make, (10,), accepted)
+    return make
+
+
+def find_metrics(names: str) -> dict[str, Metric]:
+    """Returns the functions of outputs of names in `METRICS` and of `MODULE:NAME`, apart by commas, by their last part.
+
+    Raises:
+      ValueError: an unknown name, or one twice; what cannot be imported; no function of three arguments.
+
+    Example:
+      >>> list(find_metrics("macro_f1,jfcl.metrics:auc"))
+      ['macro_f1', 'auc']
+    """
+    functions: dict[str, Metric] = {}
+    for name in map(str.strip, names.split(",")):
+        metric = METRICS[name] if name in METRICS else _imported("metric", name, METRICS)
+        _check_takes("metrics", name, metric, (None, None, None), "a function of (outputs, batch, real)")
+        short = name.rpartition(":")[2]
+        check(short not in functions, "metrics", name, "names that differ in their last part")
+        functions[short] = metric
+    check_further(functions)
+    return functions
+
+
+def find_dataset(name: str, data_dir: str | None) -> data.Dataset:
+    """Returns the data set of a name that `jfcl.data.load` knows, or the one that `MODULE:FUNCTION` returns.
+
+    Raises:
+      ValueError: what `jfcl.data.load` refuses; what cannot be imported; a function with arguments, or of something
+        else.
+
+    Example:
+      >>> find_dataset("digits", None).num_classes
+      10
+    """
+    if not is_import_path(name):
+        return data.load(name, data_dir=data_dir)
+    accepted = "the name of a function without arguments that returns a jfcl.data.Dataset"
+    make = _imported("dataset", name)
+    _check_takes("dataset", name, make, (), accepted)
+    dataset = make()
+    check(isinstance(dataset, data.Dataset), "dataset", name, f"{accepted}; it returns {type(dataset).__name__}")
+    return normalised(dataset, texts=True)
+
+
+def find_attack(name: str) -> UpdateAttack | DataAttack:
+    """Returns the attack of a name in `UPDATE_ATTACKS` or `DATA_ATTACKS`, or of `MODULE:NAME`.
+
+    Raises:
+      ValueError: an unknown name; what cannot be imported; no function of the arguments of an attack.
+
+    Example:
+      >>> find_attack("label_reverse") is find_attack("jfcl.robust.attacks:label_reverse")
+      True
+    """
+    if name in UPDATE_ATTACKS:
+        return UPDATE_ATTACKS[name]()
+    if name in DATA_ATTACKS:
+        return DATA_ATTACKS[name]
+    attack = _imported("attack", name, (*UPDATE_ATTACKS, *DATA_ATTACKS))
+    accepted = "the name of a function with the arguments (key, updates, malicious, usable), or (rng, x, y,"
+    accepted += " num_classes) for an attack on data"
+    signature = _check_takes("attack", name, attack, (None,) * 4, accepted, offered=("cluster", "ids"))
+    fits = _positional(attack)[:4] in OF_ATTACKS.values()
+    check(fits, "attack", f"{name}{signature}", accepted)
+    return attack
+
+
+def is_on_data(attack: str | None) -> bool:
+    """Returns whether an attack changes examples, by the names of its arguments.
+
+    Example:
+      >>> is_on_data("backdoor"), is_on_data("ipm"), is_on_data(None)
+      (True, False, False)
+    """
+    if is_import_path(attack):
+        return _positional(find_attack(attack))[:4] == OF_ATTACKS["data"]
+    return attack in DATA_ATTACKS
+
+
+def is_on_updates(attack: str | None) -> bool:
+    """Returns whether an attack changes updates."""
+    return attack is not None and not is_on_data(attack)
+
+
+def find_aggregator(name: str) -> list[str | Callable[..., Any]]:
+    """Returns the parts of an aggregator, as `jfcl.kernels.make_aggregator` takes them: `MODULE:NAME` as functions.
+
+    Raises:
+      ValueError: an unknown name; what cannot be imported; no function `(updates, *, mask)`, or one with an argument
+        that nothing gives.
+
+    Example:
+      >>> find_aggregator("nnm+krum"), find_aggregator("nnm+jfcl.kernels:krum")[1] is kernels.krum
+      (['nnm', 'krum'], True)
+    """
+    parts, further = name.split("+"), ", ".join(OF_AGGREGATORS)
+    accepted = f"the name of a function (updates, *, mask, ...); further arguments may be {further}"
+    for i, part in enumerate(parts):
+        if is_import_path(part):
+            parts[i] = _imported("aggregator", part)
+            _check_takes("aggregator", part, parts[i], (None,), accepted, ("mask",), OF_AGGREGATORS)
+    try:
+        kernels.aggregator_options(parts)
+    except ValueError as error:
+        raise ValueError(f"{error}; MODULE:NAME is one of your own") from None
+    return parts
+
+
+def required(make: Callable) -> list[str]:
+    """Returns the keyword-only arguments of a factory that have no default."""
+    parameters = inspect.signature(make).parameters.values()
+    return [p.name for p in parameters if p.kind is p.KEYWORD_ONLY and p.default is p.empty]
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# What a user's module holds.
+
+
+def _imported(what: str, name: str, known: Collection[str] = (), form: str = "MODULE:NAME") -> Any:
+    """Returns what `MODULE:NAME` names; raises `ValueError` for another name, with the nearest of those `known`."""
+    if not is_import_path(name):
+        try:
+            check_choice(what, name, known)
+        except ValueError as error:
+            raise ValueError(f"{error}, or {form} for one of your own") from None
+    module_name, _, attribute = name.partition(":")
+    here = os.getcwd()
+    if "" not in sys.path and here not in sys.path:
+        sys.path.insert(0, here)
+    if module_name not in sys.modules:
+        importlib.invalidate_caches()  # a file that is a moment old
+    try:
+        module = importlib.import_module(module_name)
+    except (Exception, SystemExit) as error:
+        raise ValueError(f"{what} {name!r}: {_why_not_imported(module_name, error)}") from error
+    if not hasattr(module, attribute):
+        hint = _near(attribute, [n for n in vars(module) if not n.startswith("_")])
+        where = getattr(module, "__file__", None) or "built in"
+        raise ValueError(f"{what} {name!r}: module {module_name} ({where}) has no {attribute!r}{hint}")
+    return getattr(module, attribute)
+
+
+def _why_not_imported(module: str, error: BaseException) -> str:
+    """Returns the sentence on an error in an import, with the line of the module where it occurs."""
+    if isinstance(error, ModuleNotFoundError) and error.name and f"{module}.".startswith(f"{error.name}."):
+        here = [path.stem for path in Path().glob("*.py")] + [path.parent.name for path in Path().glob("*/__init__.py")]
+        return f"there is no module {module!r} in this folder, nor among the installed packages{_near(module, here)}"
+    lines = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.name == "<module>"]
+    at = "" if isinstance(error, SyntaxError) or not lines else f" ({lines[0].filename}, line {lines[0].lineno})"
+    return f"module {module!r} cannot be imported: {type(error).__name__}: {error}{at}"
+
+
+def _near(name: str, known: Collection[str]) -> str:
+    near = difflib.get_close_matches(name, known, n=1)
+    return f": did you mean {near[0]!r}?" if near else ""
+
+
+def _positional(function: Callable) -> list[str]:
+    """Returns the names of the positional arguments."""
+    parameters = inspect.signature(function).parameters.values()
+    return [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+
+
+def _check_takes(
+    what: str,
+    name: str,
+    function: Any,
+    arguments: tuple,
+    accepted: str,
+    keywords: Collection[str] = (),
+    offered: Collection[str] = (),
+) -> inspect.Signature:
+    """Returns the signature of a function that is called with `arguments`, `keywords`, and what it takes of `offered`.
+
+    Raises:
+      ValueError: it cannot be called so.
+    """
+    check(callable(function), what, name, accepted)
+    try:
+        signature = inspect.signature(function)
+        taken = taken_arguments(function, **dict.fromkeys(offered))
+        signature.bind(*arguments, **dict.fromkeys((*keywords, *taken)))
+    except (TypeError, ValueError) as error:  # the latter for some classes and builtins, whose signature is unknown
+        raise ValueError(f"{what} must be {accepted}, got {name!r}: {error}") from None
+    return signature
+
+
+@functools.cache
+def _as_method(name: str, make: Any) -> Method:
+    """Returns the method of a factory; raises `ValueError` for one of another form than the command line calls."""
+    form = f"method {name!r} must be a function (task, training, *, client_axis, ...) that returns an Algorithm, and"
+    if not inspect.isfunction(make):
+        raise ValueError(f"{form} is {type(make).__name__}")
+    parameters, positional = inspect.signature(make).parameters, _positional(make)
+    if positional[:2] != ["task", "training"] or "client_axis" not in parameters:
+        raise ValueError(f"{form} takes ({', '.join(parameters)})")
+    where = f"argument {{}} of method {name!r} must"
+    if positional[2:]:
+        raise ValueError(f"{where.format(positional[2])} be keyword-only: write a * before it")
+    method = Method(make, first_sentence(" ".join((inspect.getdoc(make) or make.__name__).split("\n\n")[0].split())))
+    try:
+        declared = method.declared
+    except Exception as error:  # whatever the evaluation of an annotation raises
+        raise ValueError(f"the annotations of method {name!r} cannot be read: {error}") from error
+    for option in required(make):
+        if option not in {*declared, *OF_FACTORIES}:
+            raise ValueError(f"{where.format(option)} have a default, or an annotation of a number, a text or bool")
+    for option in declared.values():
+        try:
+            if option.default is not None:
+                option.check(option.default)
+        except ValueError as error:
+            raise ValueError(f"the default of an argument of method {name!r}: {error}") from None
+    return method
