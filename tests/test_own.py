@@ -510,7 +510,7 @@ ATTACKED = ["fedavg", "--clients", "8", "--malicious", "0.25", "--examples-per-c
         ([*ATTACKED, "--attack", "ipm", "--aggregator", "mine_hostile:whole+krum"], "aggregator 'whole+krum' must be of"
          " functions that return (updates, mask) before the last one, which returns one update, got 'whole, which r"),
         ([*ATTACKED, "--attack", "ipm", "--aggregator", "krum+mine_hostile:whole"], "joined by +, got 'krum+whole'; M"),
-        ([*ATTACKED, "--attack", "ipm", "--aggregator", "mine_hostile:Unsigned"], "mine_hostile:Unsigned': no signature found"),
+        ([*ATTACKED, "--attack", "ipm", "--aggregator", "mine_hostile:Unsigned"], "Unsigned': no signature found"),
         ([*ATTACKED, "--attack", "ipm", "--aggregator", "krmu"], "unknown aggregator 'krmu': did you mean 'krum'?"),
         ([*ATTACKED, "--attack", "ipm", "--aggregator", "krmu"], "nnm; MODULE:NAME is one of your own"),
         ([*ATTACKED, "--attack", "ipm", "--aggregator", "mine_hostile:no+krum"], "has no 'no'"),

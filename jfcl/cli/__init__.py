@@ -64,6 +64,7 @@ def _main(argv: list[str], console: Console, errors: Console) -> int:
         if args.command not in ("bench", "plan"):  # what bench measures; what cannot be read back without the target
             _compilation_cache()
         run_command(args, console)
+        return 0
     except KeyboardInterrupt:
         errors.print(f"\ninterrupted{_how_to_continue(args)}")
         return 130
@@ -80,7 +81,6 @@ def _main(argv: list[str], console: Console, errors: Console) -> int:
             raise
         traceback.print_exc()  # main leaves at once
         return 1
-    return 0
 
 
 def _sentence(error: Exception) -> str:
@@ -97,11 +97,11 @@ def _sentence(error: Exception) -> str:
 
 def _how_to_continue(args) -> str:
     """Returns what an interrupted command says of its folder."""
-    kept = getattr(args, "out", None) if getattr(args, "command", None) in ("run", "sweep") else None
-    if kept is None:
+    if getattr(args, "command", None) not in ("run", "sweep") or args.out is None:
         return ""
-    if any(next(Path(kept).glob(f), None) for f in ("checkpoints/*/about.json", "cells/*.json")):
-        return f"; saved in {kept}, continue with the same command and --resume"
-    if any((Path(kept) / name).exists() for name in ("config.json", "setting.json")):
-        return f"; nothing was computed yet: the same command and --resume begins in {kept}"
+    out = Path(args.out)
+    if any(next(out.glob(pattern), None) for pattern in ("checkpoints/*/about.json", "cells/*.json")):
+        return f"; saved in {out}, continue with the same command and --resume"
+    if any((out / name).exists() for name in ("config.json", "setting.json")):
+        return f"; nothing was computed yet: the same command and --resume begins in {out}"
     return "; nothing had begun"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
@@ -26,11 +26,11 @@ MOST_SHOWN = 30  # cells of a sweep
 LARGEST_PARTS = 8  # of a round
 
 
-def numbers_table(title: str, names: Sequence[str], heads: Sequence[str]) -> Table:
-    """Returns an empty table with columns of names and columns of numbers, one blank apart."""
+def numbers_table(title: str | None, names: Sequence[str], heads: Sequence[str], padding: int = 0) -> Table:
+    """Returns an empty table with columns of names and columns of numbers."""
     columns = [Column(name, overflow="fold") for name in names]
     columns += [Column(head, justify="right", no_wrap=True) for head in heads]
-    return Table(*columns, title=Text(title), padding=0, **LOOK)
+    return Table(*columns, title=title and Text(title), padding=(0, padding), **LOOK)
 
 
 def results_table(summaries: dict[str, dict[str, Any]], title: str) -> Table:
@@ -42,21 +42,18 @@ def results_table(summaries: dict[str, dict[str, Any]], title: str) -> Table:
     return table
 
 
-def bench_table(found: dict[str, Any]) -> Table:
+def bench_table(benchmark: dict[str, Any]) -> Table:
     """Returns the table of `jfcl bench`: a row for each measured round."""
     title = "One round: {local_steps} local steps of batch {batch_size}, {examples} examples a client"
     heads = ("clients", "rounds\n/s", "client-\nsteps/s", "temp.\nMB", "compile\ns")
-    table = numbers_table(title.format(**found["settings"]), ("method", "model", "mapping"), heads)
-    for row in found["rows"]:
-        cells = [row["method"], row["model"], row["mapping"], f"{row['clients']:,}"]
-        if "left_out" in row:
-            cells += ["–", row["left_out"]]
-        else:
-            memory = "–" if row["temporary_mb"] is None else f"{row['temporary_mb']:,.1f}"
-            rounds = row["rounds/s"]
-            cells += [f"{rounds:,.0f}" if rounds >= 100 else f"{rounds:.3g}", f"{row['client_steps/s']:,.0f}"]
-            cells += [memory, f"{row['compile_seconds']:.1f}"]
-        table.add_row(*cells)
+    table = numbers_table(title.format(**benchmark["settings"]), ("method", "model", "mapping"), heads)
+    for row in benchmark["rows"]:
+        cells = ["–", row.get("left_out")]
+        if "left_out" not in row:
+            rounds, memory = row["rounds/s"], row["temporary_mb"]
+            cells = [f"{rounds:,.0f}" if rounds >= 100 else f"{rounds:.3g}", f"{row['client_steps/s']:,.0f}"]
+            cells += ["–" if memory is None else f"{memory:,.1f}", f"{row['compile_seconds']:.1f}"]
+        table.add_row(row["method"], row["model"], row["mapping"], f"{row['clients']:,}", *cells)
     return table
 
 
@@ -101,98 +98,79 @@ def list_tables(titles: Iterable[str]) -> list[Table]:
     return tables
 
 
-def sweep_table(found: Sweep, title: str) -> Table:
+def sweep_table(swept: Sweep, title: str) -> Table:
     """Returns the table of the best cells, in 80 columns: mean ± sample standard deviation over seeds."""
-    texts = not any("accuracy" in cell.mean for cell in found.cells)
-    columns = {"accuracy": ("client\nacc. %", 100, 1), "worst_client_accuracy": ("worst\nclient %", 100, 1)}
-    columns = ({} if texts else columns) | {"loss": ("loss", 1, 3)}
-    if found.metric not in columns:
-        columns[found.metric] = (found.metric.replace("_", "\n"), 1, 3)
-    table = numbers_table(title, list(found.grid), [head for head, *_ in columns.values()])
-    sign = -1 if METRICS[found.metric] else 1
-    order = sorted(found.cells, key=lambda cell: sign * cell.mean[found.metric] if cell.mean else math.inf)
+    columns = {"loss": ("loss", 1, 3)}
+    if any("accuracy" in cell.mean for cell in swept.cells):
+        accuracies = {"accuracy": ("client\nacc. %", 100, 1), "worst_client_accuracy": ("worst\nclient %", 100, 1)}
+        columns = accuracies | columns
+    columns.setdefault(swept.metric, (swept.metric.replace("_", "\n"), 1, 3))
+    table = numbers_table(title, list(swept.grid), [head for head, *_ in columns.values()])
+    sign = -1 if METRICS[swept.metric] else 1
+    order = sorted(swept.cells, key=lambda cell: sign * cell.mean[swept.metric] if cell.mean else math.inf)
     for cell in order[:MOST_SHOWN]:
-        cells = [
-            number(cell.mean.get(name), cell.std.get(name), digits, scale)
-            for name, (_, scale, digits) in columns.items()
-        ]
         names = [Text(f"{value:g}" if isinstance(value, float) else str(value)) for value in cell.values.values()]
-        table.add_row(*names, *cells)
+        styles = ((cell.mean.get(name), cell.std.get(name), d, scale) for name, (_, scale, d) in columns.items())
+        table.add_row(*names, *(number(*style) for style in styles))
     return table
 
 
-def plan_tables(found: Plan, config: Config) -> list[Table]:
+def plan_tables(planned: Plan, config: Config) -> list[Table]:
     """Returns the tables of a plan, in 80 columns: the mappings, what a round needs, and its largest parts."""
-    shown = [_candidates_table(found, config), _facts_table(found, config)]
-    return shown if found.cost is None else [*shown, _parts_table(found)]
-
-
-def _table(title: str | None, name: str, *numbers: str) -> Table:
-    columns = (Column(head, justify="right") for head in numbers)
-    return Table(name, *columns, title=title and Text(title), **LOOK)
-
-
-def _candidates_table(found: Plan, config: Config) -> Table:
-    chosen = targets.target(found.target)
-    title = f"{config.method}, model {config.model}, on {found.target}: {chosen.count} x {chosen.chip.name}"
-    table = _table(title, "clients of a chip at a time", "memory", "a round, predicted")
-    for c in found.candidates:
-        large = c.needed_bytes > found.limit_bytes
+    chosen, cost = targets.target(planned.target), planned.cost
+    title = f"{config.method}, model {config.model}, on {planned.target}: {chosen.count} x {chosen.chip.name}"
+    mappings = numbers_table(title, ["clients of a chip at a time"], ["memory", "a round, predicted"], 1)
+    for c in planned.candidates:
+        large = c.needed_bytes > planned.limit_bytes
         name = {"vmap": "all", "chunked": f"{c.chunk}"}.get(c.mapping, c.mapping)
         late = "does not fit" if large or c.seconds is None else _duration(c.seconds)
-        table.add_row(name, size_text(c.needed_bytes), late)
-    return table
-
-
-def _facts_table(found: Plan, config: Config) -> Table:
-    table, cost = Table(Column(), Column(overflow="fold"), show_header=False, **LOOK), found.cost
-    limit = size_text(found.limit_bytes)
-    fits = f"{'yes' if found.fits else 'no'}: {size_text(found.needed_bytes)} of {limit} a chip"
+        mappings.add_row(name, size_text(c.needed_bytes), late)
+    facts = Table(Column(), Column(overflow="fold"), show_header=False, **LOOK)
+    for row in _facts(planned, config):
+        facts.add_row(*row)
     if cost is None:
-        table.add_row("fits", fits)
-        return table
-    sizes = {"data": found.data_bytes, "state and padding": max(found.argument_bytes - found.data_bytes, 0)}
-    sizes |= {"results": found.output_bytes, "temporaries": found.temp_bytes, "tests": found.other_bytes}
-    table.add_row("fits", f"{fits} ({', '.join(f'{name} {size_text(size)}' for name, size in sizes.items())})")
-    run = f"{config.rounds} rounds and the start: {_duration(found.seconds(config.rounds))}"
-    table.add_row("predicted", f"{_duration(cost.seconds)} a round; {run}")
-    if found.common is not None and found.common.seconds < 0.95 * cost.seconds:
-        table.add_row("", f"{_duration(found.common.seconds)} a round without its rare branches")
-    table.add_row("operations", f"{cost.flops / 1e9:.4g} GFLOP a chip; {100 * cost.mfu:.2g} % of the bfloat16 peak")
-    table.add_row("moved", f"{size_text(cost.bytes_moved)} between a chip and its memory")
+        return [mappings, facts]
+    # The parts of a round.
+    parts, seconds = numbers_table(None, ["part of a round"], ["predicted", "%"], 1), list(cost.parts.items())
+    others, whole = sum(s for _, s in seconds[LARGEST_PARTS:]), sum(s for _, s in seconds) or 1.0
+    for name, s in [*seconds[:LARGEST_PARTS], *([("others", others)] if others else [])]:
+        parts.add_row(name, _duration(s), f"{100 * s / whole:.0f}")
+    return [mappings, facts, parts]
+
+
+def _facts(planned: Plan, config: Config) -> Iterator[tuple[str, str]]:
+    """Yields the rows of the table of what a round needs."""
+    cost, limit = planned.cost, size_text(planned.limit_bytes)
+    fits = f"{'yes' if planned.fits else 'no'}: {size_text(planned.needed_bytes)} of {limit} a chip"
+    if cost is None:
+        yield "fits", fits
+        return
+    sizes = {"data": planned.data_bytes, "state and padding": max(planned.argument_bytes - planned.data_bytes, 0)}
+    sizes |= {"results": planned.output_bytes, "temporaries": planned.temp_bytes, "tests": planned.other_bytes}
+    yield "fits", f"{fits} ({', '.join(f'{name} {size_text(size)}' for name, size in sizes.items())})"
+    whole = _duration(planned.seconds(config.rounds))
+    yield "predicted", f"{_duration(cost.seconds)} a round; {config.rounds} rounds and the start: {whole}"
+    if planned.common is not None and planned.common.seconds < 0.95 * cost.seconds:
+        yield "", f"{_duration(planned.common.seconds)} a round without its rare branches"
+    yield "operations", f"{cost.flops / 1e9:.4g} GFLOP a chip; {100 * cost.mfu:.2g} % of the bfloat16 peak"
+    yield "moved", f"{size_text(cost.bytes_moved)} between a chip and its memory"
     sent = [f"{count} {op} ({size_text(size)})" for op, (count, size) in cost.collectives.items()]
-    table.add_row("between chips", ", ".join(sent) or "nothing")
-    table.add_row("in sequence", f"{cost.sequential_steps:,} trips of loops")
-    unknown = list(dict.fromkeys(loop.function for loop in cost.loops if loop.trips is None))
-    if unknown:
-        table.add_row("counted once", f"loops with trips that depend on the data: {', '.join(unknown)}")
+    yield "between chips", ", ".join(sent) or "nothing"
+    yield "in sequence", f"{cost.sequential_steps:,} trips of loops"
+    if unknown := dict.fromkeys(loop.function for loop in cost.loops if loop.trips is None):
+        yield "counted once", f"loops with trips that depend on the data: {', '.join(unknown)}"
     for where, precisions in cost.precision.items():
         total = sum(precisions.values())
         shares = [f"{name} {100 * value / total:.3g} %" for name, value in precisions.items() if value >= total / 1000]
-        table.add_row(f"products of {where}", ", ".join(shares))
+        yield f"products of {where}", ", ".join(shares)
     guessed = sum(cost.guessed.values())
     if guessed > 0.02 * cost.seconds:
-        largest = next(iter(cost.guessed))
-        table.add_row("guessed", f"{100 * guessed / cost.seconds:.0f} % of the time, for the most part {largest}")
-    return table
-
-
-def _parts_table(found: Plan) -> Table:
-    table, parts = _table(None, "part of a round", "predicted", "%"), list(found.cost.parts.items())
-    rest = sum(seconds for _, seconds in parts[LARGEST_PARTS:])
-    whole = sum(seconds for _, seconds in parts) or 1.0
-    for name, seconds in [*parts[:LARGEST_PARTS], *([("others", rest)] if rest else [])]:
-        table.add_row(name, _duration(seconds), f"{100 * seconds / whole:.0f}")
-    return table
+        share = f"{100 * guessed / cost.seconds:.0f} % of the time"
+        yield "guessed", f"{share}, for the most part {next(iter(cost.guessed))}"
 
 
 def _duration(seconds: float | None) -> str:
-    """Returns a duration in a fitting unit.
-
-    Example:
-      >>> [_duration(s) for s in (None, 0.00345, 12.3, 7300.0)]
-      ['–', '3.45 ms', '12.3 s', '2.03 h']
-    """
+    """Returns a duration in a fitting unit."""
     if seconds is None or seconds != seconds:
         return "–"
     for size, unit in ((3600, "h"), (60, "min")):

@@ -20,7 +20,7 @@ import optax
 
 from jfcl import mapping
 from jfcl.core import Algorithm, Clients, PyTree, Task, aligned_zeros, check, check_choice, check_count
-from jfcl.core.options import Range, options_of
+from jfcl.core.options import Interval, Range, options_of
 from jfcl.experiments.lookup import find_method, is_import_path, required
 from jfcl.mapping import memory
 from jfcl.models import LANGUAGE_MODELS, MODELS, classification
@@ -44,27 +44,16 @@ INPUT_SHAPE, NUM_CLASSES = (28, 28, 1), 10  # of the generated images
 
 
 class Case(NamedTuple):
-    """The work of a round.
+    """The work of a round."""
 
-    Attributes:
-      method: a name in `METHODS`, or `MODULE:FACTORY`.
-      model: a name in `jfcl.models.MODELS`.
-      clients: `N`.
-      examples: `M`, of every client.
-      batch: examples per local step; `None`: all.
-      steps: local steps.
-      clusters: `K`, of IFCA.
-      lr: learning rate of plain SGD.
-    """
-
-    method: str
+    method: str  # a name in `METHODS`, or `MODULE:FACTORY`
     model: str
     clients: int
-    examples: int
-    batch: int | None
+    examples: int  # of every client
+    batch: int | None  # examples per local step; None: all
     steps: int
-    clusters: int = 1
-    lr: float = 0.01
+    clusters: int = 1  # of IFCA
+    lr: float = 0.01  # of plain SGD
 
 
 def make_task(model: str) -> Task:
@@ -79,10 +68,10 @@ def make_training(case: Case) -> LocalTraining:
 
 def make_algorithm(case: Case, client_axis: mapping.Mapping, *, init_params: PyTree | None = None) -> Algorithm:
     """Returns the case's method under a mapping, from models drawn at random or `init_params`."""
-    options = {"client_axis": client_axis} | ({} if init_params is None else {"init_params": init_params})
     method = find_method(case.method)
+    options: dict[str, Any] = {} if init_params is None else {"init_params": init_params}
     options |= {"num_clusters": case.clusters} if "num_clusters" in method.options else {}
-    return method.make(make_task(case.model), make_training(case), **options)
+    return method.make(make_task(case.model), make_training(case), client_axis=client_axis, **options)
 
 
 def make_arguments(case: Case) -> tuple[jax.Array, Any, Clients]:
@@ -145,7 +134,7 @@ def sweep(
     local_steps: Steps = 2,
     clusters: Count = 4,
     repeats: Count = 3,
-    seconds: float = 1.0,
+    seconds: Annotated[float, Interval("(0, inf)")] = 1.0,
     tick: Callable[[str, int], None] = lambda what, total: None,
 ) -> dict[str, Any]:
     """Measures one round of every method x model x mapping x number of clients, on random images.
@@ -170,43 +159,35 @@ def sweep(
     Raises:
       ValueError: unknown names, counts that are not positive, more clusters than clients, a model that does not take
         images of 28 x 28.
-
-    Example:
-      >>> found = sweep(methods=["local"], models=["linear"], mappings=["vmap"], clients=[3], examples=4, batch_size=2)
-      >>> [(row["clients"], row["seconds"] > 0) for row in found["rows"]]
-      [(3, True)]
     """
     settings = {name: value for name, value in locals().items() if name != "tick"}
-    for argument, known in (("methods", METHODS), ("models", IMAGE_MODELS), ("mappings", MAPPINGS)):
-        check(len(settings[argument]) > 0, argument, settings[argument], "at least one name")
-        for name in settings[argument]:
-            if argument == "methods" and is_import_path(name):
-                missing = [option for option in required(find_method(name).make) if option not in GIVEN]
-                check(not missing, "method", name, f"one that has a default for {', '.join(missing)}")
+    for argument, known in {"methods": METHODS, "models": IMAGE_MODELS, "mappings": MAPPINGS, "clients": ()}.items():
+        check(len(settings[argument]) > 0, argument, settings[argument], "at least one")
+        for one in settings[argument]:
+            if argument == "clients":
+                check_count(argument, one)
+            elif argument == "methods" and is_import_path(one):
+                missing = [option for option in required(find_method(one).make) if option not in GIVEN]
+                check(not missing, "method", one, f"one that has a default for {', '.join(missing)}")
             else:
-                check_choice(argument.removesuffix("s"), name, known)
-    check(len(clients) > 0, "clients", clients, "at least one number")
-    for n in clients:
-        check_count("clients", n)
+                check_choice(argument.removesuffix("s"), one, known)
     for name, option in options_of(sweep).items():
         option.check(settings[name])
-    check(0 < seconds < math.inf, "seconds", seconds, "positive and finite")
     enough = "ifca" not in methods or clusters <= min(clients)
     check(enough, "clusters", clusters, f"at most the {min(clients)} clients there are, for ifca")
     for model in models:
-        make_task(model)
+        make_task(model)  # refuses one that does not take the images
 
     rows: list[dict[str, Any]] = []
-    a_client: dict[tuple[str, ...], float] = {}  # seconds, with fewer clients
-    sizes = sorted(set(clients))
-    total = len(methods) * len(models) * len(mappings) * len(sizes)
-    for n, method, model in itertools.product(sizes, methods, models):
+    of_a_client: dict[tuple[str, ...], float] = {}  # seconds, with fewer clients
+    rounds = [*itertools.product(sorted(set(clients)), methods, models)]
+    for n, method, model in rounds:
         case = Case(method, model, n, examples, batch_size, local_steps, clusters)
         arguments = None  # made for the first mapping, the same for all
         for name in mappings:
             rows.append({"method": method, "model": model, "mapping": name, "clients": n})
-            tick(f"{method}, {model}, {name}, {n} clients", total)
-            expected = n * a_client.get((method, model, name), 0.0)
+            tick(f"{method}, {model}, {name}, {n} clients", len(rounds) * len(mappings))
+            expected = n * of_a_client.get((method, model, name), 0.0)
             if expected > seconds:
                 rows[-1]["left_out"] = f"takes {expected:.1f} s"
                 continue
@@ -217,7 +198,7 @@ def sweep(
             arguments = make_arguments(case) if arguments is None else arguments
             rows[-1] |= _measure_round(case, client_axis, arguments, repeats, seconds)
             if "seconds" in rows[-1]:
-                a_client[method, model, name] = rows[-1]["seconds"] / n
+                of_a_client[method, model, name] = rows[-1]["seconds"] / n
     return {"settings": settings, **environment(), "rows": rows}
 
 
@@ -227,10 +208,10 @@ def _measure_round(
     """Returns the entries of a row of `sweep` on a round that is run if it fits into half of the free memory."""
     limits = {"limit_mb": memory.free_memory() / 2e6, "limit_seconds": seconds}
     step = make_algorithm(case, client_axis).step
-    found = measure(step, *placed(client_axis, arguments), repeats=repeats, **limits)
-    runs = found.pop("seconds")
+    row = measure(step, *placed(client_axis, arguments), repeats=repeats, **limits)
+    runs = row.pop("seconds")
     if not runs:
-        return found | {"left_out": f"needs {found['temporary_mb'] / 1000:.2g} GB"}
+        return row | {"left_out": f"needs {row['temporary_mb'] / 1000:.2g} GB"}
     middle = statistics.median(runs)
     speeds = {"rounds/s": 1 / middle, "client_steps/s": case.clients * case.steps / middle}
-    return found | {"seconds": middle, **speeds, "runs": runs}
+    return row | {"seconds": middle, **speeds, "runs": runs}

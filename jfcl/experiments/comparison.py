@@ -96,12 +96,7 @@ def write_comparison(
 
 
 def by_name(folders: Sequence[str | Path]) -> dict[str, Path]:
-    """Returns the folders by their names, or by their whole paths where a name is there already.
-
-    Example:
-      >>> list(by_name(["runs/a", "runs/b"]))
-      ['a', 'b']
-    """
+    """Returns the folders by their names, or by their whole paths where a name is there already."""
     check(len(folders) > 0, "runs", folders, "at least one folder")
     named: dict[str, Path] = {}
     for folder in folders:
@@ -166,13 +161,6 @@ def results_csv(summaries: dict[str, dict[str, Any]]) -> str:
     """Returns the final results of all runs as csv: each metric's mean and sample standard deviation over seeds.
 
     A cell is empty where the table of results has a dash. `rounds_to_recovery` is over the `recovered_seeds`.
-
-    Example:
-      >>> rows = [{"accuracy": 0.5, "rounds_to_recovery": 3}, {"accuracy": 0.75, "rounds_to_recovery": None}]
-      >>> one = {"method": "ifca", "per_seed": rows, "mean": {"accuracy": 0.625}}
-      >>> print(results_csv({"a": one}), end="")
-      run,method,seeds,recovered_seeds,accuracy,accuracy_std
-      a,ifca,2,1,0.625,0.1767766952966369
     """
     names = list(dict.fromkeys(name for summary in summaries.values() for name in summary["mean"]))
     heads = (head for name in names for head in (name, f"{name}_std"))
@@ -204,12 +192,7 @@ def results_tex(summaries: dict[str, dict[str, Any]]) -> str:
 
 
 def tex(text: str) -> str:
-    r"""Returns a text as LaTeX prints it, on one line.
-
-    Example:
-      >>> print(tex("lr_0.1 & 50%"))
-      lr\_0.1 \& 50\%
-    """
+    r"""Returns a text as LaTeX prints it, on one line."""
     plain = re.sub(r"[\x00-\x1f\x7f]+", " ", text)
     return "".join(TEX.get(character, character) for character in plain)
 
@@ -226,10 +209,6 @@ def over_seeds(summary: dict[str, Any], metric: str) -> tuple[float | None, floa
 
     Both are None where a seed does not have the metric, or where clusters cannot agree with the true ones; the second
     also for one seed. Those of `rounds_to_recovery` are over the seeds that have found the clusters.
-
-    Example:
-      >>> over_seeds({"per_seed": [{"accuracy": 0.5}, {"accuracy": 0.5}]}, "accuracy")
-      (0.5, 0.0)
     """
     values = [row.get(metric) for row in summary["per_seed"]]
     known = [value for value in values if value is not None]
@@ -255,12 +234,7 @@ def recovered_seeds(summary: dict[str, Any]) -> int:
 
 
 def judged_by(results: Iterable[dict[str, Any]]) -> str:
-    """Returns the metric that all of some results can be shown by: loss, if they have that alone, as of regressions.
-
-    Example:
-      >>> judged_by([{"loss": 0.5, "accuracy": None}]), judged_by([{"loss": 0.5, "accuracy": 0.9}])
-      ('loss', 'accuracy')
-    """
+    """Returns the metric that all of some results can be shown by: loss, if they have that alone, as of regressions."""
     known = {name for result in results for name in ("accuracy", "loss") if result.get(name) is not None}
     return "loss" if known == {"loss"} else "accuracy"
 
@@ -380,12 +354,7 @@ def differences(configs: dict[str, dict[str, Any]]) -> dict[str, dict[str, str]]
 
 
 def differences_text(differing: dict[str, dict[str, str]]) -> str:
-    """Returns `differences` as a text, each value with the names of its runs.
-
-    Example:
-      >>> differences_text({"restarts": {"a": "1", "b": "5", "c": "5"}})
-      'restarts: 1 (a), 5 (b, c)'
-    """
+    """Returns `differences` as a text, each value with the names of its runs."""
     texts = []
     for option, values in differing.items():
         runs = {value: ", ".join(name for name in values if values[name] == value) for value in values.values()}

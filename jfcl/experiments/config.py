@@ -180,12 +180,7 @@ def _num_users(file: str, by: str, changed: int | None) -> int:
 
 
 def default_precision() -> str:
-    """Returns the `--precision` that is the default of this platform, which is that of JAX.
-
-    Example:
-      >>> default_precision() in ("float32", "tf32", "bfloat16")
-      True
-    """
+    """Returns the `--precision` that is the default of this platform, which is that of JAX."""
     return {"cpu": "float32", "tpu": "bfloat16"}.get(platform(), "tf32")
 
 
@@ -346,8 +341,7 @@ def check_options(raw: dict[str, Any], where: str, method: str | None = None, te
     """Returns the options in `raw`, read from the file `where`, which has `text`; of `method`, or that in it.
 
     Raises:
-      ValueError: a name that is no option, an option given twice (`local-steps` and `local_steps`), a value that is not
-        one of the option.
+      ValueError: a name that is no option, or twice (`local-steps` and `local_steps`); a value that is not one of it.
     """
     method = method or raw.get("method")
     known = {"method": Option("method", str, False, None, "", ())}

@@ -118,12 +118,7 @@ def page_of(runs: dict[str, Results]) -> bytes:
 
 
 def _sentences(notes: Iterable[str]) -> str:
-    """Returns notes as one text.
-
-    Example:
-      >>> _sentences(["after round 9", "mean over seeds"])
-      'After round 9. Mean over seeds.'
-    """
+    """Returns notes as one text."""
     return " ".join(f"{note[0].upper()}{note[1:]}." for note in notes)
 
 

@@ -133,13 +133,7 @@ def _matrix(label: str, rows: Sequence[np.ndarray], cluster: np.ndarray, caption
 
 
 def cosines(parts: Sequence[np.ndarray], order: np.ndarray) -> np.ndarray:
-    """Returns the cosines `[n, n]` between the rows `order` of `[N, D]`, given in parts `[N, D_i]`; 0 for zero rows.
-
-    Example:
-      >>> parts = [np.array([[3.0], [0.0], [2.0]]), np.array([[4.0], [0.0], [0.0]])]
-      >>> cosines(parts, np.array([0, 2, 1])).round(3).tolist()
-      [[1.0, 0.6, 0.0], [0.6, 1.0, 0.0], [0.0, 0.0, 0.0]]
-    """
+    """Returns the cosines `[n, n]` between the rows `order` of `[N, D]`, given in parts `[N, D_i]`; 0 for zero rows."""
     products = sum(part[order] @ part[order].T for part in parts)
     length = np.sqrt(np.diag(products))
     scale = np.where(length > 0, 1 / np.where(length > 0, length, 1), 0)

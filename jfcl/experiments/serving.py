@@ -69,11 +69,8 @@ class LoadedRun(NamedTuple):
     def predictor(self, client: int) -> Callable[[Any], jax.Array]:
         """Returns the compiled function `x [B, ...] -> outputs [B, ...]` of a client's model: logits, for classes.
 
-        It refuses inputs of another shape than the task's, or that flattened: a model may take them, and read them
-        wrongly (images with the channels first).
-
-        Raises:
-          ValueError: as `model`; of the function, inputs of another shape.
+        It raises `ValueError` for inputs of another shape than the task's, or that flattened, which a model may take
+        and read wrongly (images with the channels first).
         """
         return predictor(self.task, self.model(client))
 

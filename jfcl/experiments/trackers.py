@@ -2,7 +2,8 @@
 
     jfcl.simulate(..., out="runs/x", callbacks=[jfcl.experiments.trackers.TensorBoard()])
 
-With a run's folder, a resumed run continues its tracked run.
+Each raises `ValueError` where its package is not installed. With a run's folder, a resumed run continues its tracked
+run.
 """
 
 from __future__ import annotations
@@ -84,14 +85,6 @@ class TensorBoard(Callback):
 
     Args:
       folder: of the event files; default: `tensorboard` in the run's folder. A run without a folder needs it.
-
-    Raises:
-      ValueError: tensorboardX is not installed; in a run, as `CallbackError`, no folder.
-
-    Example:
-      >>> from jfcl.experiments import Config, run
-      >>> summary, *_ = run(Config("fedavg", clients=4, rounds=2), out="runs/x", callbacks=[TensorBoard()])
-      ... # doctest: +SKIP
     """
 
     def __init__(self, folder: str | Path | None = None):
@@ -129,14 +122,6 @@ class WandB(Callback):
 
     Args:
       options: of `wandb.init`; default of `project`: WANDB_PROJECT, or "jfcl".
-
-    Raises:
-      ValueError: wandb is not installed.
-
-    Example:
-      >>> from jfcl.experiments import Config, run
-      >>> run(Config("fedavg", clients=4, rounds=2), out="runs/x", callbacks=[WandB(mode="offline")])
-      ... # doctest: +SKIP
     """
 
     def __init__(self, **options: Any):
@@ -163,18 +148,9 @@ class WandB(Callback):
 class MLflow(Callback):
     """A tracker that logs to MLflow: the numbers of the records by round, and the configuration as parameters.
 
-    A resumed run continues its run of MLflow.
-
     Args:
       tracking_uri: of the server, or of local files; default: that of MLflow (MLFLOW_TRACKING_URI).
       experiment: its name; default: MLFLOW_EXPERIMENT_NAME, or "jfcl".
-
-    Raises:
-      ValueError: mlflow is not installed.
-
-    Example:
-      >>> from jfcl.experiments import Config, run
-      >>> run(Config("fedavg", clients=4, rounds=2), out="runs/x", callbacks=[MLflow()])  # doctest: +SKIP
     """
 
     def __init__(self, tracking_uri: str | None = None, experiment: str | None = None):
@@ -213,9 +189,6 @@ TRACKERS = {"tensorboard": TensorBoard, "wandb": WandB, "mlflow": MLflow}  # eac
 
 def tracker(name: str) -> Callback:
     """Returns the tracker of `jfcl run --track NAME`, with its default options.
-
-    Raises:
-      ValueError: an unknown name, or a tracker that is not installed.
 
     Example:
       >>> tracker("tensorbord")
