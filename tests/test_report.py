@@ -23,8 +23,9 @@ import jfcl
 from jfcl import cli, plots
 from jfcl.cli.parser import parse
 from jfcl.core import files
-from jfcl.experiments import Config, comparison, read_run, report, report_parts, run
+from jfcl.experiments import Config, comparison, read_run, report, run
 from jfcl.experiments.config import to_saved
+from jfcl.experiments.report import commands
 from jfcl.experiments.results import read_results
 from jfcl.simulation.folder import identity
 
@@ -312,9 +313,9 @@ def test_the_commands_on_the_page_are_those_of_the_command_line(finished, copy):
     )
     early = run.summary | {"ended": "every cluster is final"}
     for other in (run._replace(config=scheduled), run._replace(config=longer, summary=early)):
-        assert "--resume" not in "".join(report_parts.commands(other)[0])
+        assert "--resume" not in "".join(commands(other))
     # One that was resumed for fewer rounds than planned goes on to these.
-    text = "".join(report_parts.commands(run._replace(config=longer))[0])
+    text = "".join(commands(run._replace(config=longer)))
     assert f"# continue to round {ROUNDS + 1}" in text and "--resume" in text and "--rounds" not in text
 
 

@@ -12,20 +12,9 @@ import jax
 import numpy as np
 
 from jfcl import data, kernels, mapping, models
-from jfcl.core import (
-    Adversary,
-    Algorithm,
-    PyTree,
-    Task,
-    check,
-    check_labels,
-    client_ids,
-    is_concrete,
-    max_examples,
-    named_leaves,
-    platform,
-    shown,
-)
+from jfcl.core import Adversary, Algorithm, PyTree, Task, check, is_concrete, max_examples, platform, shown
+from jfcl.core.clients import check_labels, client_ids
+from jfcl.core.parameters import named_leaves
 from jfcl.data.heterogeneity import SELECTIVE
 from jfcl.data.tables import is_file
 from jfcl.experiments import lookup
