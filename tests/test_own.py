@@ -463,7 +463,7 @@ ATTACKED = ["fedavg", "--clients", "8", "--malicious", "0.25", "--examples-per-c
         (["mine_factories:plain"], "that returns an Algorithm, and takes (a, b)"),
         (["mine_factories:no_axis"], "that returns an Algorithm, and takes (task, training)"),
         (["mine_factories:no_text"], "argument heat of method 'mine_factories:no_text' must have an entry under Args"),
-        (["mine_factories:positional"], "argument heat of method 'mine_factories:positional' must be keyword-only"),
+        (["mine_factories:positional"], "that returns an Algorithm, and takes (task, training, heat, client_axis)"),
         (["mine_factories:no_default"], "argument fn of method 'mine_factories:no_default' must have a default, or an"),
         (["mine_factories:unread"], "annotations of method 'mine_factories:unread' cannot be read: name 'Missing'"),
         (["mine_factories:clash"], "argument lr of method 'mine_factories:clash' must have another name: --lr is of"),

@@ -30,10 +30,6 @@ from jfcl.planning import targets
 from jfcl.simulation.folder import write_json
 from jfcl.simulation.progress import DivergedError
 
-FIRST_COMMANDS = """
-  jfcl run ifca --clients 40 --clusters 4 --rounds 50 --restarts 5 --out runs/ifca
-  jfcl run fedavg --clients 40 --clusters 4 --rounds 50 --out runs/fedavg
-  jfcl compare runs/ifca runs/fedavg"""
 EITHER = (("seed", "seeds"), ("local_steps", "local_epochs"), ("radius", "quantile"))  # of which one is given
 REMEDY = "--restarts, --warm-rounds or --init-from, where the method has them, and more --rounds can help"
 DEMO = {"fedavg": {}, "local": {}, "ifca": {"restarts": 5, "restart_rounds": 5}, "oracle": {}}
@@ -97,7 +93,7 @@ def given_options(args: argparse.Namespace) -> dict[str, Any]:
     options |= flags
     if "method" not in options:
         raise ValueError(
-            f"METHOD must be given, or stand in --config; 'jfcl list methods' shows them\n{FIRST_COMMANDS}"
+            "METHOD must be given, or stand in --config: 'jfcl list methods' shows them, jfcl --help examples"
         )
     return options
 
@@ -201,15 +197,15 @@ def _print_summary(config: Config, summary: dict[str, Any], out: str | None, con
     console.print(tables.results_table(alone, title))
     for note in comparison.results_notes(alone):
         console.print(f"note: {note}")
-    before = f" (the first {summary['init_rounds']} to find a start)" if summary["init_rounds"] else ""
+    start = f" (the first {summary['init_rounds']} to find a start)" if summary["init_rounds"] else ""
     precision = default_precision() if config.precision == "default" or platform() == "cpu" else config.precision
     steps = summary["client_steps_per_second"]
-    speed = "" if steps is None else f" {steps:,.0f} client-steps/s,"
-    console.print(
-        f"{summary['num_rounds']} rounds{before}, {summary['rounds_per_second']:.2f} rounds/s,{speed}"
-        f" {summary['seconds']:.1f} s + {summary['compile_seconds']:.1f} s compiling, on {summary['device']},"
-        f" products in {precision}"
+    speed = f"{summary['rounds_per_second']:.2f} rounds/s," + (
+        "" if steps is None else f" {steps:,.0f} client-steps/s,"
     )
+    seconds = f"{summary['seconds']:.1f} s + {summary['compile_seconds']:.1f} s compiling"
+    ran = f"{summary['num_rounds']} rounds{start}, {speed} {seconds}"
+    console.print(f"{ran}, on {summary['device']}, products in {precision}")
     if "privacy" in summary:
         console.print(privacy_text(summary["privacy"]))
     planned = config.rounds + summary["init_rounds"]

@@ -297,24 +297,17 @@ class _Help(argparse._HelpAction):
 def _run_overview(parser: argparse.ArgumentParser) -> str:
     """Returns the text of `jfcl run --help`: the flags by group, without those of single methods."""
     width = min(shutil.get_terminal_size().columns, 110) - 2
-    lines = [
-        f"usage: {parser.prog} METHOD [options]",
-        "",
-        *textwrap.wrap(parser.description, width),
-        "",
-        f"  {parser.prog + ' METHOD --help':<25} explains the options of METHOD and those below",
-        "  jfcl list                 names of methods, data sets, models, attacks, ...",
-        "",
-        *textwrap.wrap(f"METHOD: {', '.join(METHODS)}, or MODULE:FACTORY", width, subsequent_indent="  "),
-        "",
-    ]
+    wrap = textwrap.TextWrapper(width, subsequent_indent="  ", break_on_hyphens=False)
+    prog, command = parser.prog, parser.prog.split()[-1]
+    lines = [f"usage: {prog} METHOD [options]", "", *textwrap.wrap(parser.description, width), ""]
+    lines += [f"  {prog + ' METHOD --help':<25} explains the options of METHOD and those below"]
+    lines += ["  jfcl list                 names of methods, data sets, models, attacks, ...", ""]
+    lines += [*wrap.wrap(f"METHOD: {', '.join(METHODS)}, or MODULE:FACTORY"), ""]
+    wrap.initial_indent = "  "
     for group in parser._action_groups[2:]:
-        if group.title.startswith("Method"):
-            continue
-        flags = " ".join(action.option_strings[-1] for action in group._group_actions)
-        indent = {"initial_indent": "  ", "subsequent_indent": "  ", "break_on_hyphens": False}
-        lines += [group.title, *textwrap.wrap(flags, width, **indent)]
-    command = parser.prog.split()[-1]
+        if not group.title.startswith("Method"):
+            flags = (action.option_strings[-1] for action in group._group_actions)
+            lines += [group.title, *wrap.wrap(" ".join(flags))]
     also = {"plan": " --target v5e:2x4", "sweep": " --grid lr=0.05,0.1,0.2"}.get(command, "")
-    example = f"example: {parser.prog} ifca --clients 40 --clusters 4 --seeds 5{also} --out runs/ifca"
+    example = f"example: {prog} ifca --clients 40 --clusters 4 --seeds 5{also} --out runs/ifca"
     return "\n".join([*lines, "", example])

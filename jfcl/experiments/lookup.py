@@ -267,15 +267,11 @@ def _check_takes(
 @functools.cache
 def _as_method(name: str, make: Any) -> Method:
     """Returns the method of a factory; raises `ValueError` for one of another form than the command line calls."""
-    form = f"method {name!r} must be a function (task, training, *, client_axis, ...) that returns an Algorithm, and"
-    if not inspect.isfunction(make):
-        raise ValueError(f"{form} is {type(make).__name__}")
-    parameters, positional = inspect.signature(make).parameters, _positional(make)
-    if positional[:2] != ["task", "training"] or "client_axis" not in parameters:
-        raise ValueError(f"{form} takes ({', '.join(parameters)})")
-    where = f"argument {{}} of method {name!r} must"
-    if positional[2:]:
-        raise ValueError(f"{where.format(positional[2])} be keyword-only: write a * before it")
+    parameters = inspect.signature(make).parameters if inspect.isfunction(make) else {}
+    if "client_axis" not in parameters or _positional(make) != ["task", "training"]:
+        takes = f"takes ({', '.join(parameters)})" if parameters else f"is {type(make).__name__}"
+        form = "a function (task, training, *, client_axis, ...) that returns an Algorithm"
+        raise ValueError(f"method {name!r} must be {form}, and {takes}")
     method = Method(make, first_sentence(" ".join((inspect.getdoc(make) or make.__name__).split("\n\n")[0].split())))
     try:
         declared = method.declared
@@ -283,7 +279,8 @@ def _as_method(name: str, make: Any) -> Method:
         raise ValueError(f"the annotations of method {name!r} cannot be read: {error}") from error
     for option in required(make):
         if option not in {*declared, *OF_FACTORIES}:
-            raise ValueError(f"{where.format(option)} have a default, or an annotation of a number, a text or bool")
+            accepted = "have a default, or an annotation of a number, a text or bool"
+            raise ValueError(f"argument {option} of method {name!r} must {accepted}")
     for option in declared.values():
         try:
             if option.default is not None:
