@@ -24,6 +24,7 @@ from jfcl.experiments.options import OF_PARTITION
 from jfcl.experiments.setups import Setup, assemble, dealt, load_dataset, malicious_clients, mapping_of, true_clusters
 from jfcl.models import LANGUAGE_MODELS
 from jfcl.robust import attacks
+from jfcl.simulation.folder import differences
 from jfcl.simulation.state_split import Start, check_algorithm
 
 EVALUATED = 1000  # clients, at most
@@ -132,8 +133,10 @@ def _make_or_open(
         store, tests = data.open_stores(folder)
         for part in (store, tests):
             part.verify(progress=progress)
-        _check_dealt(config, store, folder)
-        config = dataclasses.replace(config, **_as_dealt(store))
+        options, asked = _as_dealt(store), config.given if config.population is None else config.values
+        if differ := differences(options, asked, [name for name in options if name in asked]):
+            raise ValueError(f"store {folder} is of another population ({differ}); nothing was changed")
+        config = dataclasses.replace(config, **options)
         of_texts = "vocab_size" in store.about.get("made", {})
         if config.model in LANGUAGE_MODELS or (is_import_path(config.model) and of_texts):
             vocab_size = load_dataset(config, data_dir)[1]
@@ -166,18 +169,6 @@ def _as_dealt(store: ClientStore) -> dict[str, Any]:
     elif store.cluster is not None:
         options.setdefault("clusters", int(store.cluster.max()) + 1)
     return options
-
-
-def _check_dealt(config: Config, store: ClientStore, folder: Path) -> None:
-    """Raises `ValueError` for options that contradict `store`: without a `--population`, those that are given."""
-    asked = config.given if config.population is None else config.values
-    differ = "; ".join(
-        f"{name}: it has {value!r}, asked for {asked[name]!r}"
-        for name, value in _as_dealt(store).items()
-        if name in asked and asked[name] != value
-    )
-    if differ:
-        raise ValueError(f"store {folder} is of another population ({differ}); nothing was changed")
 
 
 # ---------------------------------------------------------------------------------------------------------------
