@@ -89,9 +89,9 @@ def report(runs: str | Path | Sequence[str | Path], *, out: str | Path | None = 
         check_path("out", out)
         check(Path(out).suffix == ".html", "out", str(out), "a file that ends in .html")
         file = Path(out)
-    found = {name: read_results(folder) for name, folder in named.items()}
-    write_report(found, file)
-    for run in found.values():
+    read = {name: read_results(folder) for name, folder in named.items()}
+    write_report(read, file)
+    for run in read.values():
         if run.note:
             warnings.warn(f"in the report of {run.folder}: {run.note}", stacklevel=2)
     return file

@@ -177,8 +177,8 @@ def structured(arrays: PyTree, like: PyTree) -> PyTree:
     if not jax.tree.leaves(like):
         return ()
     rows, wanted = named_parameters(arrays), named_parameters(like)
-    found, accepted = sorted(rows), f"those of the run: {list(wanted)}"
-    check(found == sorted(wanted), "the models of the folder", found, accepted)
+    accepted = f"those of the run: {list(wanted)}"
+    check(sorted(rows) == sorted(wanted), "the models of the folder", sorted(rows), accepted)
     leaves = [np.asarray(rows[name], leaf.dtype) for name, leaf in wanted.items()]
     return jax.tree.unflatten(jax.tree.structure(like), leaves)
 

@@ -17,7 +17,7 @@ import numpy as np
 from jfcl import mapping
 from jfcl.core import Algorithm, Task, check, max_examples
 from jfcl.core.files import write_whole
-from jfcl.core.names import option_hint
+from jfcl.core.names import flag_of, option_hint
 from jfcl.core.options import Interval, OneOf, Option, Range, options_of
 from jfcl.data import hold_out
 from jfcl.experiments import setups
@@ -50,17 +50,17 @@ def read_grid(texts: Sequence[str] | None, flags: dict[str, Any], method: str | 
     check(texts, "grid", texts, "given: --grid NAME=VALUE,VALUE,..., such as --grid lr=0.01,0.1")
     known, grid = all_options(method), {}
     for text in texts:
-        given, _, values = text.partition("=")
-        check(given.strip() and values.strip(), "grid", text, "NAME=VALUE,VALUE,..., such as lr=0.01,0.1")
-        name = given.strip().removeprefix("--").replace("-", "_")
+        flag, _, values = text.partition("=")
+        check(flag.strip() and values.strip(), "grid", text, "NAME=VALUE,VALUE,..., such as lr=0.01,0.1")
+        name = flag.strip().removeprefix("--").replace("-", "_")
         name = "num_models" if name == "num_clusters" else name  # as the factories call it
         if name not in known:
-            raise ValueError(f"grid: unknown option {given[:100]!r}{option_hint(name, known)}")
+            raise ValueError(f"grid: unknown option {flag[:100]!r}{option_hint(name, known)}")
         accepted = "num_models, the number of models; --clusters, that of the hidden clusters, is one for all cells"
-        check(name != "clusters", "grid", given, accepted)
-        accepted = f"an option that may differ between cells; give --{name.replace('_', '-')} for all of them"
-        check(name not in OF_ALL_CELLS, "grid", given, accepted)
-        check(name not in grid, "grid", given, f"given once: {name} has two axes")
+        check(name != "clusters", "grid", flag, accepted)
+        accepted = f"an option that may differ between cells; give {flag_of(name)} for all of them"
+        check(name not in OF_ALL_CELLS, "grid", flag, accepted)
+        check(name not in grid, "grid", flag, f"given once: {name} has two axes")
         check(name not in flags, name, flags.get(name), "given once: as a flag, or in --grid")
         grid[name] = [_read_value(known[name], value.strip()) for value in values.split(",")]
     return grid
@@ -114,8 +114,8 @@ def run_sweep(
     Example:
       >>> from jfcl.experiments import Config
       >>> config = Config("fedavg", clients=4, clusters=2, model="linear", rounds=2)
-      >>> found = run_sweep(config, {"lr": [0.001, 0.1]})
-      >>> found.cells[found.best].values
+      >>> swept = run_sweep(config, {"lr": [0.001, 0.1]})
+      >>> swept.cells[swept.best].values
       {'lr': 0.1}
     """
     # Check every cell, without the data.
@@ -159,7 +159,7 @@ def run_sweep(
     # Run.
     setting = {name: value for name, value in to_saved(config, federation.split_hash).items() if name != "given"}
     with jax.default_matmul_precision(setups.matmul_precision(config.precision)):
-        found = sweep(
+        swept = sweep(
             make,
             grid,
             train,
@@ -178,18 +178,18 @@ def run_sweep(
             config=setting | {"holdout": holdout},
             progress=progress,
         )
-    if out is not None and found.best is not None:
-        write_whole(Path(out) / "best.toml", best_toml(config, found).encode())
-    return found
+    if out is not None and swept.best is not None:
+        write_whole(Path(out) / "best.toml", best_toml(config, swept).encode())
+    return swept
 
 
-def best_toml(config: Config, found: Sweep) -> str:
+def best_toml(config: Config, swept: Sweep) -> str:
     """Returns the file with the options of the best cell that are not the defaults, as `jfcl run --config` reads it."""
-    best = found.cells[found.best]
+    best = swept.cells[swept.best]
     chosen = dataclasses.replace(config, **best.values)
     options = {"method": chosen.method} | chosen.given | ({"seeds": chosen.seeds} if chosen.seed is None else {})
-    score = f"{found.metric.replace('_', ' ')} {best.mean[found.metric]:.4g} on held-out training examples"
-    lines = [f"# The best of {len(found.cells)} configurations of jfcl sweep: {score}."]
+    score = f"{swept.metric.replace('_', ' ')} {best.mean[swept.metric]:.4g} on held-out training examples"
+    lines = [f"# The best of {len(swept.cells)} configurations of jfcl sweep: {score}."]
     for name, value in options.items():
         if isinstance(value, (str, bool)):  # a text of JSON is one of TOML, but for DEL
             value = json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")

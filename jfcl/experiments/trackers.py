@@ -48,12 +48,12 @@ def scalars(records: list[dict[str, Any]]) -> dict[str, float]:
       >>> scalars([{"seed": s, "round": 5, "accuracy": s / 4} for s in (1, 2)])
       {'accuracy': 0.375, 'seed_1/accuracy': 0.25, 'seed_2/accuracy': 0.5}
     """
-    names = [name for name in records[0] if name not in ("seed", "round")]
-    names = [name for name in names if all(isinstance(row.get(name), (int, float)) for row in records)]
-    found = {name: sum(float(row[name]) for row in records) / len(records) for name in names}
+    names = [name for name in records[0] if all(isinstance(row.get(name), (int, float)) for row in records)]
+    names = [name for name in names if name not in ("seed", "round")]
+    values = {name: sum(float(row[name]) for row in records) / len(records) for name in names}
     if len(records) > 1:
-        found |= {f"seed_{row['seed']}/{name}": float(row[name]) for row in records for name in names}
-    return found
+        values |= {f"seed_{row['seed']}/{name}": float(row[name]) for row in records for name in names}
+    return values
 
 
 def _name_of(run: RunInfo) -> str:
