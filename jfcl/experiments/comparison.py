@@ -83,8 +83,8 @@ def write_comparison(
         return [plots.save(figure, out / f"{name}{suffix}", column=column) for name, figure in figures.items()]
 
     written = save(".png", column=False)
-    for name, text in {"results.csv": results_csv} | ({"results.tex": results_tex} if latex else {}):
-        write_whole(out / name, text(summaries).encode())
+    for name, text_of in [("results.csv", results_csv), *[("results.tex", results_tex)] * latex]:
+        write_whole(out / name, text_of(summaries).encode())
         written.append(out / name)
     for suffix in [".pdf"] * pdf + [".svg"] * svg:
         written += save(suffix, column=True)
