@@ -247,12 +247,10 @@ def _of_training(config: Config, of_method: set[str]) -> Rules:
     name, momentum = config.optimizer, OPTIMIZERS[config.optimizer].momentum
     fits = "momentum" in of_method or momentum is not None or config.momentum is None
     yield fits, "momentum", f"left out with --optimizer {name}, which has its own"
-    accepted = f"one without momentum: that of {config.method} is of the clients' gradients"
-    yield "momentum" not in of_method or not momentum, "optimizer", accepted
+    yield "momentum" not in of_method or not momentum, "optimizer", f"one without momentum: {config.method} has its own"
     falls = f"--schedule {config.schedule}" if config.schedule != "constant" else "--lr-decay"
     counts = config.schedule != "constant" or config.lr_decay != 1
-    accepted = f"schedule or everything with {falls}, which counts the steps of all rounds"
-    yield config.keep != "nothing" or not counts, "keep", accepted
+    yield config.keep != "nothing" or not counts, "keep", f"schedule or everything with {falls}, which counts steps"
 
 
 def _of_attack(config: Config, of_method: set[str], sends: bool) -> Rules:
@@ -279,17 +277,13 @@ def _of_privacy(config: Config) -> Rules:
     why = "left out with --dp-clip: "
     yield not is_on_updates(config.attack), "attack", f"{why}the updates of hostile clients depend on those of others"
     yield config.aggregator is None, "aggregator", f"{why}the guarantee is that of a mean"
-    accepted = f"{why}the round in which it ends a run follows from results without noise"
-    yield config.patience is None, "patience", accepted
+    yield config.patience is None, "patience", f"{why}the round of its end follows from results without noise"
     if config.of_population:
-        accepted = "fixed with --population, the cohorts of which have a fixed size"
-        yield config.dp_sampling == "fixed", "dp_sampling", accepted
+        yield config.dp_sampling == "fixed", "dp_sampling", "fixed with --population, as the size of its cohorts"
         yield config.sampling == "uniform", "sampling", "uniform with --dp-clip"
-        accepted = "0 with --dp-clip: which clients are slow may depend on their data"
-        yield config.stragglers == 0, "stragglers", accepted
+        yield config.stragglers == 0, "stragglers", "0 with --dp-clip: who is slow may depend on the data"
     if config.dp_noise:
-        accepted = "given for one client: the default, a power of the number of clients, is 1 here and promises nothing"
-        yield config.dp_delta < 1, "dp_delta", accepted
+        yield config.dp_delta < 1, "dp_delta", "given for one client: the default is 1 there, and promises nothing"
         try:
             accountant()
         except ImportError as error:

@@ -126,8 +126,8 @@ def run_sweep(
         check(name in known and name not in OF_ALL_CELLS, "grid", name, "an option that may differ between cells")
     combinations = itertools.product(*check_grid(grid).values())
     cells = [dataclasses.replace(config, **dict(zip(grid, values, strict=True))) for values in combinations]
-    accepted = "left out: a sweep is of clients on the device"
-    check(not config.of_population, "population, store", (config.population, config.store), accepted)
+    given = (config.population, config.store)
+    check(not config.of_population, "population, store", given, "left out: a sweep is of clients on the device")
     accepted = "vmap or chunked, or left out: a sweep divides its runs, not the clients, among the devices"
     check(config.mapping in (None, "vmap", "chunked"), "mapping", config.mapping, accepted)
     check(config.patience is None, "patience", config.patience, "left out: a sweep judges the last round alone")
