@@ -273,13 +273,13 @@ def command_bench(args: argparse.Namespace, console: Console) -> None:
         options = {"methods": ["fedavg"], "models": ["mlp"], "clients": [10]} | options
     # Measure.
     with _bar("rounds", args.quiet) as tick:
-        found = bench.sweep(**options, tick=tick)
+        benchmark = bench.sweep(**options, tick=tick)
     # Print, and write the files.
-    console.print(tables.bench_table(found))
-    console.print(f"on {found['device']}")
+    console.print(tables.bench_table(benchmark))
+    console.print(f"on {benchmark['device']}")
     out.mkdir(parents=True)
-    write_json(out / "bench.json", found)
-    plots.save(plots.throughput(found["rows"]), out / "throughput.png")
+    write_json(out / "bench.json", benchmark)
+    plots.save(plots.throughput(benchmark["rows"]), out / "throughput.png")
     console.print(f"kept in {out}: bench.json, throughput.png")
 
 

@@ -104,8 +104,8 @@ def measure(
     `limit_seconds`, no other is begun (but the first, which is not counted, and a second).
 
     Example:
-      >>> found = measure(lambda x: x + 1, jnp.zeros(3), repeats=2)
-      >>> len(found["seconds"]), sorted(found)
+      >>> measured = measure(lambda x: x + 1, jnp.zeros(3), repeats=2)
+      >>> len(measured["seconds"]), sorted(measured)
       (2, ['compile_seconds', 'seconds', 'temporary_mb'])
     """
     started = time.perf_counter()

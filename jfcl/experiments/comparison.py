@@ -265,12 +265,12 @@ def results_notes(summaries: dict[str, dict[str, Any]]) -> list[str]:
     return notes
 
 
-def clusters_notes(summary: dict[str, Any], found: np.ndarray, true: np.ndarray) -> list[str]:
+def clusters_notes(summary: dict[str, Any], clusters: np.ndarray, true: np.ndarray) -> list[str]:
     """Returns notes on seeds that have not found the true clusters, and on models that share one.
 
     Args:
       summary: of the run.
-      found, true: `[R, N]` and `[N]`, the clusters of the clients; true ones are -1 where they are unknown.
+      clusters, true: `[R, N]` and `[N]`, the clusters of the clients; true ones are -1 where they are unknown.
 
     Example:
       >>> rows = [{"seed": 0, "cluster_accuracy": 1.0}, {"seed": 1, "cluster_accuracy": 0.75}]
@@ -291,11 +291,11 @@ def clusters_notes(summary: dict[str, Any], found: np.ndarray, true: np.ndarray)
         found_in = f"found in {len(rows) - len(wrong)} of {len(rows)} seeds, and not" if len(rows) > 1 else "not found"
         notes.append(f"the true clusters are {found_in} in seed{'s' * (len(wrong) > 1)} {shares}")
     shared = []
-    for row, cluster in zip(rows, found, strict=True):
-        of_true: dict[int, list[int]] = {}
+    for row, cluster in zip(rows, clusters, strict=True):
+        of_true: dict[int, list[int]] = {}  # the models of each true cluster, which most of their clients are from
         for model in np.unique(cluster[known]).tolist():
-            kinds, counts = np.unique(true[known & (cluster == model)], return_counts=True)
-            of_true.setdefault(int(kinds[counts.argmax()]), []).append(model)
+            most = np.bincount(true[known & (cluster == model)]).argmax()
+            of_true.setdefault(int(most), []).append(model)
         together = [" and ".join(map(str, models)) for models in of_true.values() if len(models) > 1]
         shared += [f"in seed {row['seed']}, models {', '.join(together)}"] if together else []
     if shared:

@@ -219,8 +219,8 @@ def _check_together(config: Config) -> None:
 
 
 def _of_population(config: Config) -> Rules:
-    own = "left out with --population or --store, which have their own number"
-    yield "clients" not in config.given or config.clients == config.population, "clients", own
+    fits = "clients" not in config.given or config.clients == config.population
+    yield fits, "clients", "left out with --population or --store, which have their own number"
     yield config.reuse == "auto", "reuse", "left out with --population: data are dealt several times"
     yield config.seeds == 1, "seeds", "1 with --population: run it once for each --seed"
     yield config.newcomer_examples is None, "newcomer_examples", "left out with --population"

@@ -54,8 +54,8 @@ def open_population(
         if folder is None:
             scratch = tempfile.TemporaryDirectory(prefix="jfcl-", ignore_cleanup_errors=True)
             folder = Path(stack.enter_context(scratch)) / "store"
-        made = stack.enter_context(_cleared(Path(folder), out))
-        config, store, tests, vocab_size = _make_or_open(config, Path(folder), data_dir, progress, made)
+        new_stores = stack.enter_context(_cleared(Path(folder), out))
+        config, store, tests, vocab_size = _make_or_open(config, Path(folder), data_dir, progress, new_stores)
         # Evaluated clients.
         malicious, rng = malicious_clients(config), np.random.default_rng([config.data_seed, len(store)])
         good = np.flatnonzero(~malicious)
@@ -96,14 +96,14 @@ def _cleared(folder: Path, out: str | Path | None) -> Iterator[list]:
     Yields:
       A list, which is filled once this process has made the store: that of another process stays.
     """
-    made, new_out = [], out is not None and not Path(out).exists()
+    new_stores, new_out = [], out is not None and not Path(out).exists()
     run = None if out is None else Path(out) / "config.json"
     resumed = run is not None and run.exists()
     try:
-        yield made
+        yield new_stores
     except ValueError:
         if resumed or run is None or not run.exists():
-            if made:
+            if new_stores:
                 shutil.rmtree(folder, ignore_errors=True)
             if new_out:
                 with contextlib.suppress(OSError):
@@ -116,9 +116,9 @@ def _cleared(folder: Path, out: str | Path | None) -> Iterator[list]:
 
 
 def _make_or_open(
-    config: Config, folder: Path, data_dir: str | None, progress: bool, made: list
+    config: Config, folder: Path, data_dir: str | None, progress: bool, new_stores: list
 ) -> tuple[Config, ClientStore, ClientStore, int | None]:
-    """Opens the stores of `folder`; if there are none, makes them, and adds the folder to `made`.
+    """Opens the stores of `folder`; if there are none, makes them, and adds the folder to `new_stores`.
 
     Returns:
       The configuration, with the options that describe the stores; the stores of training and test examples; the size
@@ -153,7 +153,7 @@ def _make_or_open(
         progress=progress,
         **dealt(config),
     )
-    made.append(folder)
+    new_stores.append(folder)
     return dataclasses.replace(config, **_as_dealt(store)), store, tests, vocab_size
 
 

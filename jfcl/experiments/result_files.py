@@ -104,15 +104,15 @@ def _trees(history: History, parts: Setup) -> tuple[dict[str, bytes], dict[str, 
         figures[name] = plots.tree(nodes, parts.federation.cluster)
         if hosts.several():
             continue
-        found = parameter_tree.evaluate_paths(parts.task, one, test, client_axis=parts.client_axis)
-        columns = {"loss": found.loss} | ({} if found.accuracy is None else {"accuracy": found.accuracy})
-        for i, path in enumerate(found.node.tolist()):
+        paths = parameter_tree.evaluate_paths(parts.task, one, test, client_axis=parts.client_axis)
+        columns = {"loss": paths.loss} | ({} if paths.accuracy is None else {"accuracy": paths.accuracy})
+        for i, path in enumerate(paths.node.tolist()):
             for level, node in enumerate(path):
                 if not level or node != path[level - 1]:  # a leaf is repeated where other paths are longer
                     here = [nodes[node].round, *(f"{x[i, level]:.6g}" for x in columns.values())]
                     lines.append([seed, ids[i], level, node, *here])
-        if s == 0 and found.accuracy is not None:
-            means = np.nanmean(found.accuracy[np.asarray(test.size) > 0], axis=0).tolist()
+        if s == 0 and paths.accuracy is not None:
+            means = np.nanmean(paths.accuracy[np.asarray(test.size) > 0], axis=0).tolist()
     if lines:
         contents["paths.csv"] = csv_bytes([["seed", "client", "level", "node", "made_in_round", *columns], *lines])
     return contents, figures, means

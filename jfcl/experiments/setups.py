@@ -210,15 +210,15 @@ def make_task(
     if vocab_size is not None:
         models.check_tokens(federation.train, vocab_size)
         models.check_tokens(federation.test, vocab_size, name="test clients")
-    made = lookup.find_model(config.model)(federation.num_classes if vocab_size is None else vocab_size)
-    if isinstance(made, Task):
-        task = made
+    model = lookup.find_model(config.model)(federation.num_classes if vocab_size is None else vocab_size)
+    if isinstance(model, Task):
+        task = model
     elif vocab_size is None:
         accepted = f"one of classes for model {config.model!r}; a regression needs a MODULE:NAME that returns a Task"
         check(federation.num_classes is not None, "dataset", config.dataset, accepted)
-        task = models.classification(made, federation.input_shape, federation.num_classes)
+        task = models.classification(model, federation.input_shape, federation.num_classes)
     else:
-        task = models.language_model(made, config.length, vocab_size)
+        task = models.language_model(model, config.length, vocab_size)
     in_half = config.precision == "bfloat16" and (target or platform()) == "gpu"
     return models.in_bfloat16(task) if in_half else task
 

@@ -166,8 +166,8 @@ class MLflow(Callback):
         if self._id is not None:
             self._client.update_run(self._id, status="RUNNING")
             return
-        found = self._client.get_experiment_by_name(self._experiment)
-        experiment = self._client.create_experiment(self._experiment) if found is None else found.experiment_id
+        known = self._client.get_experiment_by_name(self._experiment)
+        experiment = self._client.create_experiment(self._experiment) if known is None else known.experiment_id
         self._id = self._client.create_run(experiment, run_name=_name_of(run)).info.run_id
         _keep_identity(run.folder, "mlflow", self._id)
         values = {name: str(value)[:LONGEST] for name, value in run.config.items() if value is not None}
