@@ -53,7 +53,7 @@ MOST_CHOICES = 4  # in a metavar
 
 
 class Common:
-    """What `run`, `plan` and `sweep` have in common beside the options of a run.
+    """Options of `jfcl run`, `plan` and `sweep` that are no options of the run itself.
 
     Attributes:
       config: TOML (or the config.json of a run) with the names above; flags override.
@@ -65,7 +65,7 @@ class Common:
 
 
 class Processes:
-    """The processes of a run.
+    """Options of several processes.
 
     Attributes:
       coordinator: of process 0; auto on Cloud TPU and Slurm, without the next two.
@@ -81,7 +81,7 @@ class Processes:
 
 
 class Bench:
-    """What `jfcl bench` has beside the arguments of `bench.sweep`.
+    """Options of `jfcl bench` that are no arguments of `bench.sweep`.
 
     Attributes:
       devices: divide the CPU into so many; adds 'sharded(chunked(1))'.
@@ -97,7 +97,7 @@ class Bench:
 
 
 class Demo:
-    """What `jfcl demo` has.
+    """Options of `jfcl demo`.
 
     Attributes:
       out: folder for results.
@@ -189,7 +189,7 @@ def parse(argv: list[str]) -> argparse.Namespace | None:
 
 
 def flags_of(declaration: Callable) -> list[Option]:
-    """Returns the options of a function or class that have flags; a progress bar is there without --quiet."""
+    """Returns the options of a function or class that have flags: all but `progress`, which --quiet stands for."""
     return [option for option in options_of(declaration).values() if option.name != "progress"]
 
 

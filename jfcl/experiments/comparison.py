@@ -108,7 +108,7 @@ def by_name(folders: Sequence[str | Path]) -> dict[str, Path]:
 
 
 def with_name(path: str | Path) -> Path:
-    """Returns a path that ends in the name of its file or folder, also for the current folder."""
+    """Returns a path that ends in a name, also for the current folder."""
     path = Path(path)
     return path if path.name else path.resolve()
 
@@ -234,13 +234,13 @@ def recovered_seeds(summary: dict[str, Any]) -> int:
 
 
 def judged_by(results: Iterable[dict[str, Any]]) -> str:
-    """Returns the metric that all of some results can be shown by: loss, if they have that alone, as of regressions."""
+    """Returns the metric that results are shown by: loss where no result has an accuracy, as of regressions."""
     known = {name for result in results for name in ("accuracy", "loss") if result.get(name) is not None}
     return "loss" if known == {"loss"} else "accuracy"
 
 
 def compares_clusters(summary: dict[str, Any]) -> bool:
-    """Returns whether found clusters can agree with the true ones: the method has clusters, and there are several."""
+    """Returns whether the clusters of a run can agree with the true ones: it finds any, and there are several."""
     return summary.get("num_clusters") != 1 and summary.get("finds_clusters", True)
 
 
@@ -252,7 +252,7 @@ def seeds_text(summaries: dict[str, dict[str, Any]]) -> str:
 
 
 def results_notes(summaries: dict[str, dict[str, Any]]) -> list[str]:
-    """Returns notes on the cells of the table of results that do not explain themselves."""
+    """Returns notes that explain cells of the table of results."""
     notes = []
     if any(0 < recovered_seeds(summary) < len(summary["per_seed"]) for summary in summaries.values()):
         share = f"at least {FOUND:.0%} of the clients are and stay in the right cluster"
@@ -308,7 +308,7 @@ def clusters_notes(summary: dict[str, Any], clusters: np.ndarray, true: np.ndarr
 
 
 def is_configured(config: dict[str, Any]) -> bool:
-    """Returns whether the content of a `config.json` has all options, as that of `jfcl run`; not of `jfcl.simulate`."""
+    """Returns whether a `config.json` has all options, as that of `jfcl run`; that of `jfcl.simulate` does not."""
     return isinstance(config.get("method"), str) and "split_hash" in config
 
 

@@ -106,7 +106,7 @@ class Config(declared.Data, declared.Training, declared.Attack, declared.Privacy
 
 
 def check_method_takes(method: str, given: dict[str, Any]) -> None:
-    """Raises `ValueError` for given options that the method does not have, with the methods that do."""
+    """Raises `ValueError` for given options that the method does not have; it names the methods that do."""
     common, names = common_options(), [name for name in given if not takes(method, name)]
     if {"population", "store"} & given.keys():  # the population draws its cohorts itself
         names = [name for name in names if name != "cohort"]
@@ -117,7 +117,7 @@ def check_method_takes(method: str, given: dict[str, Any]) -> None:
 
 
 def _resolved(name: str, given: dict[str, Any]) -> dict[str, Any]:
-    """Returns all options of a run: those `given`, and for each other its default, or what follows from others."""
+    """Returns all options of a run: those `given`, and for the others what follows from these, or their defaults."""
     method = find_method(name)
     defaults = {option.name: option.default for option in (common_options() | method_options(name)).values()}
     values = defaults | _of_table(given) | given
@@ -158,7 +158,7 @@ def _resolved(name: str, given: dict[str, Any]) -> dict[str, Any]:
 
 
 def _of_table(given: dict[str, Any]) -> dict[str, Any]:
-    """Returns what a table as the data set decides: its clients are the values in the column `by` with two rows."""
+    """Returns what a table decides: its clients are the values of the column `by` that have two rows or more."""
     if not is_file(given.get("dataset")):
         return {}
     values: dict[str, Any] = {"heterogeneity": "none"}
@@ -173,7 +173,7 @@ def _of_table(given: dict[str, Any]) -> dict[str, Any]:
 
 @functools.lru_cache(maxsize=8)
 def _num_users(file: str, by: str, changed: int | None) -> int:
-    """Returns how many values of a column occur twice or more in a table's file, at least 1; `changed` is its time."""
+    """Returns the number of clients of a table, at least 1; `changed`, the time of its file, is a key of the cache."""
     frame = read_file(file, "dataset", by)
     check_choice("column for by", by, list(frame.columns))
     return max(int((frame[by].value_counts() > 1).sum()), 1)
@@ -385,7 +385,7 @@ def read_config(path: str, method: str | None = None) -> dict[str, Any]:
 
 
 def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Returns the dict of an object in a JSON file; raises `ValueError` for a name that it has twice."""
+    """Returns an object of a JSON file as a dict; raises `ValueError` for a name that occurs twice."""
     twice = [name for name, count in Counter(name for name, _ in pairs).items() if count > 1]
     if twice:
         raise ValueError(f"{twice[0]} is given twice")

@@ -49,7 +49,7 @@ class Named(NamedTuple):
     find: Callable[[str], Any]
 
     def check(self, name: str, value: str) -> None:
-        """Raises `ValueError` for a name of nothing, or of something that does not fit."""
+        """Raises `ValueError` for an unknown name, and for what does not fit."""
         self.find(value)
 
 
@@ -77,7 +77,7 @@ def find_method(name: str) -> Method:
 
 
 def find_model(name: str) -> Callable[[int], Any]:
-    """Returns the function from a number of outputs to the model of a name in `MODELS`, or of `MODULE:NAME`.
+    """Returns the function that makes a model of a number of outputs: that of a name in `MODELS`, or `MODULE:NAME`.
 
     Example:
       >>> find_model("mlp")(10) == find_model("jfcl.models:MLP")(10)
@@ -98,7 +98,7 @@ def find_model(name: str) -> Callable[[int], Any]:
 
 
 def find_metrics(names: str) -> dict[str, Metric]:
-    """Returns the functions of outputs of names in `METRICS` and of `MODULE:NAME`, apart by commas, by their last part.
+    """Returns the metrics that a list, separated by commas, names as in `METRICS` or by `MODULE:NAME`, by their names.
 
     Example:
       >>> list(find_metrics("macro_f1,jfcl.metrics:auc"))
@@ -153,7 +153,7 @@ def find_attack(name: str) -> UpdateAttack | DataAttack:
 
 
 def is_on_data(attack: str | None) -> bool:
-    """Returns whether an attack changes examples, by the names of its arguments.
+    """Returns whether an attack changes examples, which the names of its arguments say.
 
     Example:
       >>> is_on_data("backdoor"), is_on_data("ipm"), is_on_data(None)
@@ -200,7 +200,7 @@ def required(make: Callable) -> list[str]:
 
 
 def _imported(what: str, name: str, known: Collection[str] = (), form: str = "MODULE:NAME") -> Any:
-    """Returns what `MODULE:NAME` names; raises `ValueError` for another name, with the nearest of those `known`."""
+    """Imports what `MODULE:NAME` names; the error for another name suggests the nearest of those `known`."""
     if not is_import_path(name):
         try:
             check_choice(what, name, known)
@@ -224,7 +224,7 @@ def _imported(what: str, name: str, known: Collection[str] = (), form: str = "MO
 
 
 def _why_not_imported(module: str, error: BaseException) -> str:
-    """Returns the sentence on an error in an import, with the line of the module where it occurs."""
+    """Describes an error in an import, with the line of the module in which it occurs."""
     if isinstance(error, ModuleNotFoundError) and error.name and f"{module}.".startswith(f"{error.name}."):
         here = [path.stem for path in Path().glob("*.py")] + [path.parent.name for path in Path().glob("*/__init__.py")]
         return f"there is no module {module!r} in this folder, nor among the installed packages{_near(module, here)}"
@@ -253,7 +253,7 @@ def _check_takes(
     keywords: Collection[str] = (),
     offered: Collection[str] = (),
 ) -> inspect.Signature:
-    """Returns the signature of what is called with `arguments`, `keywords`, and those of `offered` that it takes."""
+    """Checks that a call with `arguments`, `keywords` and what it takes of `offered` fits; returns the signature."""
     check(callable(function), what, name, accepted)
     try:
         signature = inspect.signature(function)
@@ -266,7 +266,7 @@ def _check_takes(
 
 @functools.cache
 def _as_method(name: str, make: Any) -> Method:
-    """Returns the method of a factory; raises `ValueError` for one of another form than the command line calls."""
+    """Returns the method of a user's factory, after a check of its form."""
     parameters = inspect.signature(make).parameters if inspect.isfunction(make) else {}
     if "client_axis" not in parameters or _positional(make) != ["task", "training"]:
         takes = f"takes ({', '.join(parameters)})" if parameters else f"is {type(make).__name__}"

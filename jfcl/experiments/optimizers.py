@@ -34,7 +34,7 @@ class Optimizer(NamedTuple):
 
 
 def _is_zero(value: Any) -> bool:
-    """Returns whether an option is 0, and no tracer."""
+    """Returns whether an option is 0; a tracer is not."""
     return is_concrete(value) and value == 0
 
 
@@ -127,7 +127,7 @@ def _learning_rate(config: Any, training: LocalTraining, largest: int) -> float 
 
 
 def beginnings(listed: str) -> tuple[str, ...]:
-    """Returns the beginnings of paths in an option such as `--share`, apart by commas."""
+    """Returns the beginnings of paths in an option such as `--share`, separated by commas."""
     return tuple(one.strip() for one in listed.split(","))
 
 

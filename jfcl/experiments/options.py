@@ -224,7 +224,7 @@ class Run:
       monitor: metric of --patience.
       serve: model that a client is tested with, where clients choose: that of lowest loss on its training examples at
         the evaluation (loss), or the one chosen in its last round (state).
-      metrics: also record these metrics of a client's outputs, apart by commas: macro_f1, auc (of two classes),
+      metrics: also record these metrics of a client's outputs, separated by commas: macro_f1, auc (of two classes),
         calibration_error, or MODULE:NAME of a function (outputs, batch, real) -> number.
       keep_clients: keep the results of every client in every evaluated round, in clients_by_round.csv.
       track_gap: record the separation gap, from the true clusters, every round.

@@ -98,7 +98,7 @@ def report(runs: str | Path | Sequence[str | Path], *, out: str | Path | None = 
 
 
 def write_report(runs: dict[str, Results], file: Path) -> None:
-    """Writes the page on runs, by their names, whole or not at all; in a run's folder, with the lock of the run."""
+    """Writes the page on named runs, whole or not at all; in a run's folder, it holds the lock of the run."""
     content = page_of(runs)
     if not (file.parent / "config.json").exists():
         files.write_whole(file, content)
@@ -127,7 +127,7 @@ def _template() -> Any:
 
 
 def page_of(runs: dict[str, Results]) -> bytes:
-    """Returns the page on runs, by their names."""
+    """Returns the page on named runs."""
     names, is_alone = list(runs), len(runs) == 1
     each = runs if len(runs) <= comparison.MOST_DRAWN else {}  # runs with sections of their own
     differ = [[option, *values.values()] for option, values in comparison.run_differences(runs).items()]
@@ -234,7 +234,7 @@ def _costs(runs: dict[str, Results]) -> Table:
 
 
 def parts_of(run: Results, label: str) -> dict[str, Any]:
-    """Returns what the page says of one run; `label` begins the identities of its parts, and is empty for one run."""
+    """Returns what the page says of one run; `label`, empty for a single run, is the beginning of its parts' ids."""
     private = run.summary.get("privacy")
     return {
         "label": label,

@@ -24,7 +24,7 @@ ENTRIES += ("mean", "per_seed")  # of a summary, which tables read
 
 
 class Results(NamedTuple):
-    """What there is of a run, finished or not.
+    """The content of a run's folder, finished or not.
 
     Attributes:
       folder: the run's folder.
@@ -46,7 +46,7 @@ class Results(NamedTuple):
 
     @property
     def note(self) -> str:
-        """What is not there of a run that is not finished; empty for others."""
+        """What an unfinished run lacks; empty for a finished one."""
         if self.is_finished:
             return ""
         so_far = "the results are those of its records; clients, models and trees are written at its end"
@@ -80,7 +80,7 @@ class Results(NamedTuple):
         return self.is_finished and name in self.summary["files"]
 
     def read_picture(self, name: str) -> bytes | None:
-        """Returns `plots/NAME.png` as the run has left it, or None: it is drawn again."""
+        """Returns `plots/NAME.png` as the run has left it, or None."""
         try:
             return read_verified(self.folder, self.summary, f"plots/{name}.png") if self.is_finished else None
         except ValueError:  # removed, or of another run
@@ -202,7 +202,7 @@ def _read_arrays(file: Path) -> dict[str, np.ndarray]:
 
 
 def _instead(folder: Path) -> str:
-    """Returns what a folder without `config.json` holds instead of a run, and what to do."""
+    """Describes what a folder without `config.json` holds instead of a run."""
     if not (folder / "setting.json").exists():
         return "holds no run: config.json is missing"
     if not (folder / "cells").exists():
@@ -234,7 +234,7 @@ def _columns(folder: Path, summary: dict[str, Any]) -> dict[str, np.ndarray]:
 
 
 def _so_far(config: dict[str, Any], records: list[dict[str, Any]], init_rounds: int) -> dict[str, Any]:
-    """Returns what a summary holds, of the last round that all seeds have reached."""
+    """Returns the entries of a summary, of the last round that all seeds have reached."""
     seeds, rounds = {record["seed"] for record in records}, Counter(record["round"] for record in records)
     last = max((t for t, count in rounds.items() if count >= len(seeds)), default=0)
     clients = config.get("clients") if config.get("population") is None else config["population"]

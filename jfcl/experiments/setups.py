@@ -145,7 +145,7 @@ def _warm_start(config: Config, task: Task) -> PyTree:
 
 
 def attack_data(config: Config, federation):
-    """Returns `federation` with the attack on the malicious clients' data, if it is one, and without their tests."""
+    """Applies an attack on data to the malicious clients of `federation`, and removes their test examples."""
     train, test = federation.train, federation.test
     malicious = malicious_clients(config)[np.asarray(client_ids(train))]  # of this process's clients
     if lookup.is_on_data(config.attack):
@@ -178,7 +178,7 @@ def load_dataset(config: Config, data_dir: str | None) -> tuple[data.Dataset, in
 
 
 def check_model_reads(config: Config, texts: bool) -> None:
-    """Raises `ValueError` for a model of images on `texts`, or a model of texts on images; a user's own may be both."""
+    """Raises `ValueError` for a model of images on `texts`, and the other way round; a user's model may read both."""
     check(config.augment is None or not texts, "augment", config.augment, "left out for texts")
     if not lookup.is_import_path(config.model) and texts != (config.model in models.LANGUAGE_MODELS):
         holds, reads = ("texts", "images") if texts else ("images", "texts")
