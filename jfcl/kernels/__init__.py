@@ -15,22 +15,30 @@ from jfcl.kernels.aggregators import (
     make_aggregator,
     nearest_neighbour_mixing,
 )
+from jfcl.kernels.assignment import least_cost_assignment
 from jfcl.kernels.bipartition import Bipartition, optimal_bipartition, separation_gap
 from jfcl.kernels.bipartition_of_updates import bipartition_of_updates
 from jfcl.kernels.dendrogram import complete_linkage_tree, cut, single_linkage_tree
 from jfcl.kernels.distances import gram, squared_distances
 from jfcl.kernels.kmeans import KMeans, kmeans
+from jfcl.kernels.linkage import LINKAGES, linkage_tree
 from jfcl.kernels.operators import OPERATORS, Operator, orthonormal
+from jfcl.kernels.profiles import profile_distances
 from jfcl.kernels.robust import coordinate_median, mean, mean_around_median, trimmed_mean
 from jfcl.kernels.robust_vectors import bulyan, centered_clip, geometric_median, krum, multi_krum
+from jfcl.kernels.silhouette import ChosenCut, cut_by_silhouette, silhouette
 from jfcl.kernels.similarity import pairwise_cosine, similarity_tolerance
+from jfcl.kernels.subspaces import ANGLES, principal_vectors, subspace_angles
 from jfcl.kernels.threshold import threshold_clustering
 
 __all__ = [
     "AGGREGATORS",
+    "ANGLES",
+    "LINKAGES",
     "OPERATORS",
     "PRE_AGGREGATORS",
     "Bipartition",
+    "ChosenCut",
     "KMeans",
     "Operator",
     "adaptive_clip",
@@ -43,10 +51,13 @@ __all__ = [
     "complete_linkage_tree",
     "coordinate_median",
     "cut",
+    "cut_by_silhouette",
     "geometric_median",
     "gram",
     "kmeans",
     "krum",
+    "least_cost_assignment",
+    "linkage_tree",
     "make_aggregator",
     "mean",
     "mean_around_median",
@@ -55,10 +66,14 @@ __all__ = [
     "optimal_bipartition",
     "orthonormal",
     "pairwise_cosine",
+    "principal_vectors",
+    "profile_distances",
     "separation_gap",
+    "silhouette",
     "similarity_tolerance",
     "single_linkage_tree",
     "squared_distances",
+    "subspace_angles",
     "threshold_clustering",
     "trimmed_mean",
 ]
