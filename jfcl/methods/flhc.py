@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jfcl import mapping
 from jfcl.core import Algorithm, Clients, Task, attack_key, client_ids, is_finite, trained_part
 from jfcl.core.options import MOST_REPEATED, Interval, OneOf, Range, Real
-from jfcl.kernels import complete_linkage_tree, cut, pairwise_cosine, single_linkage_tree, squared_distances
+from jfcl.kernels import LINKAGES, cut, linkage_tree, pairwise_cosine, squared_distances
 from jfcl.mapping.columns import over_columns
 from jfcl.methods import round as phases
 from jfcl.methods.averaging import Averaging, averaging
@@ -19,9 +19,6 @@ from jfcl.methods.options import AVERAGING, SCOPES, Options, factory
 from jfcl.robust.aggregate import attacked, ravel_clients, where_rows
 from jfcl.training import local
 
-FARTHEST = 1e30  # in the place of a distance with a square that overflows: infinity means missing in the kernels
-
-LINKAGES = {"complete": complete_linkage_tree, "single": single_linkage_tree}
 DISTANCES = ("cosine", "euclidean")
 
 
@@ -47,7 +44,7 @@ def flhc(
       rounds_before: rounds of FedAvg before the clustering, 0 or more. They, and the update, happen in `init`: a
         simulation counts them before its own, and their cost is in the metrics of its first round.
       distance: `"cosine"` (1 − similarity) or `"euclidean"`.
-      linkage: `"complete"` or `"single"`.
+      linkage: the distance of two groups, as in `jfcl.kernels.linkage_tree`: `"complete"`, `"single"`, `"average"`, ...
       init_params: one model that all start from.
 
     Returns:
@@ -69,28 +66,18 @@ def flhc(
     options["client_axis"] = client_axis = mapping.or_auto(options["client_axis"])
     rules, personal_steps = Averaging(task, training, num_clusters, **options), options["personal_steps"]
     common = averaging(rules._replace(num_clusters=1, shared=None, cohort=None))
-    limit = 0.0 if distance_threshold is None else distance_threshold
 
     def cluster_updates(updates, real):
         """Returns `((), cluster [N])` of the dendrogram of updates `[N, ...]`; `real` `[N]` bool: clients with one."""
         updates = ravel_clients(trained_part(task, updates))
-        unit = jnp.where((limit > 0) & (limit < FARTHEST), limit, 1.0)
         if distance == "cosine":
-            similarity = pairwise_cosine(updates, mask=real)
+            distances = 1.0 - pairwise_cosine(updates, mask=real)
         else:
-            # The tree has distances as `1 - similarity`, in which the digits of small ones would be lost: in units of
-            # the threshold they are 1 more.
-            apart = jnp.sqrt(squared_distances(updates, mask=real)) / unit
-            similarity = -jnp.minimum(apart, FARTHEST)
-        # Clients without (finite) updates are twins of the first that has one, so that they make no cluster.
-        n = len(real)
-        twin = jnp.where(real, jnp.arange(n), jnp.argmax(real))
-        similarity = similarity[twin][:, twin]
-        twins = (twin[:, None] == twin[None, :]) & ~jnp.eye(n, dtype=bool)
-        tree = LINKAGES[linkage](jnp.where(twins, jnp.full_like(similarity, 2.0), similarity))
+            distances = jnp.sqrt(squared_distances(updates, mask=real))
+        tree = linkage_tree(distances, linkage, mask=real)
         cluster = cut(tree, num_clusters=num_clusters)
         if distance_threshold is not None:
-            free = cut(tree, threshold=limit if distance == "cosine" else 1.0 + limit / unit)
+            free = cut(tree, threshold=distance_threshold)
             cluster = jnp.where(free.max() < num_clusters, free, cluster)
         return (), cluster
 
