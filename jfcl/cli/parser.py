@@ -272,7 +272,19 @@ def _add(group: argparse._ArgumentGroup, options: Iterable[Option], *, has_defau
         name = METAVARS.get(option.name, METAVARS[option.kind])
         more["metavar"] = f"{{{','.join(choices)}}}" if 0 < len(choices) <= MOST_CHOICES else name
         more["help"] += "" if option.default is None else f" [{option.default}]"
-        group.add_argument(flag_of(option.name), type=option.kind, **more)
+        group.add_argument(flag_of(option.name), type=_reader(option), **more)
+
+
+def _reader(option: Option) -> Any:
+    """Returns the function that reads the value of a flag; errors name the type of the option."""
+    if not option.words:
+        return option.kind
+
+    def read(text: str) -> Any:
+        return text if text in option.words else option.kind(text)
+
+    read.__name__ = option.kind.__name__
+    return read
 
 
 def _add_others(parser: argparse.ArgumentParser, command: str) -> None:

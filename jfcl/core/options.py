@@ -100,6 +100,7 @@ class Option(NamedTuple):
       metadata: the `Range`, `Interval`, `OneOf` and `Needs` of the annotation.
       traced: whether a value may be a tracer, an argument of the compiled program.
       arrays: whether a text may be an array instead, which its function checks itself.
+      words: texts that are values too, of an option of another kind, such as `"auto"` beside a number.
     """
 
     name: str
@@ -110,14 +111,16 @@ class Option(NamedTuple):
     metadata: tuple
     traced: bool = False
     arrays: bool = False
+    words: tuple[str, ...] = ()
 
     def check(self, value: Any) -> None:
         """Raises `ValueError` for a value of another type, or one that the annotation does not accept."""
-        if value is None and self.optional:
+        if (value is None and self.optional) or (isinstance(value, str) and value in self.words):
             return
         name, kind = self.name, self.kind
         fits = isinstance(value, CLASSES[kind]) and (kind is bool or not isinstance(value, bool))
-        check(fits, name, value, f"of type {kind.__name__}" + (" or an array" if self.arrays else "") + note_on(name))
+        others = "".join(f" or {word!r}" for word in self.words) + " or an array" * self.arrays
+        check(fits, name, value, f"of type {kind.__name__}" + others + note_on(name))
         if kind is str:
             check(is_text(value), name, value, f"text of 1 to {LONGEST_TEXT} characters in UTF-8, none of them NUL")
         accepted = [accepts for accepts in self.metadata if hasattr(accepts, "check")]
@@ -165,6 +168,11 @@ def accepts_tracers(hint: Any) -> bool:
     return jax.Array in _members(hint)
 
 
+def _words(hint: Any) -> tuple[str, ...]:
+    """Returns the texts that an annotation accepts by `Literal`."""
+    return tuple(w for m in _members(hint) if typing.get_origin(m) is typing.Literal for w in typing.get_args(m))
+
+
 def _members(hint: Any) -> tuple:
     """Returns the types that an annotation accepts."""
     hint = hint.__origin__ if hasattr(hint, "__metadata__") else hint
@@ -187,7 +195,9 @@ def options_of(function: Callable) -> dict[str, Option]:
             default = None if default is inspect.Parameter.empty else default
             arrays, of_text = accepts_tracers(hints[name]), read[0] is str
             of_arrays = arrays and not of_text, arrays and of_text
-            found[name] = Option(name, read[0], read[1], default, texts.get(name, ""), read[2], *of_arrays)
+            found[name] = Option(
+                name, *read[:2], default, texts.get(name, ""), read[2], *of_arrays, _words(hints[name])
+            )
     return found
 
 

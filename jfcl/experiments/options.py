@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from typing import Annotated
+from typing import Annotated, Literal
 
 from jfcl import data, models
 from jfcl.core.options import MOST_REPEATED, Interval, Needs, OneOf, Option, Range, Real, options_of
@@ -126,7 +126,7 @@ class Training:
       augment: random changes to training images; 'jfcl list augmentations' shows them.
       keep: optimiser state that a client keeps for the next round: nothing (default), schedule, or everything, momentum
         too (default where clients send gradients).
-      num_models: number of models; default: --clusters.
+      num_models: number of models, or auto where the method chooses it (clove); default: --clusters.
       share: share the parameters with a path that starts with one of these, comma separated.
       personal: the same for parameters that each client keeps and never sends.
       init_from: warm start: folder of a run of the same --model that ended with one model, or with the number needed
@@ -160,7 +160,7 @@ class Training:
     prox: NotNegative = 0.0
     augment: Annotated[str | None, OneOf(AUGMENTATIONS)] = None
     keep: Annotated[str | None, OneOf(KEEP)] = None
-    num_models: CountOrNone = None
+    num_models: Annotated[int | Literal["auto"] | None, Range(1)] = None
     share: str | None = None
     personal: str | None = None
     init_from: str | None = None

@@ -134,7 +134,7 @@ def _warm_start(config: Config, task: Task) -> PyTree:
     check(not names, "init_from", config.init_from, accepted)
     if any(len(leaf) > 1 for leaf in jax.tree.leaves(params)):
         return params
-    choose = lookup.find_method(config.method).chooses and not config.warm_rounds and config.num_models > 1
+    choose = lookup.find_method(config.method).chooses and not config.warm_rounds and config.num_models != 1
     accepted = "a run that ended with several models: of equals all clients would choose the first"
     check(not choose, "init_from", config.init_from, accepted)
     return jax.tree.map(lambda leaf: leaf[0], params)
