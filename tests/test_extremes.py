@@ -248,12 +248,24 @@ def test_unsigned_sizes_are_refused():
         jfcl.simulate(jfcl.fedavg(BIAS, ONE_STEP), clients._replace(size=np.uint8([1, 1])), key=KEY, num_rounds=1)
 
 
-CLUSTERED = ("ifca", "hypcluster", "one_shot", "fesem", "flhc", "myopic_clustering", "momentum_clustering")
+CLUSTERED = (
+    "ifca",
+    "clove",
+    "pacfl",
+    "fedgroup",
+    "hypcluster",
+    "one_shot",
+    "fesem",
+    "flhc",
+    "myopic_clustering",
+    "momentum_clustering",
+)
 MORE = {
     "oracle": {"cluster": np.zeros(4, np.int32)},
     "myopic_clustering": {"quantile": 0.5},
     "momentum_clustering": {"quantile": 0.5},
     "one_shot": {"local_rounds": 1},
+    "pacfl": {"by_label": False},
 }
 
 

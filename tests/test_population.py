@@ -39,6 +39,8 @@ METHODS = {
     "fedavgm": jfcl.fedavg(TASK, TRAINING, server_optimizer=optax.sgd(1.0, momentum=0.9)),
     "ifca": jfcl.ifca(TASK, TRAINING, num_clusters=2),
     "hypcluster": jfcl.hypcluster(TASK, TRAINING, num_clusters=2),
+    "clove": jfcl.clove(TASK, TRAINING, num_clusters=2),
+    "stocfl": jfcl.stocfl(TASK, TRAINING, max_clusters=5, observe_epochs=2),
     "oracle": jfcl.oracle(TASK, TRAINING, cluster=CLUSTER),
     "local": jfcl.local_only(TASK, EVERYTHING),
     "cfl": jfcl.cfl(TASK, TRAINING, eps_1=np.inf, eps_2=1e-9, min_rounds=4, max_clusters=3),

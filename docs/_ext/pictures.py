@@ -104,6 +104,25 @@ def hypcluster(p: Picture) -> None:
     p.say(320, 200, "as IFCA; clients weigh by their number of examples")
 
 
+def clove(p: Picture) -> None:
+    heights = {BLUE: (42, 16, 30), ORANGE: (14, 40, 34)}
+    for (x, y), color in zip(clients(p, 165, 90, 52), HIDDEN, strict=True):
+        for i, height in enumerate(heights[color]):
+            shift = (x + 3 * i) % 5
+            at, size = f'x="{x - 17 + 12 * i}" y="{y - 22 - height - shift}"', f'width="9" height="{height + shift}"'
+            p.append(f'<rect {at} {size} fill="{GREY}"/>')
+    p.say(220, 45, "1. each client's losses under all models")
+    p.arrow(385, 125, 430, 125)
+    for y, color in ((95, BLUE), (155, ORANGE)):
+        for i in range(3):
+            p.client(470 + 26 * i, y, color)
+        p.arrow(542, y, 572, y, color)
+        p.model(592, y, color)
+    p.say(535, 45, "2. cluster the vectors,")
+    p.say(535, 65, "3. a model for each")
+    p.say(320, 203, "alike in all losses, not only in the lowest one")
+
+
 def cfl(p: Picture) -> None:
     p.box(20, 70, 150, 90)
     for (x, y), color in zip([(50, 100), (95, 95), (140, 105), (60, 135), (105, 138), (145, 135)], HIDDEN, strict=True):
@@ -228,6 +247,66 @@ def flhc(p: Picture) -> None:
     p.say(320, 25, "dendrogram of the updates")
 
 
+def pacfl(p: Picture) -> None:
+    turns = {BLUE: (-1.25, -0.95), ORANGE: (-0.35, -0.1)}
+    for color, angles in turns.items():
+        for angle in angles:
+            p.arrow(110, 170, 110 + 110 * math.cos(angle), 170 + 110 * math.sin(angle), color, 3)
+    p.say(150, 40, "1. vectors of each client's inputs")
+    p.append(f'<path d="M155 108A76 76 0 0 1 182 144" fill="none" stroke="{INK}" stroke-width="2"/>')
+    p.say(186, 118, "angle", anchor="start")
+    p.arrow(270, 125, 320, 125)
+    for x, color in ((370, BLUE), (500, ORANGE)):
+        for i in range(2):
+            p.client(x + 40 * i, 165, color)
+        p.append(f'<path d="M{x} 150V125H{x + 40}V150" fill="none" stroke="{color}" stroke-width="2"/>')
+    p.append(f'<path d="M390 125V70H520V125" fill="none" stroke="{GREY}" stroke-width="2"/>')
+    p.line(345, 95, 565, 95, INK, 2, "5 4")
+    p.say(455, 40, "2. a dendrogram of the angles, cut once")
+    p.say(320, 203, "then FedAvg in each cluster")
+
+
+def fedgroup(p: Picture) -> None:
+    p.model(110, 150, GREY)
+    for angle, color in ((-1.4, BLUE), (-1.15, BLUE), (-1.7, BLUE), (-0.3, ORANGE), (-0.05, ORANGE), (0.2, ORANGE)):
+        u, v = 110 + 85 * math.cos(angle), 150 + 85 * math.sin(angle)
+        p.arrow(110 + 20 * math.cos(angle), 150 + 20 * math.sin(angle), u, v, color)
+    p.say(150, 40, "1. first updates from one model")
+    p.arrow(255, 115, 305, 115)
+    for y, color in ((90, BLUE), (150, ORANGE)):
+        p.model(345, y, color)
+        for i in range(3):
+            p.client(385 + 28 * i, y, color)
+    p.say(400, 40, "2. groups of directions")
+    p.client(560, 120, BLUE)
+    p.arrow(545, 115, 470, 95, BLUE, 2, "5 4")
+    p.say(560, 155, "3. a new client joins")
+    p.say(560, 173, "by its first update")
+    p.say(320, 203, "FedAvg in each group")
+
+
+def stocfl(p: Picture) -> None:
+    for (x, y), color in zip(((60, 90), (120, 130), (80, 160), (170, 85), (190, 150)), HIDDEN, strict=False):
+        p.client(x, y, color)
+        p.ring(x, y, 18)
+    p.say(125, 40, "1. each is a cluster")
+    p.arrow(235, 120, 280, 120)
+    for x, y, color, count in ((350, 100, BLUE, 2), (350, 155, ORANGE, 3)):
+        for i in range(count):
+            p.client(x - 30 + 30 * i, y, color)
+        p.box(x - 52, y - 20, 30 * count + 14, 40)
+    p.say(365, 40, "2. similar ones merge")
+    p.say(365, 60, "cos ≥ τ")
+    p.arrow(445, 120, 485, 120)
+    p.model(570, 75, GREY)
+    for y, color in ((125, BLUE), (165, ORANGE)):
+        p.model(530, y, color, 24)
+        p.arrow(548, y - 6, 562, 95, GREY, 2, "3 3")
+    p.say(555, 25, "3. their models are pulled")
+    p.say(555, 43, "to a common one")
+    p.say(320, 203, "the number of clusters follows from the threshold")
+
+
 def ditto(p: Picture) -> None:
     p.model(320, 40, GREY)
     for (x, y), color in zip(clients(p), HIDDEN, strict=True):
@@ -301,8 +380,9 @@ def fedbn(p: Picture) -> None:
 PICTURES: dict[str, Callable[[Picture], None]] = {
     f.__name__: f
     for f in (
-        fedavg, local, oracle, ifca, hypcluster, cfl, byzantine_cfl, federated_clustering, myopic_clustering,
-        momentum_clustering, fesem, one_shot, flhc, ditto, knn_per, fedper, fedrep, lg_fedavg, fedbn,
+        fedavg, local, oracle, ifca, hypcluster, clove, cfl, byzantine_cfl, federated_clustering, myopic_clustering,
+        momentum_clustering, fesem, one_shot, flhc, pacfl, fedgroup, stocfl, ditto, knn_per, fedper, fedrep, lg_fedavg,
+        fedbn,
     )
 }  # fmt: skip
 

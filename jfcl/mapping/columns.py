@@ -59,3 +59,15 @@ def over_columns(client_axis: mapping.Mapping, kernel: Callable[..., tuple[PyTre
         return jax.tree.unflatten(structure, leaves), result
 
     return mapped
+
+
+def on_every_device(client_axis: mapping.Mapping, tree: PyTree) -> PyTree:
+    """Returns arrays of clients with a copy on every device, where `client_axis` divides the clients among devices.
+
+    The server then computes with small arrays, such as losses `[C, K]`, as on one device; divided, its loops would send
+    messages in every step.
+    """
+    if not isinstance(client_axis, mapping.sharded):
+        return tree
+    same = NamedSharding(client_axis.mesh, PartitionSpec())
+    return jax.tree.map(lambda x: jax.lax.with_sharding_constraint(x, same), tree)

@@ -10,9 +10,11 @@ from typing import Any, NamedTuple
 from jfcl.core import Algorithm
 from jfcl.core.options import Option, first_sentence, options_of
 from jfcl.methods.cfl import byzantine_cfl, cfl
+from jfcl.methods.clove import clove
 from jfcl.methods.ditto import ditto
 from jfcl.methods.fedavg import fedavg, fedbn, fedper, fedrep, lg_fedavg
 from jfcl.methods.federated_clustering import federated_clustering
+from jfcl.methods.fedgroup import fedgroup
 from jfcl.methods.fesem import fesem
 from jfcl.methods.flhc import flhc
 from jfcl.methods.hypcluster import hypcluster
@@ -22,7 +24,9 @@ from jfcl.methods.local_only import local_only
 from jfcl.methods.myopic_clustering import momentum_clustering, myopic_clustering
 from jfcl.methods.one_shot import one_shot
 from jfcl.methods.oracle import oracle
+from jfcl.methods.pacfl import pacfl
 from jfcl.methods.restarts import with_restarts
+from jfcl.methods.stocfl import stocfl
 
 
 class Method(NamedTuple):
@@ -79,6 +83,10 @@ METHODS = {
     ),
     "one_shot": Method(one_shot, "k-means of models trained alone, then FedAvg in each cluster (Ghosh et al. 2019)"),
     "flhc": Method(flhc, "a dendrogram of updates, then FedAvg in each cluster (Briggs et al. 2020)"),
+    "clove": Method(clove, "clients are clustered by their losses under all models (Bhatia et al. 2025)"),
+    "pacfl": Method(pacfl, "a dendrogram of angles between the clients' data, once (Vahidian et al. 2023)"),
+    "fedgroup": Method(fedgroup, "groups by the directions of first updates (Duan et al. 2021); FlexCFL: --migrate"),
+    "stocfl": Method(stocfl, "clusters of similar clients merge as they are seen (Zeng et al. 2023)"),
     "fesem": Method(fesem, "clients join the model nearest to their own (Xie et al. 2021)"),
     "fedper": Method(fedper, "a common body, a head of each client (Arivazhagan et al. 2019)"),
     "fedrep": Method(fedrep, "the same, head and body trained in turn (Collins et al. 2021)"),

@@ -57,6 +57,7 @@ class AveragingState(NamedTuple):
       client: the local optimisers' states `[N, ...]` under `keep="everything"`, else `()`.
       personal: the personal parameters `[N, ...]`, with `None` in the place of the others; `()` without any.
       clip: `[]`, the clipping norm of the next round under adaptive clipping (`dp`), else `()`.
+      memory: what a method of `jfcl.methods.assigned` keeps to assign clients by, else `()`.
     """
 
     params: PyTree
@@ -67,6 +68,7 @@ class AveragingState(NamedTuple):
     client: PyTree
     personal: PyTree = ()
     clip: jax.Array | tuple[()] = ()
+    memory: PyTree = ()
 
 
 class Report(NamedTuple):
@@ -114,6 +116,7 @@ class Averaging(NamedTuple):
       divide_by: the clients with the weights that divide the sum of a cluster's updates. `"cluster"`: those in the sum;
         `"participants"`: those in the sum of any cluster; `"all"`: those with examples, also where they are outside
         the cohort or their updates are not finite.
+      anchor: the model that the proximal term of `training` pulls to; None: the one that a client starts from.
       weights and the others: the common options of methods, `jfcl.methods.options.Options`.
     """
 
@@ -123,6 +126,7 @@ class Averaging(NamedTuple):
     start: Callable[[PyTree, Clients], jax.Array] = one_cluster
     choose: Choose = keep_cluster
     divide_by: str = "cluster"
+    anchor: PyTree | None = None
     weights: str | jax.Array = "size"
     shared: Callable[[str], bool] | None = None
     personal: Callable[[str], bool] | None = None
@@ -265,7 +269,7 @@ def step(rules: Averaging, key: jax.Array, state: AveragingState, clients: Clien
     own = where_rows(report.finite & real, (report.opt_state, report.personal), own)
     cluster, unchanged, (opt_states, own) = phases.put_rows(cohort, kept, (report.cluster, unchanged, own))
     server = where_rows(weight > 0, server, state.server)
-    new = AveragingState(params, cluster, unchanged, state.round + 1, server, opt_states, own, clip)
+    new = AveragingState(params, cluster, unchanged, state.round + 1, server, opt_states, own, clip, state.memory)
 
     # Report.
     up, down = bytes_sent(rules, state.params, report.compared)
@@ -292,7 +296,8 @@ def train_client(rules: Averaging, state: AveragingState, clients: Clients) -> C
         begin = jax.tree.map(lambda p: p[chosen], state.params)
         rest = examples, size, opt_state, state.round
         how = rules.task, rules.training, rules.personal_steps
-        trained, update, own = phases.train_scopes(*how, key, begin, own, *rest, products=products)
+        more = {"products": products, "anchor": rules.anchor}
+        trained, update, own = phases.train_scopes(*how, key, begin, own, *rest, **more)
         finite, inside = is_finite((update, own)), ()
         if rules.dp is not None:
             update, inside = privacy.clipped(update, privacy.clip_of(rules.dp, state.clip))

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from jfcl.core import Algorithm, Clients, PyTree, check_at_most_clients, max_examples, num_bytes, num_clients
+from jfcl.core import Algorithm, Clients, check_at_most_clients, max_examples, num_bytes, num_clients
 from jfcl.methods.averaging import Averaging, averaging, with_models
 from jfcl.training import local
 
@@ -20,6 +21,7 @@ def with_first_costs(
     rounds: int,
     more_steps: int | None = None,
     cohort: int | None = None,
+    sent: Callable[[Any], jax.Array] | None = None,
 ) -> Algorithm:
     """Returns `algorithm` with the rounds of its `init`, and their communication and computation in its first `step`.
 
@@ -30,6 +32,7 @@ def with_first_costs(
       rounds: rounds of local training of a client.
       more_steps: its local steps in each of them besides those of `training`; default: none.
       cohort: clients that took part in each; default: all.
+      sent: `(state) -> [N]`, the bytes that each client sent besides models.
     """
 
     def init_costs(state, clients: Clients) -> dict[str, jax.Array]:
@@ -39,7 +42,8 @@ def with_first_costs(
             present = present * jnp.minimum(cohort / present.sum(), 1.0)
         steps = local.steps_per_round(training, size, max_examples(clients)).astype(jnp.float32) + (more_steps or 0)
         model = float(messages * num_bytes(jax.tree.map(lambda p: p[0], state.params)))  # may exceed int32
-        each = {"bytes_up": model, "bytes_down": model, "client_steps": rounds * steps}
+        more = 0.0 if sent is None else sent(state)
+        each = {"bytes_up": model + more, "bytes_down": model, "client_steps": rounds * steps}
         return {name: (present * cost).sum() for name, cost in each.items()}
 
     def step(key: jax.Array, state, clients: Clients):
@@ -52,18 +56,19 @@ def with_first_costs(
 
 def clustered_once(
     rules: Averaging,
-    find: Callable[[jax.Array, Clients], tuple[PyTree, jax.Array, PyTree]],
+    find: Callable[[jax.Array, Clients], tuple],
     *,
     messages: int,
     rounds: int,
-    more_steps: int | None = None,
+    **costs: Any,
 ) -> Algorithm:
     """Returns FedAvg inside the clusters that `find` finds in `init`.
 
     Args:
       rules: of FedAvg; its `init_params` are for `find`.
-      find: `(key, clients) -> (params [K, ...], cluster [N], personal [N, ...])`, as in `AveragingState`.
-      messages, rounds, more_steps: its cost, as in `with_first_costs`.
+      find: `(key, clients) -> (params [K, ...], cluster [N], personal [N, ...])`, as in `AveragingState`; a fourth
+        result is its `memory`.
+      messages, rounds, costs: its cost, as in `with_first_costs`.
     """
     inner = averaging(rules._replace(init_params=None))
 
@@ -71,8 +76,9 @@ def clustered_once(
         check_at_most_clients("num_clusters", rules.num_clusters, num_clients(clients))
         start_key, find_key = jax.random.split(key)
         state = inner.init(start_key, clients)
-        params, cluster, own = find(find_key, clients)
-        return with_models(rules, state, params, cluster, own)
+        params, cluster, own, *memory = find(find_key, clients)
+        state = with_models(rules, state, params, cluster, own)
+        return state._replace(memory=memory[0]) if memory else state
 
-    cost = {"messages": messages, "rounds": rounds, "more_steps": more_steps}
+    cost = {"messages": messages, "rounds": rounds} | costs
     return with_first_costs(inner._replace(init=init), rules.training, **cost)

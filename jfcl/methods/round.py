@@ -179,6 +179,7 @@ def train_scopes(
     rounds: jax.Array,
     *,
     products: jax.Array | None = None,
+    anchor: PyTree | None = None,
 ) -> tuple[local.Trained, PyTree, PyTree]:
     """Trains one client's model: the parameters of its cluster and its own.
 
@@ -189,6 +190,7 @@ def train_scopes(
       params: the parameters of its cluster.
       own: its personal ones; `()` if there are none.
       examples, size, opt_state, rounds, products: as in `local.train`.
+      anchor: what the proximal term pulls the parameters of the cluster to; `params` if None.
 
     Returns:
       `(trained, update, own)`: the update of `params`, and the new personal parameters. With `personal_steps` the
@@ -197,14 +199,15 @@ def train_scopes(
     rest = examples, size, opt_state, rounds
     if personal_steps is None:
         whole = joined(params, own)
-        trained = local.train(task, training, key, whole, *rest, products=products)
+        near = None if anchor is None else joined(anchor, own)
+        trained = local.train(task, training, key, whole, *rest, products=products, anchor=near)
         update = jax.tree.map(jnp.subtract, part_like(params, trained.params), params)
         return trained, update, part_like(own, trained.params)
     of_own, alone = of_rest(task, params), training._replace(num_steps=personal_steps, num_epochs=None)
     most = jax.tree.leaves(examples)[0].shape[0]
     begun = local.optimizer_at(training, trained_part(task, own), (), rounds, size, most)
     first = local.train(of_own, alone, jax.random.fold_in(key, PERSONAL_STREAM), own, examples, size, begun)
-    trained = local.train(of_rest(task, first.params), training, key, params, *rest)
+    trained = local.train(of_rest(task, first.params), training, key, params, *rest, anchor=anchor)
     update = jax.tree.map(jnp.subtract, trained.params, params)
     return trained._replace(num_steps=first.num_steps + trained.num_steps), update, first.params
 

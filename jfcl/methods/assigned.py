@@ -1,0 +1,135 @@
+"""Clusters that the server assigns in a round: clients are embedded, a rule assigns them, FedAvg runs in each cluster.
+
+CLoVE and the methods like it are this round with an embedding and a rule of their own. Where the rule runs once, before
+the first round, it is `clustered_once` in `jfcl.methods.once`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jfcl import mapping
+from jfcl.core import Algorithm, Clients, Cohort, PyTree, Task, num_clients
+from jfcl.mapping.columns import on_every_device
+from jfcl.methods import averaging as inner
+from jfcl.methods import round as phases
+from jfcl.methods.averaging import Averaging, AveragingState, averaging
+from jfcl.methods.ifca import LowestLoss
+from jfcl.robust.aggregate import where_rows
+
+UNSEEN = -1  # `unchanged` of a client that has not taken part in a round
+
+
+class Assignment(NamedTuple):
+    """What the server decides before the clients of a cohort train.
+
+    Attributes:
+      cluster: `[C]` int32, the model that each client trains.
+      memory: the method's next `AveragingState.memory`.
+      moves: `[K]` int32, the old row from which each model starts, with its server optimiser; -1: from `fresh`; None:
+        each from its own.
+      fresh: the model from which new ones start.
+      bytes_up, bytes_down, steps: `[]` or `[C]`, of each client, besides those of FedAvg.
+      metrics: of the method.
+    """
+
+    cluster: jax.Array
+    memory: PyTree = ()
+    moves: jax.Array | None = None
+    fresh: PyTree = None
+    bytes_up: Any = 0.0
+    bytes_down: Any = 0.0
+    steps: Any = 0.0
+    metrics: Mapping[str, jax.Array] = MappingProxyType({})
+
+
+# (the round's key, the cohort, the state) -> what the server decides
+Assign = Callable[[jax.Array, Cohort, AveragingState], Assignment]
+
+
+def assigned(
+    rules: Averaging, assign: Assign, *, remember: Callable[[jax.Array, Clients, AveragingState], Any] | None = None
+) -> Algorithm:
+    """Builds an `Algorithm` of this round, for authors of methods.
+
+    Args:
+      rules: of FedAvg inside the clusters.
+      assign: embeds the clients of a cohort, by `embedded`, and assigns them.
+      remember: `(key, clients, state) -> state` with the first `memory`, before the first round.
+
+    Returns:
+      An `Algorithm` with the metrics of `jfcl.methods.averaging.averaging` and those of `assign`. A client that has not
+      taken part is served the model of lowest loss.
+    """
+    rules = rules._replace(client_axis=mapping.or_auto(rules.client_axis))
+
+    def init(key: jax.Array, clients: Clients) -> AveragingState:
+        state = inner.init(rules, key, clients)
+        state = state._replace(unchanged=jnp.full(num_clients(clients), UNSEEN, jnp.int32))
+        return state if remember is None else remember(key, clients, state)
+
+    serve = ServeAssigned(rules.task, rules.num_clusters, rules.personal is not None, rules.client_axis)
+    return averaging(rules)._replace(init=init, step=partial(step, rules, assign), serve=serve)
+
+
+def step(rules: Averaging, assign: Assign, key: jax.Array, state: AveragingState, clients: Clients):
+    """Returns `(state, metrics)` after one round; a client with the cluster -1 changes no model."""
+    # Assign the clients of the cohort, which is that of the FedAvg round below, by the same key.
+    cohort = phases.select_cohort(key, clients, rules.cohort)
+    real = jnp.asarray(cohort.clients.size) > 0
+    made = assign(key, cohort, state)
+    last, unchanged = phases.take_rows(cohort, (state.cluster, state.unchanged))
+    kept = jnp.where(made.cluster == last, unchanged + 1, jnp.zeros_like(unchanged))
+    cluster, kept = phases.put_rows(
+        cohort, (state.cluster, state.unchanged), (made.cluster, jnp.where(real, kept, unchanged))
+    )
+    params, server = state.params, state.server
+    if made.moves is not None:
+        params, server = jax.tree.map(lambda x: x[made.moves], (params, server))
+        if made.fresh is not None:
+            fresh = jax.tree.map(lambda one, p: jnp.broadcast_to(one, p.shape), made.fresh, params)
+            fresh = fresh, rules.initial_server(fresh)
+            params, server = where_rows(made.moves >= 0, (params, server), fresh)
+
+    # Run FedAvg inside the clusters.
+    state = state._replace(params=params, server=server, cluster=cluster, memory=made.memory)
+    state, metrics = inner.step(rules, key, state, clients)
+
+    # Add the costs of the embedding.
+    present = real.astype(jnp.float32)
+    costs = {"bytes_up": made.bytes_up, "bytes_down": made.bytes_down, "client_steps": made.steps}
+    metrics |= {name: metrics[name] + (present * cost).sum() for name, cost in costs.items()}
+    return state._replace(unchanged=kept), metrics | dict(made.metrics)
+
+
+def embedded(rules: Averaging, client: Callable[..., PyTree], cohort: Cohort, *rows: PyTree) -> PyTree:
+    """Returns what the clients of a cohort send to be assigned, a copy on every device: the server's work is small.
+
+    `client` is `(key, examples, size, *rows)`, with the key of the client's training in the round.
+    """
+    axis = mapping.or_auto(rules.client_axis)
+    return on_every_device(axis, phases.train_clients(axis, client, cohort, *rows))
+
+
+class ServeAssigned(NamedTuple):
+    """`Algorithm.serve` of these methods: a client's cluster, or the model of lowest loss before its first round."""
+
+    task: Task
+    num_clusters: int
+    has_personal: bool
+    client_axis: mapping.Mapping
+
+    def __call__(self, state: AveragingState, clients: Clients | None):
+        """Returns the models of the clusters, and the clients' own parameters."""
+        lowest, new = LowestLoss(*self), state.unchanged == UNSEEN
+        served = lowest(state, None)
+        if clients is None:
+            return served
+        chosen = jax.lax.cond(new.any(), lambda: lowest(state, clients).to, lambda: state.cluster)
+        return served._replace(to=jnp.where(new, chosen, state.cluster))

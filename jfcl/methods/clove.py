@@ -1,0 +1,153 @@
+"""CLoVE (Bhatia, Papadis, Kodialam, Lakshman, Chakrabarty 2025): clusters of clients by losses under all models."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Annotated, Literal, Unpack
+
+import jax
+import jax.numpy as jnp
+
+from jfcl.core import Algorithm, Clients, Cohort, Task, check, check_at_most_clients, num_clients, of_rest, random_order
+from jfcl.core.clients import server_key
+from jfcl.core.options import MOST_ADDED, OneOf, Range
+from jfcl.kernels import cut_by_silhouette, kmeans, least_cost_assignment, squared_distances
+from jfcl.methods.assigned import Assignment, assigned, embedded
+from jfcl.methods.averaging import Averaging, AveragingState, bytes_sent
+from jfcl.methods.options import AVERAGING, SCOPES, Options, factory
+from jfcl.methods.round import take_rows
+from jfcl.training import local
+from jfcl.training.losses import under_all
+
+FIRST = ("random", "losses")
+
+
+@factory(*AVERAGING, *SCOPES)
+def clove(
+    task: Task,
+    training: local.LocalTraining,
+    *,
+    num_clusters: Annotated[int | Literal["auto"], Range(1)],
+    most_clusters: Annotated[int, Range(2, 1000)] = 15,
+    first: Annotated[str, OneOf(FIRST)] = "random",
+    root: bool = False,
+    stable_rounds: Annotated[int | None, Range(1, MOST_ADDED)] = 3,
+    **options: Unpack[Options],
+) -> Algorithm:
+    """Clusters the clients of each round by the vectors of their losses under all models; then runs FedAvg inside.
+
+    Clients of one distribution have similar losses under every model, also under models that fit none of them. The
+    clusters of k-means get the models by the assignment of the least total loss, so that no two clusters share a model;
+    a model without a cluster stays as it is.
+
+    Args:
+      task, training: as in `jfcl.fedavg`.
+      num_clusters: `K`, the number of models; `"auto"`: in each round, the number of clusters is that of the largest
+        mean silhouette in Ward's dendrogram (see `jfcl.kernels.cut_by_silhouette`).
+      most_clusters: the number of models with `"auto"`, and so the most clusters.
+      first: clusters of the first round: `"random"`, equal parts of its clients, from which the models begin to differ;
+        `"losses"`, as in every round.
+      root: compare the square roots of losses, as the paper's theory does.
+      stable_rounds: while every client of a cohort has kept its cluster in the last so many of its rounds, clients get
+        their own model only, and are not clustered. Default: 3, as in the authors' code; None: never.
+
+    Returns:
+      `Algorithm` with an `AveragingState`, and the further metrics `clusters_found`, `compared` (1 in a round that
+      clusters its clients, else 0) and, with `"auto"`, `silhouette` of the clusters. A client with a loss that is not
+      finite keeps its cluster. One that has not taken part, or was not in training, is served the model of lowest loss.
+      Cost of a round: `K` forward passes over each client's data plus its local training, k-means of `[C, K]`; memory
+      `O(chunk D + K D)`. Bytes: each client gets `K` models (shared layers once) and sends one and `K` losses; once its
+      cohort is stable, one and one.
+
+    Raises:
+      ValueError: more clusters than clients in a round; as in `jfcl.fedavg`.
+
+    Source: CLoVE: Personalized Federated Learning through Clustering of Loss Vector Embeddings (Bhatia, Papadis,
+    Kodialam, Lakshman, Chakrabarty 2025). The authors' code assigns the clients of supervised problems at random at
+    first, and others by losses; once the clusters are stable it never compares again, and ends with an error for a
+    newcomer, where this method compares the round's clients.
+
+    Example:
+      >>> import jax, jfcl, numpy as np, optax
+      >>> task = jfcl.models.task(lambda key: {"b": jax.random.normal(key)}, lambda p, x: x + p["b"], kind="regression")
+      >>> y = np.repeat(np.float32([1, 5, 1, 5]), 4).reshape(4, 4)
+      >>> clients = jfcl.Clients({"x": np.zeros((4, 4), np.float32), "y": y}, np.full(4, 4, np.int32))
+      >>> algorithm = jfcl.clove(task, jfcl.local_training(optax.sgd(0.5), num_steps=1), num_clusters=2)
+      >>> state, _ = jfcl.rollout(algorithm, clients, key=jax.random.key(0), num_rounds=3)
+      >>> sorted(state.params["b"].tolist()), bool(state.cluster[0] == state.cluster[2] != state.cluster[1])
+      ([1.0, 5.0], True)
+    """
+    auto = num_clusters == "auto"
+    k, cohort = most_clusters if auto else num_clusters, options["cohort"]
+    check(auto or cohort is None or k <= cohort, "num_clusters", k, f"at most the {cohort} clients of a cohort")
+    rules = Averaging(task, training, k, **options)
+    find = partial(_found_auto if auto else _found, num_clusters=k, root=root)
+
+    def assign(key: jax.Array, cohort: Cohort, state: AveragingState) -> Assignment:
+        size = jnp.asarray(cohort.clients.size)
+        last, unchanged, own = take_rows(cohort, (state.cluster, state.unchanged, state.personal))
+        of_all = None if jax.tree.leaves(own) else under_all(task, state.params)
+
+        def losses(key, examples, size, own):
+            return (of_all or under_all(of_rest(task, own), state.params))(examples, size)[0]
+
+        def compare():
+            found = find(embedded(rules, losses, cohort, own), size > 0, last, server_key(cohort.key))
+            return *found, jnp.ones(())
+
+        def keep():
+            parts = jnp.argsort(random_order(server_key(cohort.key), cohort.clients)).astype(jnp.int32) % k
+            cluster = jnp.where(state.round == 0, parts, last) if first == "random" else last
+            return cluster, jnp.full((), jnp.nan), jnp.zeros(())
+
+        due = jnp.ones((), bool) if first == "losses" else state.round > 0
+        if stable_rounds is not None:
+            due &= jnp.where(size > 0, unchanged, jnp.iinfo(jnp.int32).max).min() < stable_rounds
+        cluster, score, compared = jax.lax.cond(due, compare, keep)
+        used = jnp.zeros(k, bool).at[jnp.where(size > 0, cluster, k)].set(True, mode="drop")
+        metrics = {"clusters_found": used.sum().astype(jnp.int32), "compared": compared}
+        metrics |= {"silhouette": score} if auto else {}
+        one, of_models = bytes_sent(rules, state.params, jnp.ones((), bool))
+        costs = {"bytes_up": compared * 4.0 * k, "bytes_down": compared * (of_models - one)}
+        return Assignment(cluster, state.memory, metrics=metrics, **costs)
+
+    algorithm = assigned(rules, assign)
+
+    def init(key: jax.Array, clients: Clients) -> AveragingState:
+        if not auto:
+            check_at_most_clients("num_clusters", k, num_clients(clients))
+        return algorithm.init(key, clients)
+
+    return algorithm._replace(init=init)
+
+
+@partial(jax.jit, static_argnames=("num_clusters", "root"))
+def _found(losses, real, last, key, *, num_clusters, root):
+    """Returns `(model [C], NaN)` of k-means on losses `[C, K]`."""
+    vectors, known = _vectors(losses, real, root)
+    cluster = kmeans(vectors, num_clusters, key=key, mask=known).cluster
+    return _matched(losses, cluster, known, last), jnp.full((), jnp.nan)
+
+
+@partial(jax.jit, static_argnames=("num_clusters", "root"))
+def _found_auto(losses, real, last, key, *, num_clusters, root):
+    """Returns `(model [C], mean silhouette [])` of as many clusters as silhouettes choose."""
+    vectors, known = _vectors(losses, real, root)
+    distances = jnp.sqrt(squared_distances(vectors, mask=known))
+    chosen = cut_by_silhouette(distances, most=num_clusters, mask=known)
+    return _matched(losses, chosen.cluster, known, last), chosen.scores[chosen.num_clusters]
+
+
+def _vectors(losses, real, root):
+    """Returns the vectors to cluster, and the clients `[C]` bool that have one."""
+    vectors = jnp.sqrt(losses) if root else losses
+    known = real & jnp.isfinite(vectors).all(axis=1)
+    return jnp.where(known[:, None], vectors, 0.0), known
+
+
+def _matched(losses, cluster, known, last):
+    """Returns the models of the clients `[C]`: those of their clusters, in the assignment of the least total loss."""
+    members = jax.nn.one_hot(cluster, losses.shape[1], dtype=losses.dtype, axis=0) * known[None, :].astype(losses.dtype)
+    total = jnp.matmul(members, jnp.where(known[:, None], losses, 0.0), precision=jax.lax.Precision.HIGHEST)
+    model = least_cost_assignment(total)[jnp.maximum(cluster, 0)]
+    return jnp.where(known, model, last)

@@ -1,0 +1,274 @@
+"""FedGroup (Duan et al. 2021) and FlexCFL (Duan et al. 2022): groups of clients by the directions of first updates."""
+
+from __future__ import annotations
+
+import zlib
+from functools import partial
+from typing import Annotated, NamedTuple, Unpack
+
+import jax
+import jax.numpy as jnp
+
+from jfcl import mapping
+from jfcl.core import (
+    Algorithm,
+    Clients,
+    Cohort,
+    PyTree,
+    Served,
+    Task,
+    check,
+    check_at_most_clients,
+    client_keys,
+    is_finite,
+    is_number,
+    mask,
+    num_bytes,
+    num_clients,
+    random_order,
+    take_clients,
+    trained_part,
+)
+from jfcl.core.options import MOST_REPEATED, Interval, OneOf, Range, Real
+from jfcl.kernels import cut, kmeans, linkage_tree, pairwise_cosine, principal_vectors, profile_distances
+from jfcl.kernels.base import rows_of
+from jfcl.methods import round as phases
+from jfcl.methods.assigned import UNSEEN, Assignment, assigned, embedded
+from jfcl.methods.averaging import Averaging, AveragingState, with_models
+from jfcl.methods.once import with_first_costs
+from jfcl.methods.options import AVERAGING, SCOPES, Options, factory
+from jfcl.robust.aggregate import cluster_mean, ravel_clients, where_rows
+from jfcl.training import local
+
+MEASURES = ("edc", "madc")
+COLD_STREAM = zlib.crc32(b"first update of a client")  # folded into a client's key
+NONE = -2.0  # in the place of the cosine of no update, or to a group without members
+
+
+class Groups(NamedTuple):
+    """The common start, the groups' directions `[K, D]`, and with `migrate` the shares of labels `[N, classes]`."""
+
+    start: PyTree
+    directions: jax.Array
+    shares: jax.Array | tuple[()]
+
+
+@factory(*AVERAGING, *SCOPES)
+def fedgroup(
+    task: Task,
+    training: local.LocalTraining,
+    *,
+    num_clusters: Annotated[int, Range(1)],
+    pretrain_steps: Annotated[int, Range(1, MOST_REPEATED)] = 50,
+    pretrain_clients: Annotated[int | None, Range(1)] = None,
+    measure: Annotated[str, OneOf(MEASURES)] = "edc",
+    mixing: Annotated[Real, Interval("[0, inf)")] = 0.0,
+    migrate: Annotated[Real | None, Interval("[0, 1]")] = None,
+    **options: Unpack[Options],
+) -> Algorithm:
+    """Groups clients by the directions of their updates from a common start, each client once; FedAvg runs inside.
+
+    Some clients train from the start before the first round, and are clustered. Later a client that takes part for the
+    first time does the same (a cold start), and joins the group whose mean update is most similar to its own.
+
+    Args:
+      task, training: as in `jfcl.fedavg`.
+      num_clusters: `K`, the number of groups.
+      pretrain_steps: local steps from the common start.
+      pretrain_clients: clients that are clustered before the first round; default: `20 K`, or all.
+      measure: of the clustering. `"edc"`: k-means of the cosines of an update to the first `K` left singular vectors of
+        all; `"madc"`: complete linkage of the mean difference of two clients' cosines to all others.
+      mixing: `η`, of the other groups' models, scaled to length 1, in each model after a round.
+      migrate: FlexCFL: a client whose shares of labels have changed by more than this, in total variation, since it
+        joined its group starts cold again; 0.1 stands for the authors' test. Default: never.
+      init_params: one model, the common start.
+
+    Returns:
+      `Algorithm` with an `AveragingState`, and the further metrics `cold_starts` and `migrations` of a round. A client
+      that has not taken part is served the model of lowest loss; one that was not in training starts cold. The first
+      models are the means of the pretrained ones, over clients alike. The pretraining is a round of `init`, with its
+      cost in the metrics of the first round. Cost of a round: FedAvg's, and `pretrain_steps` for each cold start (where
+      clients are mapped by `jax.vmap`, for all of the cohort in a round with one); memory `O(P D)` for `P` pretrained
+      clients in `init`. Bytes: a model down and up for each pretraining and cold start, beside FedAvg's.
+
+    Raises:
+      ValueError: `K` larger than the number of clients, or of those that are pretrained; `migrate` for a task without
+        classes; as in `jfcl.fedavg`.
+
+    Source: FedGroup: Efficient Clustered Federated Learning via Decomposed Data-Driven Measure (Duan, Liu, Ji, Wu,
+    Liang, Chen, Tan, Ren 2021); Flexible Clustered Federated Learning for Client-Level Data Distribution Shift (Duan,
+    Liu, Ji, Wu, Liang, Chen, Tan 2022). The authors' code for migration compares counts of labels as if
+    they were values, so that permuted labels are no change.
+
+    Example:
+      >>> import jax, jfcl, numpy as np, optax
+      >>> task = jfcl.models.task(lambda _: {"b": jax.numpy.full((), 3.0)}, lambda p, x: x + p["b"], kind="regression")
+      >>> y = np.repeat(np.float32([1, 5, 1, 5]), 4).reshape(4, 4)
+      >>> clients = jfcl.Clients({"x": np.zeros((4, 4), np.float32), "y": y}, np.full(4, 4, np.int32))
+      >>> algorithm = jfcl.fedgroup(task, jfcl.local_training(optax.sgd(0.25), num_steps=1), num_clusters=2)
+      >>> state = algorithm.init(jax.random.key(0), clients)
+      >>> np.round(state.params["b"][state.cluster], 1).tolist()
+      [1.0, 5.0, 1.0, 5.0]
+    """
+    k, wanted = num_clusters, 20 * num_clusters if pretrain_clients is None else pretrain_clients
+    check(wanted >= k, "pretrain_clients", pretrain_clients, f"at least the {k} groups")
+    check(migrate is None or task.num_classes is not None, "migrate", migrate, "left out for a task without classes")
+    options["client_axis"] = mapping.or_auto(options["client_axis"])
+    cold = training._replace(num_steps=pretrain_steps, num_epochs=None, keep="nothing")
+    how = Grouping(Averaging(task, training, k, **options), cold, wanted, measure, migrate)
+    rules = how.rules._replace(init_params=None)
+    grouped = assigned(rules, partial(_assign, how), remember=partial(_remember, how))
+    grouped = grouped._replace(adopt=partial(_adopt, how))
+    in_groups = grouped.step
+
+    def step(key: jax.Array, state: AveragingState, clients: Clients):
+        state, metrics = in_groups(key, state, clients)
+        cohort = phases.select_cohort(key, clients, rules.cohort)
+        group = jnp.where(jnp.asarray(cohort.clients.size) > 0, phases.take_rows(cohort, state.cluster), k)
+        trained = jnp.zeros(k, bool).at[group].set(True, mode="drop")
+        return state._replace(params=_mixed(task, state.params, trained, mixing)), metrics
+
+    if not is_number(mixing) or mixing > 0:
+        grouped = grouped._replace(step=step)
+    return with_first_costs(grouped, cold, messages=1, rounds=1, cohort=wanted)
+
+
+class Grouping(NamedTuple):
+    """The arguments of FedGroup: `cold` is the training of first updates, `count` clients have them in `init`."""
+
+    rules: Averaging
+    cold: local.LocalTraining
+    count: int
+    measure: str
+    migrate: Real | None
+
+
+def _first_update(how: Grouping, start: PyTree, key, examples, size, own) -> tuple[PyTree, jax.Array]:
+    """Returns the update of one client from the common start, and whether it is one."""
+    task, personal_steps = how.rules.task, how.rules.personal_steps
+    key, rest = jax.random.fold_in(key, COLD_STREAM), (examples, size, (), jnp.zeros((), jnp.int32))
+    _, update, _ = phases.train_scopes(task, how.cold, personal_steps, key, start, own, *rest)
+    return update, is_finite(update) & (size > 0)
+
+
+def _cosines(how: Grouping, memory: Groups, key, examples, size, own, is_cold) -> jax.Array:
+    """Returns the cosines `[K]` of one client's first update to the groups' directions; `NONE` where there is none."""
+    none = jnp.full(how.rules.num_clusters, NONE)
+
+    def train():
+        update, usable = _first_update(how, memory.start, key, examples, size, own)
+        update = ravel_clients(jax.tree.map(lambda u: u[None], trained_part(how.rules.task, update)))
+        similar = pairwise_cosine(jnp.concatenate([update, memory.directions.astype(update.dtype)]))[0, 1:]
+        return jnp.where(usable & (memory.directions != 0).any(axis=1), similar.astype(none.dtype), none)
+
+    return jax.lax.cond(is_cold, train, lambda: none)
+
+
+def _remember(how: Grouping, key: jax.Array, clients: Clients, state: AveragingState) -> AveragingState:
+    """Returns the state with the groups of the first clients, and their models."""
+    rules, k, n = how.rules, how.rules.num_clusters, num_clients(clients)
+    check_at_most_clients("num_clusters", k, n)
+    order_key, means_key, start_key, train_key = jax.random.split(key, 4)
+    start, first = phases.initial_models(rules.task, start_key, 1, rules.init_params), jnp.zeros(n, jnp.int32)
+    start, own = phases.initial_scopes(rules.personal, start, first)
+    start = jax.tree.map(lambda p: p[0], start)
+
+    # Train some clients from the common start, and cluster their updates.
+    rows = random_order(order_key, clients)[: min(how.count, n)]
+    cohort = Cohort(take_clients(clients, rows), rows, train_key)
+    train = partial(_first_update, how, start)
+    updates, usable = embedded(rules, train, cohort, phases.take_rows(cohort, own))
+    flat = ravel_clients(trained_part(rules.task, updates))
+    group = _groups(flat, means_key, usable, num_clusters=k, measure=how.measure)
+
+    # A group without clients starts at the mean of all.
+    counts, in_order = usable.astype(jnp.float32), mapping.chunked(1)
+    mean = cluster_mean(updates, group, counts, k, in_order)
+    of_all = cluster_mean(updates, jnp.zeros_like(group), counts, 1, in_order)
+    of_all = jax.tree.map(lambda a, m: jnp.broadcast_to(a, m.shape), of_all, mean)
+    mean = where_rows(jax.ops.segment_sum(counts, group, k) > 0, mean, of_all)
+    models = jax.tree.map(lambda s, m: s[None] + m, start, mean)
+
+    state = with_models(rules, state, models, first.at[rows].set(jnp.where(usable, group, 0)), own)
+    seen = jnp.full(n, UNSEEN, jnp.int32).at[rows].set(jnp.where(usable, 0, UNSEEN))
+    shares = ()
+    if how.migrate is not None:
+        shares = jnp.zeros((n, rules.task.num_classes)).at[rows].set(_shares(cohort.clients, rules.task))
+    directions = cluster_mean(flat, group, counts, k, in_order)
+    return state._replace(unchanged=seen, memory=Groups(start, directions, shares))
+
+
+def _assign(how: Grouping, key: jax.Array, cohort: Cohort, state: AveragingState) -> Assignment:
+    """Lets clients start cold that take part for the first time, or whose labels have changed."""
+    memory, size = state.memory, jnp.asarray(cohort.clients.size)
+    last, unchanged, own = phases.take_rows(cohort, (state.cluster, state.unchanged, state.personal))
+    moved = jnp.zeros(len(size), bool)
+    if how.migrate is not None:
+        shares, before = _shares(cohort.clients, how.rules.task), phases.take_rows(cohort, memory.shares)
+        change = jnp.abs(shares - before).sum(axis=1) / 2
+        moved = (size > 0) & (unchanged != UNSEEN) & (change > how.migrate)
+    is_cold = ((size > 0) & (unchanged == UNSEEN)) | moved
+    compare = partial(embedded, how.rules, partial(_cosines, how, memory), cohort)
+    none = jnp.full((len(size), how.rules.num_clusters), NONE)
+    similar = jax.lax.cond(is_cold.any(), lambda: compare(own, is_cold), lambda: none)
+    joins = is_cold & (similar.max(axis=1) > NONE)
+    cluster = jnp.where(joins, jnp.argmax(similar, axis=1).astype(jnp.int32), last)
+    if how.migrate is not None:
+        kept = jnp.where(joins[:, None], shares, before)
+        memory = memory._replace(shares=phases.put_rows(cohort, memory.shares, kept))
+    each = is_cold.astype(jnp.float32)
+    model, steps = each * float(num_bytes(memory.start)), each * float(how.cold.num_steps)
+    metrics = {"cold_starts": is_cold.sum().astype(jnp.int32), "migrations": moved.sum().astype(jnp.int32)}
+    return Assignment(cluster, memory, bytes_up=model, bytes_down=model, steps=steps, metrics=metrics)
+
+
+def _adopt(how: Grouping, state: AveragingState, clients: Clients) -> Served:
+    """Lets clients start cold that were not in training; their personal parameters are the mean of the others'."""
+    n, size = num_clients(clients), jnp.asarray(clients.size)
+    own = jax.tree.map(lambda x: jnp.broadcast_to(x.mean(axis=0), (n, *x.shape[1:])), state.personal)
+    keys = client_keys(jax.random.key(0), clients)
+    cosines = how.rules.client_axis(partial(_cosines, how, state.memory))
+    similar = cosines(keys, clients.examples, size, own, size > 0)
+    to = jnp.argmax(similar, axis=1).astype(jnp.int32)
+    return Served(state.params, to, None if how.rules.personal is None else own)
+
+
+@partial(jax.jit, static_argnames=("num_clusters", "measure"))
+def _groups(updates, key, usable, *, num_clusters, measure):
+    """Returns the group `[P]` int32 of each pretrained client, by its update `[P, D]`."""
+    if measure == "edc":
+        principal = principal_vectors(updates, num_clusters, mask=usable)[0]
+        both = pairwise_cosine(jnp.concatenate([updates, principal.astype(updates.dtype)]))
+        return jnp.maximum(kmeans(both[: len(updates), len(updates) :], num_clusters, key=key, mask=usable).cluster, 0)
+    distances = profile_distances(pairwise_cosine(updates, mask=usable), mask=usable)
+    return cut(linkage_tree(distances, "complete", mask=usable), num_clusters=min(num_clusters, len(updates)))
+
+
+def _shares(clients: Clients, task: Task) -> jax.Array:
+    """Returns each client's shares of labels, `[C, classes]`."""
+    y = clients.examples["y"]
+    check(
+        jnp.issubdtype(y.dtype, jnp.integer) and y.ndim == 2,
+        "migrate",
+        y.shape,
+        "left out without one label an example",
+    )
+    counts = jax.nn.one_hot(y, task.num_classes) * mask(clients)[:, :, None].astype(jnp.float32)
+    counts = counts.sum(axis=1)
+    return counts / jnp.maximum(counts.sum(axis=1), 1)[:, None]
+
+
+def _mixed(task: Task, params: PyTree, trained: jax.Array, mixing) -> PyTree:
+    """Returns the models of groups that have trained, each mixed with the others, scaled to length 1, by `mixing`."""
+    norms = jnp.sqrt(sum(jnp.square(x).sum(axis=1) for x in rows_of(trained_part(task, params))))
+    counts = trained & (norms > 0)
+    scale = jnp.where(counts, mixing / jnp.where(norms > 0, norms, 1.0), 0.0)
+    others = jnp.where(jnp.eye(len(scale), dtype=bool), 0.0, scale[None, :]) * trained[:, None]
+    total = 1 + others.sum(axis=1)
+
+    def mix(x):
+        rows = x.reshape(len(x), -1)
+        mixed = (rows + jnp.matmul(others.astype(x.dtype), rows)) / total[:, None].astype(x.dtype)
+        return mixed.reshape(x.shape)
+
+    return jax.tree.map(mix, params)

@@ -1,0 +1,287 @@
+"""StoCFL (Zeng, Hu, Liu, Yu, Wang, Xu 2023): clusters of clients that have been seen merge where they are similar."""
+
+from __future__ import annotations
+
+import zlib
+from functools import partial
+from typing import Annotated, NamedTuple, Unpack
+
+import jax
+import jax.numpy as jnp
+
+from jfcl import mapping
+from jfcl.core import (
+    INT32_MAX,
+    Algorithm,
+    Clients,
+    Cohort,
+    PyTree,
+    Served,
+    Task,
+    check_at_most_clients,
+    client_ids,
+    client_keys,
+    num_bytes,
+    num_clients,
+    trained_part,
+)
+from jfcl.core.options import Interval, Range, Real
+from jfcl.kernels import linkage_tree, pairwise_cosine
+from jfcl.methods import averaging as inner
+from jfcl.methods import round as phases
+from jfcl.methods.assigned import UNSEEN, Assignment, embedded
+from jfcl.methods.assigned import step as assigned_step
+from jfcl.methods.averaging import Averaging, AveragingState, averaging
+from jfcl.methods.options import AVERAGING, Options, factory
+from jfcl.robust.aggregate import ravel_clients
+from jfcl.training import local
+
+OBSERVE_STREAM = zlib.crc32(b"observation of a client")  # folded into a client's key
+
+
+class Partition(NamedTuple):
+    """What the server knows of the clients and clusters.
+
+    Attributes:
+      anchor: the model `[...]` from which clients are observed.
+      common: the state of the common model, of FedAvg.
+      seen: `[N, D]`, the update of each client from the anchor; zeros before its first round.
+      into: `[K]` int32, the row that a cluster has merged into, or its own.
+      first: `[K]` int32, the smallest id of a cluster's clients.
+      size: `[K]` int32, the number of its clients; 0 for a row that no cluster has.
+    """
+
+    anchor: PyTree
+    common: AveragingState
+    seen: jax.Array
+    into: jax.Array
+    first: jax.Array
+    size: jax.Array
+
+
+@factory(*AVERAGING, weights="equal")
+def stocfl(
+    task: Task,
+    training: local.LocalTraining,
+    *,
+    merge_threshold: Annotated[Real, Interval("[-2, 2]")] = 0.3,
+    max_clusters: Annotated[int | None, Range(1)] = None,
+    prox: Annotated[Real, Interval("[0, inf)")] = 0.05,
+    observe_epochs: Annotated[int, Range(1, 10**6)] = 10,
+    **options: Unpack[Options],
+) -> Algorithm:
+    """Begins with each client as a cluster, and merges the clusters of a cohort that are similar; FedAvg runs inside.
+
+    A client that takes part for the first time sends its update from a common anchor. In each round the clusters of the
+    cohort are compared by the means of their present clients' updates. A cluster's model is pulled to a common model,
+    from which new clusters start.
+
+    Args:
+      task: as in `jfcl.fedavg`.
+      training: as in `jfcl.fedavg`; of the common model. Its `prox` holds for that one.
+      merge_threshold: `τ`: clusters with this cosine similarity or a larger one are merged, the most similar first. The
+        authors' 0.2 to 0.3 for MNIST, 0.65 for CIFAR-10. Above 1, none merge; from -1 on down, all.
+      max_clusters: models that are ever made; default: one for each client. Without a model left, a client is served
+        the common model, and tries again in its next round.
+      prox: `μ`, of the pull `μ/2 ‖θ - ω‖²` of a cluster's model to the common one.
+      observe_epochs: full-batch steps from the anchor with which a client is observed.
+      init_params: one model, the anchor.
+
+    Returns:
+      `Algorithm` with an `AveragingState`, whose `memory` has the common model, and the further metrics
+      `clusters_found`, `merged` (clusters of the cohort that have merged into others) and `capacity_reached` (clients
+      without a model). A client that was not in training is observed, and joins the most similar cluster if that is
+      similar enough, else it is served the common model. Cost of a round: two local trainings a client,
+      `observe_epochs` steps of the new ones, `C² D` multiplications; memory `O(N D + K D)`. Bytes: two models down and
+      up, and once one more.
+
+    Raises:
+      ValueError: `max_clusters` larger than the number of clients; as in `jfcl.fedavg`.
+
+    Source: Stochastic Clustered Federated Learning (2023). In the authors' code the common model is trained by one
+    client of the cohort after the other; here it is FedAvg's. Of two clusters that merge, the one with the smaller id
+    gives its model, or the other one, if that has a model and more clients; without a model, the common one.
+
+    Example:
+      >>> import jax, jfcl, numpy as np, optax
+      >>> task = jfcl.models.task(lambda _: {"b": jax.numpy.full((), 3.0)}, lambda p, x: x + p["b"], kind="regression")
+      >>> y = np.repeat(np.float32([1, 5, 1, 5]), 4).reshape(4, 4)
+      >>> clients = jfcl.Clients({"x": np.zeros((4, 4), np.float32), "y": y}, np.full(4, 4, np.int32))
+      >>> algorithm = jfcl.stocfl(task, jfcl.local_training(optax.sgd(0.5), num_steps=9), prox=0.0)
+      >>> state, _ = jfcl.rollout(algorithm, clients, key=jax.random.key(0), num_rounds=2)
+      >>> np.round(state.params["b"][state.cluster], 1).tolist()
+      [1.0, 5.0, 1.0, 5.0]
+    """
+    options["client_axis"] = mapping.or_auto(options["client_axis"])
+    start, options["init_params"] = options["init_params"], None
+    observing = training._replace(num_steps=observe_epochs, num_epochs=None, batch_size=None, prox=0.0, keep="nothing")
+    rules = Averaging(task, training, 1, **options)
+    common = averaging(rules)
+    near = rules._replace(training=training._replace(prox=prox))
+    observe = partial(_observe, task, observing)
+
+    def init(key: jax.Array, clients: Clients) -> AveragingState:
+        n = num_clients(clients)
+        check_at_most_clients("max_clusters", max_clusters, n)
+        k = n if max_clusters is None else max_clusters
+        anchor = phases.initial_models(task, key, 1, start)
+        state = inner.init(
+            near._replace(num_clusters=k, init_params=jax.tree.map(lambda p: p[0], anchor)), key, clients
+        )
+        of_all = inner.init(rules._replace(init_params=anchor), key, clients)
+        seen = ravel_clients(trained_part(task, anchor))
+        rows, none = jnp.arange(k, dtype=jnp.int32), jnp.zeros(k, jnp.int32)
+        anchor = jax.tree.map(lambda p: p[0], anchor)
+        memory = Partition(anchor, of_all, jnp.zeros((n, seen.shape[1])), rows, none, none)
+        return state._replace(unchanged=jnp.full(n, UNSEEN, jnp.int32), memory=memory)
+
+    def step(key: jax.Array, state: AveragingState, clients: Clients):
+        memory, k = state.memory, len(state.memory.size)
+        omega = jax.tree.map(lambda p: p[0], memory.common.params)
+        of_all, of_common = common.step(key, memory.common, clients)
+        assign = partial(_assign, near, observe, observing, merge_threshold, omega)
+        state, metrics = assigned_step(near._replace(num_clusters=k, anchor=omega), assign, key, state, clients)
+        for name in ("bytes_up", "bytes_down", "client_steps"):
+            metrics[name] = metrics[name] + of_common[name]
+        return state._replace(memory=state.memory._replace(common=of_all)), metrics
+
+    def serve(state: AveragingState, clients: Clients | None) -> Served:
+        return _served(state, jnp.where((state.unchanged == UNSEEN) | (state.cluster < 0), -1, state.cluster))
+
+    def adopt(state: AveragingState, clients: Clients) -> Served:
+        memory, size, n = state.memory, jnp.asarray(clients.size), num_clients(clients)
+        zeros = jnp.zeros((n, memory.seen.shape[1]))
+        look = rules.client_axis(partial(observe, memory.anchor))
+        updates = look(client_keys(jax.random.key(0), clients), clients.examples, size, zeros, size > 0)
+        member = (state.unchanged != UNSEEN) & (state.cluster >= 0)
+        row = jnp.where(member, memory.into[state.cluster], len(memory.size))
+        sums = jax.ops.segment_sum(memory.seen, row, len(memory.size) + 1)[:-1]  # cosines do not ask for a mean
+        similar = pairwise_cosine(jnp.concatenate([updates, sums]))[:n, n:]
+        similar = jnp.where((memory.size > 0)[None, :], similar, -3.0)
+        nearest = jnp.argmax(similar, axis=1).astype(jnp.int32)
+        return _served(state, jnp.where(similar.max(axis=1) >= merge_threshold, nearest, -1))
+
+    return Algorithm(init, step, task, common.check, serve=serve, adopt=adopt)
+
+
+def _served(state: AveragingState, row: jax.Array) -> Served:
+    """Returns the models of the clusters in `row`, and the common model, last, where it is -1."""
+    memory, k = state.memory, len(state.memory.size)
+    models = jax.tree.map(lambda p, c: jnp.concatenate([p, c]), state.params, memory.common.params)
+    to = jnp.where(row < 0, k, memory.into[jnp.maximum(row, 0)]).astype(jnp.int32)
+    return Served(models, to, active=jnp.append(memory.size > 0, True))
+
+
+def _observe(
+    task: Task, observing: local.LocalTraining, anchor: PyTree, key, examples, size, seen, is_new
+) -> jax.Array:
+    """Returns the update `[D]` of one client from the anchor: `seen`, or a new one."""
+
+    def train():
+        key_of_it, rest = jax.random.fold_in(key, OBSERVE_STREAM), (examples, size, (), jnp.zeros((), jnp.int32))
+        trained = local.train(task, observing, key_of_it, anchor, *rest).params
+        update = jax.tree.map(lambda a, b: (a - b)[None], trained, anchor)
+        return ravel_clients(trained_part(task, update))[0].astype(seen.dtype)
+
+    return jax.lax.cond(is_new, train, lambda: seen)
+
+
+def _assign(rules, observe, observing, threshold, omega, key, cohort: Cohort, state: AveragingState) -> Assignment:
+    """Observes new clients, and merges the clusters of the cohort."""
+    memory, ids = state.memory, client_ids(cohort.clients)
+    k, real = len(memory.size), jnp.asarray(cohort.clients.size) > 0
+    last, unchanged, seen = phases.take_rows(cohort, (state.cluster, state.unchanged, memory.seen))
+    is_new = real & (unchanged == UNSEEN)
+    look = partial(embedded, rules, partial(observe, memory.anchor), cohort)
+    seen = jax.lax.cond(is_new.any(), lambda: look(seen, is_new), lambda: seen)
+    usable = real & jnp.isfinite(seen).all(axis=1)
+    row = jnp.where((unchanged == UNSEEN) | (last < 0), -1, memory.into[jnp.maximum(last, 0)])
+    of_row = lambda values, alone: jnp.where(row >= 0, values[jnp.maximum(row, 0)], alone)  # noqa: E731
+    first, size = of_row(memory.first, ids), of_row(memory.size, jnp.ones_like(ids))
+
+    # A cluster stands at the place of its first client in the cohort.
+    places = jnp.arange(len(ids), dtype=jnp.int32)
+    same = usable[:, None] & usable[None, :] & (first[:, None] == first[None, :])
+    place = jnp.argmax(same, axis=1).astype(jnp.int32)
+    stands = usable & (place == places)
+    member = (same & stands[None, :]).astype(seen.dtype)
+    means = jnp.matmul(member.T, jnp.where(usable[:, None], seen, 0.0), precision=jax.lax.Precision.HIGHEST)
+    similar = pairwise_cosine(means / jnp.maximum(member.sum(axis=0), 1)[:, None], mask=stands)
+    root, first, size, model, merged = _unions(similar, stands, threshold, first, size, row)
+
+    # The row of a union: that of its model, else the lowest that one of its clusters has, else the next free one.
+    of_client = root[place]
+    united = usable[:, None] & usable[None, :] & (of_client[:, None] == of_client[None, :])
+    lowest = jnp.where(united & (row >= 0)[None, :], row[None, :], k).min(axis=1)
+    leads = usable & (jnp.argmax(united, axis=1) == places)
+    own_model, own_first = model[of_client], first[of_client]
+    lacks = leads & (lowest == k)
+    rank = (lacks[None, :] & (own_first[None, :] < own_first[:, None])).sum(axis=1)
+    made = (memory.size > 0) | (memory.into != jnp.arange(k))
+    free = jnp.argsort(made, stable=True).astype(jnp.int32)
+    fits = rank < k - made.sum()
+    fresh_row = jnp.where(fits, free[jnp.minimum(rank, k - 1)], -1)
+    target = jnp.where(own_model >= 0, own_model, jnp.where(lowest < k, lowest, fresh_row))
+    target = jnp.where(usable, target, row).astype(jnp.int32)
+
+    # The clusters after it.
+    into = memory.into.at[jnp.where(usable & (row >= 0), row, k)].set(target, mode="drop")
+    into = into[into]
+    known = jnp.where(usable & (row >= 0), row, k)
+    sizes = memory.size.at[known].set(0, mode="drop")
+    at = jnp.where(leads & (target >= 0), target, k)
+    sizes = sizes.at[at].set(size[of_client], mode="drop")
+    firsts = memory.first.at[at].set(own_first, mode="drop")
+    moves = jnp.arange(k, dtype=jnp.int32).at[jnp.where(leads & (own_model < 0), at, k)].set(-1, mode="drop")
+    seen_rows = phases.put_rows(cohort, memory.seen, jnp.where(usable[:, None], seen, 0.0))
+    new = memory._replace(seen=seen_rows, into=into, first=firsts, size=sizes)
+    metrics = {
+        "clusters_found": (sizes > 0).sum().astype(jnp.int32),
+        "merged": merged,
+        "capacity_reached": (usable & (target < 0)).sum().astype(jnp.int32),
+    }
+    each = is_new.astype(jnp.float32)
+    model_bytes, steps = each * float(num_bytes(memory.anchor)), each * float(observing.num_steps)
+    cost = {"bytes_up": model_bytes, "bytes_down": model_bytes, "steps": steps}
+    return Assignment(target, new, moves, omega, metrics=metrics, **cost)
+
+
+def _unions(similar, stands, threshold, first, size, row):
+    """Merges clusters by falling similarity down to the threshold, transitively; the smaller id stays.
+
+    Args:
+      similar: `[C, C]`; stands: `[C]` bool, the places with a cluster; first, size, row: `[C]`, of these.
+
+    Returns:
+      `(root [C], first, size, model [2 C - 1], merged [])`: the union of each place, and of each union its id, its
+      number of clients, and the row of the model that it starts from, -1 without one.
+    """
+    count = len(stands)
+    if count == 1:
+        return jnp.zeros(1, jnp.int32), first, size, row, jnp.zeros((), jnp.int32)
+    tree = linkage_tree(1.0 - similar, "single", mask=stands)
+    children, empty = tree[:, :2].astype(jnp.int32), count - stands.sum()
+    merges = jnp.arange(count - 1)
+    joins = (merges < empty) | (tree[:, 2] <= 1.0 - threshold)  # places without a cluster change none
+
+    def pad(values, value):
+        return jnp.concatenate([jnp.where(stands, values, value), jnp.full(count - 1, value)]).astype(jnp.int32)
+
+    def union(i, carry):
+        first, size, model = carry
+        a, b = children[i, 0], children[i, 1]
+        a, b = jnp.where(first[a] <= first[b], a, b), jnp.where(first[a] <= first[b], b, a)
+        kept = jnp.where((size[a] < size[b]) & (model[b] >= 0), model[b], model[a])
+        values = first[a], size[a] + size[b], kept
+        return tuple(x.at[count + i].set(value) for x, value in zip(carry, values, strict=True))
+
+    carry = pad(first, INT32_MAX), pad(size, 0), pad(row, -1)
+    carry = jax.lax.fori_loop(0, count - 1, union, carry)
+
+    def descend(j, root):
+        i = count - 2 - j
+        return root.at[children[i]].set(jnp.where(joins[i], root[count + i], children[i]))
+
+    root = jax.lax.fori_loop(0, count - 1, descend, jnp.arange(2 * count - 1, dtype=jnp.int32))[:count]
+    merged = (joins & (merges >= empty)).sum().astype(jnp.int32)
+    return root, *carry, merged

@@ -1,0 +1,209 @@
+"""CLoVE against a loop of its round in float64, its degenerate cases, and what it refuses."""
+
+from functools import partial
+
+import jax
+import numpy as np
+import optax
+import pytest
+from scipy.optimize import linear_sum_assignment
+from sklearn.cluster import AgglomerativeClustering, KMeans
+from sklearn.metrics import adjusted_rand_score, silhouette_score
+
+import jfcl
+from jfcl.core import Clients, Task
+from jfcl.core.clients import client_ids
+from jfcl.methods.round import select_cohort
+from jfcl.testing import check_algorithm, pad_clients, pad_examples, problem
+
+D = 3
+LINEAR = Task(
+    init=lambda key: {"w": jax.random.normal(key, (D,))},
+    apply=lambda p, x: x @ p["w"],
+    cost=lambda outputs, batch: 0.5 * (outputs - batch["y"]) ** 2,
+)
+TWO = jfcl.local_training(optax.sgd(0.1), num_steps=2)
+TRUTH = np.array([[3.0, 0, -1], [-3.0, 1, 1], [0, 4, 2]])
+
+
+def regression(seed, n=12, m=7, k=3):
+    rng = np.random.default_rng(seed)
+    size = rng.integers(3 if m < 10 else m // 2, m + 1, n).astype(np.int32)
+    x = rng.normal(size=(n, m, D)).astype(np.float32)
+    y = np.einsum("nmd,nd->nm", x, TRUTH[np.arange(n) % k]).astype(np.float32)
+    return Clients({"x": x, "y": y}, size)
+
+
+def loss(w, clients, i):
+    s = int(clients.size[i])
+    x, y = (np.asarray(clients.examples[name][i, :s], np.float64) for name in "xy")
+    return 0.5 * np.mean((x @ w - y) ** 2)
+
+
+def trained(w, clients, i):
+    s = int(clients.size[i])
+    x, y = (np.asarray(clients.examples[name][i, :s], np.float64) for name in "xy")
+    for _ in range(2):
+        w = w - 0.1 * x.T @ (x @ w - y) / s
+    return w
+
+
+def clusters_of(vectors, k):
+    """k-means, or the authors' rule for an unknown number."""
+    if k != "auto":
+        return KMeans(k, n_init=20, random_state=0).fit_predict(vectors)
+    best = found = None
+    for number in range(2, len(vectors)):
+        labels = AgglomerativeClustering(number).fit_predict(vectors)
+        score = silhouette_score(vectors, labels)
+        if best is None or score > 1.1 * best:
+            best, found = score, labels
+    return found
+
+
+def one_round(models, clients, rows, k, root):
+    """The paper's round for the clients `rows`: `(models, {client: model})`."""
+    losses = np.array([[loss(w, clients, i) for w in models] for i in rows])
+    cluster = clusters_of(np.sqrt(losses) if root else losses, k)
+    cost = np.array([losses[cluster == c].sum(axis=0) for c in range(cluster.max() + 1)])
+    match = dict(zip(*linear_sum_assignment(cost), strict=True))
+    chosen = {i: match[c] for i, c in zip(rows, cluster, strict=True)}
+    new = models.copy()
+    for model in set(chosen.values()):
+        members = [i for i in rows if chosen[i] == model]
+        weights = np.array([clients.size[i] for i in members], np.float64)
+        new[model] = weights @ np.array([trained(models[model], clients, i) for i in members]) / weights.sum()
+    return new, chosen
+
+
+@pytest.mark.parametrize("cohort", [None, 8])
+@pytest.mark.parametrize(("k", "root"), [(3, False), (3, True), ("auto", False)])
+def test_a_round_is_the_papers(k, root, cohort):
+    most = 3 if k != "auto" else 11
+    for seed in range(3):
+        clients = regression(seed)
+        start = {"w": np.random.default_rng(seed + 50).normal(size=(most, D)).astype(np.float32) * 2}
+        options = {"num_clusters": k, "root": root, "cohort": cohort, "first": "losses", "init_params": start}
+        options |= {"most_clusters": most} if k == "auto" else {}
+        algorithm = jfcl.clove(LINEAR, TWO, **options)
+        padded = pad_clients(pad_examples(clients, 2, np.nan), 2)
+        state = algorithm.init(jax.random.key(seed), padded)
+        models, chosen = start["w"].astype(np.float64), {}
+        for t in range(3):
+            key = jax.random.fold_in(jax.random.key(seed), t)
+            drawn = select_cohort(key, padded, cohort)
+            rows = [int(i) for i in client_ids(drawn.clients) if i < 12]
+            models, found = one_round(models, clients, rows, k, root)
+            chosen |= found
+            state, metrics = jax.jit(algorithm.step)(key, state, padded)
+            np.testing.assert_allclose(state.params["w"], models, rtol=1e-5, atol=1e-5)
+            assert [int(state.cluster[i]) for i in chosen] == list(chosen.values())
+            assert metrics["clusters_found"] == len(set(found.values()))
+            present = cohort or 12
+            model = 4 * D
+            down = most * model if metrics["compared"] else model
+            assert metrics["bytes_down"] == present * down
+            assert metrics["bytes_up"] == present * (model + 4 * most * metrics["compared"])
+        assert ((np.asarray(state.unchanged)[:12] == -1) == [i not in chosen for i in range(12)]).all()
+
+
+def test_one_model_is_fedavg():
+    clients, key = regression(0), jax.random.key(3)
+    start = {"w": np.float32([1, 2, 3])}
+    runs = [
+        jfcl.rollout(algorithm, clients, key=key, num_rounds=4)[0].params["w"]
+        for algorithm in (
+            jfcl.clove(LINEAR, TWO, num_clusters=1, cohort=5, init_params=start),
+            jfcl.fedavg(LINEAR, TWO, cohort=5, init_params=start),
+        )
+    ]
+    np.testing.assert_array_equal(*runs)
+
+
+def test_with_models_that_separate_the_clients_it_is_ifca():
+    clients, key = regression(1, m=60), jax.random.key(3)
+    start = {"w": (TRUTH * 0.9).astype(np.float32)}
+    options = {"num_clusters": 3, "init_params": start}
+    ours = jfcl.rollout(jfcl.clove(LINEAR, TWO, first="losses", **options), clients, key=key, num_rounds=4)[0]
+    ifca = jfcl.rollout(jfcl.ifca(LINEAR, TWO, weights="size", **options), clients, key=key, num_rounds=4)[0]
+    np.testing.assert_allclose(ours.params["w"], ifca.params["w"], rtol=1e-6)
+    np.testing.assert_array_equal(ours.cluster, ifca.cluster)
+
+
+def test_the_first_round_divides_the_clients_at_random_and_a_stable_one_compares_nobody():
+    clients = regression(2, m=60)
+    algorithm = jfcl.clove(LINEAR, TWO, num_clusters=3, stable_rounds=2)
+    state, metrics = jfcl.rollout(algorithm, clients, key=jax.random.key(0), num_rounds=9)
+    first = algorithm.step(
+        jax.random.fold_in(jax.random.key(0), 1), algorithm.init(jax.random.key(0), clients), clients
+    )
+    assert np.bincount(first[0].cluster).tolist() == [4, 4, 4]
+    assert metrics["compared"][0] == 0 and metrics["compared"][1] == 1
+    quiet = np.flatnonzero(np.asarray(metrics["compared"][1:]) == 0)[0] + 1
+    assert (metrics["compared"][quiet:] == 0).all() and quiet >= 3
+    assert metrics["bytes_down"][-1] == 12 * 4 * D
+    assert adjusted_rand_score(state.cluster, np.arange(12) % 3) == 1
+
+
+def test_newcomers_and_clients_that_never_took_part_get_the_model_of_lowest_loss():
+    clients = regression(3)
+    algorithm = jfcl.clove(LINEAR, TWO, num_clusters=3, cohort=9)
+    history = jfcl.simulate(
+        algorithm, clients, key=jax.random.key(1), num_rounds=1, test_clients=clients, newcomers=clients
+    )
+    state = history.state
+    losses = np.array([[loss(np.float64(w), clients, i) for w in state.params["w"]] for i in range(12)])
+    unseen = np.asarray(state.unchanged) < 0
+    assert unseen.sum() == 3
+    served = np.asarray(algorithm.serve(state, clients).to)
+    np.testing.assert_array_equal(served[unseen], losses.argmin(axis=1)[unseen])
+    np.testing.assert_array_equal(served[~unseen], np.asarray(state.cluster)[~unseen])
+    np.testing.assert_allclose(history.records[-1]["newcomer_loss"], losses.min(axis=1).mean(), rtol=1e-4)
+
+
+def test_a_client_with_a_loss_that_is_not_finite_keeps_its_cluster():
+    clients = regression(4)
+    clients.examples["y"][5] = np.nan
+    algorithm = jfcl.clove(LINEAR, TWO, num_clusters=3, first="losses")
+    state = algorithm.init(jax.random.key(0), clients)
+    state, metrics = jax.jit(algorithm.step)(jax.random.key(1), state, clients)
+    assert state.cluster[5] == 0 and metrics["nonfinite"] == 1 and np.isfinite(state.params["w"]).all()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"num_clusters": "auto", "most_clusters": 4, "first": "losses"},
+        {"num_clusters": 2, "cohort": 4, "stable_rounds": None, "personal": lambda path: path == "b"},
+        {"num_clusters": 2, "shared": lambda path: path == "b", "root": True},
+    ],
+    ids=["auto", "cohort, personal", "shared, root"],
+)
+def test_options_conform(options):
+    check_algorithm(partial(jfcl.clove, **options))
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"num_clusters": 4, "cohort": 3}, "num_clusters must be at most the 3 clients of a cohort, got 4"),
+        ({"num_clusters": 8}, "num_clusters must be at most the 7 clients there are, got 8"),
+        ({"num_clusters": "all"}, "num_clusters must be of type int or 'auto'"),
+        ({"num_clusters": 0}, "num_clusters must be"),
+        ({"num_clusters": "auto", "most_clusters": 1}, "most_clusters must be"),
+        ({"num_clusters": 2, "first": "last"}, "unknown first"),
+    ],
+)
+def test_what_has_no_meaning_is_refused(options, words):
+    clients, _, task, training = problem()
+    with pytest.raises(ValueError, match=words):
+        jfcl.clove(task, training, **options).init(jax.random.key(0), clients)
+
+
+def test_it_has_no_privacy_and_others_choose_no_number():
+    _, _, task, training = problem()
+    with pytest.raises(TypeError, match="clove has no argument 'dp'"):
+        jfcl.clove(task, training, num_clusters=2, dp=None)
+    with pytest.raises(ValueError, match="num_clusters must be of type int"):
+        jfcl.ifca(task, training, num_clusters="auto")

@@ -1,0 +1,219 @@
+"""FedGroup and FlexCFL against a loop in float64, their degenerate case, newcomers, and what they refuse."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import scipy.cluster.hierarchy
+from scipy.spatial.distance import squareform
+from sklearn.cluster import KMeans
+
+import jfcl
+from jfcl.core import Clients, Task, random_order
+from jfcl.core.clients import client_ids
+from jfcl.kernels import profile_distances
+from jfcl.methods.assigned import UNSEEN
+from jfcl.methods.round import select_cohort
+from jfcl.testing import check_algorithm, pad_clients, pad_examples
+
+D, STEPS = 4, 5
+LINEAR = Task(
+    init=lambda key: {"w": jax.random.normal(key, (D,))},
+    apply=lambda p, x: x @ p["w"],
+    cost=lambda outputs, batch: 0.5 * (outputs - batch["y"]) ** 2,
+)
+TWO = jfcl.local_training(optax.sgd(0.1), num_steps=2)
+START = {"w": np.float32([0.5, -0.5, 1.0, 0.2])}
+TRUTH = np.array([[3.0, 0, -1, 1], [-3.0, 1, 1, 0], [0, 4, 2, -4]])
+
+
+def regression(seed, n=12, m=20, k=3):
+    rng = np.random.default_rng(seed)
+    size = rng.integers(m // 2, m + 1, n).astype(np.int32)
+    x = rng.normal(size=(n, m, D)).astype(np.float32)
+    y = np.einsum("nmd,nd->nm", x, TRUTH[np.arange(n) % k]).astype(np.float32)
+    return Clients({"x": x, "y": y}, size)
+
+
+def descend(w, clients, i, steps):
+    s = int(clients.size[i])
+    x, y = (np.asarray(clients.examples[name][i, :s], np.float64) for name in "xy")
+    for _ in range(steps):
+        w = w - 0.1 * x.T @ (x @ w - y) / s
+    return w
+
+
+def cosine(a, b):
+    return a @ b / np.linalg.norm(a) / np.linalg.norm(b)
+
+
+def grouped(updates, k, measure):
+    """The groups of the pretrained clients."""
+    if measure == "edc":
+        principal = np.linalg.svd(updates.T)[0][:, :k].T
+        embedded = np.array([[cosine(u, v) for v in principal] for u in updates])
+        return KMeans(k, n_init=20, random_state=0).fit_predict(embedded)
+    similar = np.array([[cosine(u, v) for v in updates] for u in updates])
+    n = len(updates)
+    madc = np.zeros((n, n))
+    for i in range(n):
+        for j in range(i):
+            rest = [z for z in range(n) if z not in (i, j)]
+            madc[i, j] = madc[j, i] = np.abs(similar[i, rest] - similar[j, rest]).mean()
+    return (
+        scipy.cluster.hierarchy.fcluster(scipy.cluster.hierarchy.linkage(squareform(madc), "complete"), k, "maxclust")
+        - 1
+    )
+
+
+@pytest.mark.parametrize(("measure", "mixing", "cohort"), [("edc", 0.0, 6), ("madc", 0.0, None), ("edc", 0.3, 6)])
+def test_the_groups_and_rounds_are_the_papers(measure, mixing, cohort):
+    for seed in range(2):
+        clients = regression(seed)
+        options = {"num_clusters": 3, "pretrain_steps": STEPS, "pretrain_clients": 7, "measure": measure}
+        options |= {"mixing": mixing, "cohort": cohort, "init_params": START}
+        algorithm = jfcl.fedgroup(LINEAR, TWO, **options)
+        padded = pad_clients(pad_examples(clients, 2, np.nan), 2)
+        key = jax.random.key(seed)
+        state = jax.jit(algorithm.init)(key, padded)
+
+        # The groups of seven clients.
+        first = [int(i) for i in random_order(jax.random.split(key, 4)[0], padded)[:7]]
+        start = START["w"].astype(np.float64)
+        update = {i: descend(start, clients, i, STEPS) - start for i in range(12)}
+        labels = grouped(np.array([update[i] for i in first]), 3, measure)
+        ours = np.asarray(state.cluster)
+        name = {labels[j]: int(ours[i]) for j, i in enumerate(first)}  # of a group in the loop: its number here
+        assert [name[label] for label in labels] == ours[first].tolist() and len(set(name.values())) == 3
+        group = {i: name[label] for i, label in zip(first, labels, strict=True)}
+        direction = np.array([np.mean([update[i] for i in first if group[i] == g], axis=0) for g in range(3)])
+        models = start + direction
+        np.testing.assert_allclose(state.params["w"], models, rtol=1e-5, atol=1e-5)
+
+        for t in range(3):
+            round_key = jax.random.fold_in(key, t)
+            drawn = select_cohort(round_key, padded, cohort)
+            rows = [int(i) for i in client_ids(drawn.clients) if i < 12]
+            cold = [i for i in rows if i not in group]
+            for i in cold:
+                group[i] = int(np.argmax([cosine(update[i], d) for d in direction]))
+            new = models.copy()
+            for g in {group[i] for i in rows}:
+                members = [i for i in rows if group[i] == g]
+                weights = np.array([clients.size[i] for i in members], np.float64)
+                new[g] = weights @ [descend(models[g], clients, i, 2) for i in members] / weights.sum()
+            if mixing:
+                norms, trained = np.linalg.norm(new, axis=1), sorted({group[i] for i in rows})
+                mixed = new.copy()
+                for g in trained:
+                    others = [h for h in trained if h != g]
+                    total = new[g] + mixing * sum((new[h] / norms[h] for h in others), np.zeros(D))
+                    mixed[g] = total / (1 + mixing * sum(1 / norms[h] for h in others))
+                new = mixed
+            models = new
+            state, metrics = jax.jit(algorithm.step)(round_key, state, padded)
+            np.testing.assert_allclose(state.params["w"], models, rtol=1e-5, atol=2e-5)
+            assert [int(state.cluster[i]) for i in group] == list(group.values())
+            assert metrics["cold_starts"] == len(cold)
+            model, pretrained = 4 * D, 7 if t == 0 else 0
+            sent = model * (len(rows) + len(cold) + pretrained)
+            np.testing.assert_allclose([metrics["bytes_up"], metrics["bytes_down"]], sent, rtol=1e-6)
+            steps = 2 * len(rows) + STEPS * (len(cold) + pretrained)
+            np.testing.assert_allclose(metrics["client_steps"], steps, rtol=1e-6)
+        seen = np.asarray(state.unchanged) != UNSEEN
+        assert seen[:12].tolist() == [i in group for i in range(12)]
+
+
+def test_one_group_is_fedavg_from_the_mean_of_the_pretrained_models():
+    clients, key = regression(3), jax.random.key(1)
+    algorithm = jfcl.fedgroup(LINEAR, TWO, num_clusters=1, pretrain_steps=STEPS, init_params=START)
+    start = np.mean([descend(START["w"].astype(np.float64), clients, i, STEPS) for i in range(12)], axis=0)
+    ours = jfcl.rollout(algorithm, clients, key=key, num_rounds=3)[0].params["w"]
+    fedavg = jfcl.fedavg(LINEAR, TWO, init_params={"w": np.float32(start)})
+    theirs = jfcl.rollout(fedavg, clients, key=key, num_rounds=3)[0].params["w"]
+    np.testing.assert_allclose(ours, theirs, rtol=1e-5)
+
+
+def test_profiles_are_compared_without_the_two():
+    rng = np.random.default_rng(0)
+    a = rng.normal(size=(6, 6))
+    a = np.float32(a + a.T)
+    mask = np.arange(6) < 5
+    ours = profile_distances(a, mask=mask)
+    for i in range(6):
+        for j in range(6):
+            rest = [z for z in range(5) if z not in (i, j)]
+            wanted = np.abs(a[i, rest] - a[j, rest]).mean() if i != j and max(i, j) < 5 else 0
+            np.testing.assert_allclose(ours[i, j], wanted, rtol=1e-5, atol=1e-6)
+    assert not np.asarray(profile_distances(a[:2, :2])).any()
+
+
+def test_newcomers_start_cold():
+    clients, newcomers = regression(4), regression(5, n=6)
+    algorithm = jfcl.fedgroup(LINEAR, TWO, num_clusters=3, pretrain_steps=STEPS, init_params=START)
+    history = jfcl.simulate(
+        algorithm, clients, key=jax.random.key(0), num_rounds=2, test_clients=clients, newcomers=newcomers
+    )
+    start = START["w"].astype(np.float64)
+    directions = np.asarray(history.state.memory.directions, np.float64)
+    updates = [descend(start, newcomers, i, STEPS) - start for i in range(6)]
+    wanted = [int(np.argmax([cosine(u, d) for d in directions])) for u in updates]
+    assert np.asarray(algorithm.adopt(history.state, newcomers).to).tolist() == wanted
+    assert np.isfinite(history.records[-1]["newcomer_loss"]) and history.init_rounds == 1
+
+
+def labelled(labels, seed=0, m=12):
+    """Clients whose inputs depend on their labels."""
+    rng = np.random.default_rng(seed)
+    y = np.array([rng.permutation(np.resize(some, m)) for some in labels]).astype(np.int32)
+    x = np.eye(4, dtype=np.float32)[y] + 0.1 * rng.normal(size=(len(labels), m, 4)).astype(np.float32)
+    return Clients({"x": x, "y": y}, np.full(len(labels), m, np.int32))
+
+
+def test_a_client_with_other_labels_migrates():
+    task = jfcl.models.classification(jfcl.models.Linear(4), (4,), 4)
+    pairs = [[0, 1], [2, 3]] * 4
+    before, after = labelled(pairs), labelled([[2, 3], *pairs[1:]])
+    for migrate, moves in ((0.1, 1), (None, 0)):
+        algorithm = jfcl.fedgroup(task, TWO, num_clusters=2, pretrain_steps=STEPS, migrate=migrate)
+        state = algorithm.init(jax.random.key(0), before)
+        assert state.cluster[0] != state.cluster[1]
+        step = jax.jit(algorithm.step)
+        state, metrics = step(jax.random.key(1), state, before)
+        assert metrics["migrations"] == 0
+        state, metrics = step(jax.random.key(2), state, after)
+        assert metrics["migrations"] == metrics["cold_starts"] == moves
+        assert (state.cluster[0] == state.cluster[1]) == bool(moves)
+        state, metrics = step(jax.random.key(3), state, after)
+        assert metrics["migrations"] == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "options",
+    [{"cohort": 4, "mixing": 0.1}, {"migrate": 0.1, "measure": "madc"}, {"personal": lambda path: path == "b"}],
+    ids=["cohort, mixing", "migrate, madc", "personal"],
+)
+def test_options_conform(options):
+    kind = "classification" if "migrate" in options else "regression"
+    method = partial(jfcl.fedgroup, num_clusters=2, pretrain_steps=3, pretrain_clients=4, **options)
+    check_algorithm(method, kind=kind, padding_tolerance=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"num_clusters": 13}, "num_clusters must be at most the 12 clients there are, got 13"),
+        ({"num_clusters": 3, "pretrain_clients": 2}, "pretrain_clients must be at least the 3 groups, got 2"),
+        ({"num_clusters": 2, "migrate": 0.1}, "migrate must be left out for a task without classes"),
+        ({"num_clusters": 2, "mixing": -1.0}, "mixing must be"),
+        ({"num_clusters": 2, "measure": "cosine"}, "unknown measure"),
+    ],
+)
+def test_what_has_no_meaning_is_refused(options, words):
+    with pytest.raises(ValueError, match=words):
+        algorithm = jfcl.fedgroup(LINEAR, TWO, **options)
+        jax.eval_shape(algorithm.init, jax.random.key(0), jax.tree.map(jnp.asarray, regression(0)))

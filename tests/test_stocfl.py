@@ -1,0 +1,188 @@
+"""StoCFL against a loop in float64, its degenerate cases, newcomers, its capacity, and what it refuses."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jfcl
+from jfcl.core import Clients, Task
+from jfcl.core.clients import client_ids
+from jfcl.methods.assigned import UNSEEN
+from jfcl.methods.round import select_cohort
+from jfcl.testing import check_algorithm, pad_clients, pad_examples, problem
+
+D, SEE = 4, 3
+LINEAR = Task(
+    init=lambda key: {"w": jax.random.normal(key, (D,))},
+    apply=lambda p, x: x @ p["w"],
+    cost=lambda outputs, batch: 0.5 * (outputs - batch["y"]) ** 2,
+)
+TWO = jfcl.local_training(optax.sgd(0.1), num_steps=2)
+START = {"w": np.float32([0.5, -0.5, 1.0, 0.2])}
+TRUTH = np.array([[3.0, 0, -1, 1], [-3.0, 1, 1, 0], [0, 4, 2, -4]])
+
+
+def regression(seed, n=12, m=12, k=3, spread=0.0):
+    rng = np.random.default_rng(seed)
+    size = rng.integers(m // 2, m + 1, n).astype(np.int32)
+    x = rng.normal(size=(n, m, D)).astype(np.float32)
+    truth = TRUTH[np.arange(n) % k] + spread * rng.normal(size=(n, D))
+    return Clients({"x": x, "y": np.einsum("nmd,nd->nm", x, truth).astype(np.float32)}, size)
+
+
+def descend(w, clients, i, steps, pull=0.0, near=0.0):
+    s = int(clients.size[i])
+    x, y = (np.asarray(clients.examples[name][i, :s], np.float64) for name in "xy")
+    for _ in range(steps):
+        w = w - 0.1 * (x.T @ (x @ w - y) / s + pull * (w - near))
+    return w
+
+
+def cosine(a, b):
+    return a @ b / np.linalg.norm(a) / np.linalg.norm(b)
+
+
+class Loop:
+    """The server of the paper: clusters are named by the smallest id of their clients."""
+
+    def __init__(self, clients, threshold, pull):
+        self.clients, self.threshold, self.pull = clients, threshold, pull
+        n = len(clients.size)
+        self.members, self.cluster_of = {i: [i] for i in range(n)}, list(range(n))
+        self.models, self.seen, self.omega = {}, {}, START["w"].astype(np.float64)
+
+    def unite(self, a, b):
+        a, b = self.cluster_of[a], self.cluster_of[b]
+        if a == b:
+            return 0
+        a, b = min(a, b), max(a, b)
+        if len(self.members[a]) < len(self.members[b]) and b in self.models:
+            self.models[a] = self.models[b]
+        self.models.pop(b, None)
+        for i in self.members[b]:
+            self.cluster_of[i] = a
+        self.members[a] += self.members.pop(b)
+        return 1
+
+    def round(self, rows):
+        start = START["w"].astype(np.float64)
+        new = [i for i in rows if i not in self.seen]
+        self.seen |= {i: descend(start, self.clients, i, SEE) - start for i in new}
+        buckets = {}
+        for i in sorted(rows):
+            buckets.setdefault(self.cluster_of[i], []).append(self.seen[i])
+        means = {c: np.mean(some, axis=0) for c, some in buckets.items()}
+        pairs = [(cosine(means[a], means[b]), a, b) for a in means for b in means if a < b]
+        merged = sum(self.unite(a, b) for s, a, b in sorted(pairs, key=lambda p: -p[0]) if s >= self.threshold)
+        for i in rows:
+            self.models.setdefault(self.cluster_of[i], self.omega)
+        begin, omega = dict(self.models), self.omega
+        for c in {self.cluster_of[i] for i in rows}:
+            some = [i for i in rows if self.cluster_of[i] == c]
+            self.models[c] = np.mean([descend(begin[c], self.clients, i, 2, self.pull, omega) for i in some], axis=0)
+        self.omega = np.mean([descend(omega, self.clients, i, 2) for i in rows], axis=0)
+        return len(new), merged
+
+
+@pytest.mark.parametrize("cohort", [None, 4])
+@pytest.mark.parametrize(("threshold", "spread"), [(0.3, 0.0), (0.8, 1.5)])
+def test_a_round_is_the_papers(threshold, spread, cohort):
+    for seed in range(3):
+        clients = regression(seed, spread=spread)
+        options = {"merge_threshold": threshold, "prox": 0.4, "observe_epochs": SEE, "cohort": cohort}
+        algorithm = jfcl.stocfl(LINEAR, TWO, init_params=START, **options)
+        padded = pad_clients(pad_examples(clients, 2, np.nan), 2)
+        key = jax.random.key(seed)
+        state, step = jax.jit(algorithm.init)(key, padded), jax.jit(algorithm.step)
+        loop = Loop(clients, threshold, 0.4)
+        for t in range(6):
+            round_key = jax.random.fold_in(key, t)
+            rows = [int(i) for i in client_ids(select_cohort(round_key, padded, cohort).clients) if i < 12]
+            new, merged = loop.round(rows)
+            state, metrics = step(round_key, state, padded)
+            served = algorithm.serve(state, None)
+            to, seen = np.asarray(served.to)[:12], sorted(loop.seen)
+            assert [int(i) for i in np.flatnonzero(np.asarray(state.unchanged)[:12] != UNSEEN)] == seen
+            ours, theirs = to[seen], np.array(loop.cluster_of)[seen]
+            np.testing.assert_array_equal(ours[:, None] == ours[None, :], theirs[:, None] == theirs[None, :])
+            models = np.asarray(served.models["w"], np.float64)[to]
+            wanted = [loop.models[loop.cluster_of[i]] if i in loop.seen else loop.omega for i in range(12)]
+            np.testing.assert_allclose(models, wanted, rtol=1e-5, atol=1e-5)
+            assert metrics["merged"] == merged and metrics["capacity_reached"] == 0
+            assert metrics["clusters_found"] == len(set(theirs.tolist()))
+            assert metrics["bytes_up"] == metrics["bytes_down"] == 4 * D * (2 * len(rows) + new)
+            assert metrics["client_steps"] == 4 * len(rows) + SEE * new
+
+
+def test_one_cluster_is_fedavg_and_no_merging_is_local_training():
+    clients, key = regression(1), jax.random.key(2)
+
+    def models(algorithm):
+        state, _ = jfcl.rollout(algorithm, clients, key=key, num_rounds=3)
+        served = algorithm.serve(state, None)
+        return np.asarray(served.models["w"])[np.arange(12) if served.to is None else np.asarray(served.to)]
+
+    options = {"prox": 0.0, "observe_epochs": SEE, "init_params": START}
+    fedavg = jfcl.fedavg(LINEAR, TWO, weights="equal", init_params=START)
+    np.testing.assert_allclose(
+        models(jfcl.stocfl(LINEAR, TWO, merge_threshold=-1.0, **options)), models(fedavg), rtol=1e-5
+    )
+    alone = jfcl.local_only(LINEAR, TWO, init_params=START)
+    ours = models(jfcl.stocfl(LINEAR, TWO, merge_threshold=1.5, **options))
+    np.testing.assert_allclose(ours, models(alone), rtol=1e-5)
+
+
+def test_clients_beyond_the_capacity_wait_with_the_common_model():
+    clients = regression(2, n=9, m=40)
+    algorithm = jfcl.stocfl(LINEAR, TWO, merge_threshold=0.8, max_clusters=2, observe_epochs=SEE, init_params=START)
+    state, metrics = jfcl.rollout(algorithm, clients, key=jax.random.key(0), num_rounds=3)
+    assert metrics["capacity_reached"].tolist() == [3, 3, 3] and metrics["clusters_found"].tolist() == [2, 2, 2]
+    served = algorithm.serve(state, None)
+    assert np.asarray(served.to).tolist() == [0, 1, 2] * 3  # row 2 is the common model
+    np.testing.assert_array_equal(served.models["w"][2], state.memory.common.params["w"][0])
+    assert served.active.tolist() == [True, True, True]
+
+
+def test_newcomers_join_a_similar_cluster_or_get_the_common_model():
+    clients, newcomers = regression(3, m=30), regression(4, n=4, m=30, k=3)
+    newcomers.examples["y"][3] *= 0
+    newcomers.examples["y"][3] += newcomers.examples["x"][3] @ np.float32([0, -4, -2, -4])
+    algorithm = jfcl.stocfl(LINEAR, TWO, merge_threshold=0.5, observe_epochs=SEE, init_params=START)
+    history = jfcl.simulate(
+        algorithm, clients, key=jax.random.key(0), num_rounds=2, test_clients=clients, newcomers=newcomers
+    )
+    served = algorithm.serve(history.state, None)
+    to = np.asarray(algorithm.adopt(history.state, newcomers).to)
+    assert to[:3].tolist() == np.asarray(served.to)[:3].tolist() and to[3] == 12
+    assert np.isfinite(history.records[-1]["newcomer_loss"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{"cohort": 4, "max_clusters": 6}, {"merge_threshold": 1.5, "max_clusters": 3}])
+def test_options_conform(options):
+    check_algorithm(partial(jfcl.stocfl, observe_epochs=3, **options))
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"max_clusters": 8}, "max_clusters must be at most the 7 clients there are, got 8"),
+        ({"merge_threshold": 3.0}, r"merge_threshold must be in \[-2, 2\]"),
+        ({"prox": -1.0}, "prox must be"),
+    ],
+)
+def test_what_has_no_meaning_is_refused(options, words):
+    clients, _, task, training = problem()
+    with pytest.raises(ValueError, match=words):
+        algorithm = jfcl.stocfl(task, training, **options)
+        jax.eval_shape(algorithm.init, jax.random.key(0), jax.tree.map(jnp.asarray, clients))
+
+
+def test_it_has_no_privacy():
+    _, _, task, training = problem()
+    with pytest.raises(TypeError, match="stocfl has no argument 'dp'"):
+        jfcl.stocfl(task, training, dp=None)
