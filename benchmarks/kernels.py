@@ -114,6 +114,15 @@ def bipartition(quick: bool) -> list[Row]:
                 repeats=3,
             )
             rows += rows_of("complete linkage", f"N={count}", seconds)
+            apart = 1.0 - similarity
+            seconds = in_turn(
+                {
+                    "SciPy linkage(average)": lambda c=condensed: linkage(c, "average"),
+                    "linkage_tree(average)": lambda d=apart: kernels.linkage_tree(d, "average"),
+                },
+                repeats=3,
+            )
+            rows += rows_of("average linkage", f"N={count}", seconds)
     return rows
 
 
