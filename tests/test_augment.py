@@ -112,7 +112,7 @@ def test_refuses_what_is_no_image(name):
 
 @pytest.mark.parametrize("name", ["tutorial", "tutorial_batch"])
 def test_tutorial_refuses_small_images(name):
-    words = rf"augment {name} needs images of 24 x 24 or more, got x of shape \(1, 8, 8, 1\)"
+    words = "augment needs images of 24 x 24 or more, got 8 x 8"
     with pytest.raises(ValueError, match=words):
         AUGMENTATIONS[name](jax.random.key(0), {"x": jnp.zeros((1, 8, 8, 1))})
 

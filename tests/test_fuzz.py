@@ -507,9 +507,9 @@ def test_counts_and_parameters_are_bounded_in_python_too():
         lambda: jfcl.local_training(optax.sgd(0.1), num_steps=2**31),
         lambda: jfcl.local_training(optax.sgd(0.1), num_steps=1, batch_size=np.int64(2**31)),
     ):
-        with pytest.raises(ValueError, match="at least 1 and at most 2147483647, got "):
+        with pytest.raises(ValueError, match="at most 2147483647, got "):
             call()
-    with pytest.raises(ValueError, match="prox must be 0 or more, and finite"):
+    with pytest.raises(ValueError, match="prox must be finite"):
         jfcl.local_training(optax.sgd(0.1), num_steps=1, prox=math.inf)
     for value in (True, 1.0, "1", None, -1):
         with pytest.raises(ValueError, match="seeds must be an integer, at least 1, got"):

@@ -584,8 +584,8 @@ def test_labels_of_few_bits_may_be_of_many_classes(dtype, classes):
         (lambda: classification(jfcl.models.ViT(3, patch=0), (8, 8, 1), 3), "ViT must map .* ZeroDivisionError"),
         (lambda: jfcl.models.parameter_paths(jfcl.models.MLP(3)), "task must be a Task, .* got 'MLP'"),
         (lambda: jfcl.models.in_bfloat16(jfcl.models.MLP(3)), "task must be a Task, .* got 'MLP'"),
-        (lambda: jfcl.local_training(optax.sgd(0.1), num_steps=1, prox=None), "prox must be 0 or more.* got None"),
-        (lambda: jfcl.local_training(optax.sgd(0.1), num_steps=1, prox="a"), "prox must be 0 or more.* got 'a'"),
+        (lambda: jfcl.local_training(optax.sgd(0.1), num_steps=1, prox=None), "prox must be of type float.* got None"),
+        (lambda: jfcl.local_training(optax.sgd(0.1), num_steps=1, prox="a"), "prox must be of type float.* got 'a'"),
     ],
 )
 def test_wrong_arguments_are_named(make, message):

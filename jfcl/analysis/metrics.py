@@ -18,7 +18,7 @@ import numpy as np
 from jfcl import mapping
 from jfcl.core import Batch, Clients, PyTree, Task, check, check_mixes, mixture_task, num_clients, of_rest
 from jfcl.mapping.jitted import jitted
-from jfcl.training.losses import blank_padding, losses_under_all, masked_mean
+from jfcl.training.losses import blank_padding, masked_mean, under_all
 
 __all__ = ["auc", "calibration_error", "check_metrics", "cluster_recovery", "confusion_matrix", "contingency"]
 __all__ += ["deviation", "evaluate", "macro_f1", "rounds_to_recovery", "summarize"]
@@ -107,7 +107,7 @@ def _evaluate(params, clients, cluster, personal, *, task, metrics, client_axis)
     def client(params, examples, size, k, own):
         task = of_rest(of_all, own) if jax.tree.leaves(own) else of_all
         if k is None:
-            k = jnp.argmin(losses_under_all(task, params, examples, size)).astype(jnp.int32)
+            k = jnp.argmin(under_all(task, params)(examples, size)[0]).astype(jnp.int32)
         if k.ndim:  # a mixture
             task, model, k = mixture_task(task), (params, k), jnp.argmax(k).astype(jnp.int32)
         else:
@@ -143,9 +143,8 @@ def summarize(evaluation: dict[str, np.ndarray], size: np.ndarray) -> dict[str, 
 
     Returns:
       `loss`, `accuracy`, `perplexity` and further metrics: means over clients, of a further metric without those for
-      which it is NaN (None if it is for all). `pooled_accuracy`: the mean over examples.
-      `worst_client_accuracy` and `worst_decile_accuracy`: the lowest, and the mean of the lowest tenth (at least one
-      client).
+      which it is NaN (None if it is for all). `pooled_accuracy`: the mean over examples. `worst_client_accuracy` and
+      `worst_decile_accuracy`: the lowest, and the mean of the lowest tenth (at least one client).
 
     Example:
       >>> import numpy as np
@@ -221,7 +220,7 @@ def contingency(found: np.ndarray, true: np.ndarray) -> np.ndarray:
 
 
 def _adjusted_rand(table: np.ndarray) -> float:
-    """Returns the adjusted Rand index: pairs of clients that are together in both, one or none of the clusterings."""
+    """Returns the adjusted Rand index, from pairs of clients that are together in both, one or no clustering."""
     squares = [int((counts.astype(np.int64) ** 2).sum()) for counts in (table, table.sum(axis=1), table.sum(axis=0))]
     clients = int(table.sum())
     both, only_found, only_true = squares[0] - clients, squares[1] - squares[0], squares[2] - squares[0]
@@ -308,12 +307,8 @@ def macro_f1(logits: jax.Array, batch: Batch, real: jax.Array) -> jax.Array:
 def auc(logits: jax.Array, batch: Batch, real: jax.Array) -> jax.Array:
     """Returns the area under the ROC curve, `[]`, of two classes: the probability that a positive example ranks higher.
 
-    Ties count one half. NaN for a client with examples of one class only; means over clients leave it out.
-
-    Raises:
-      ValueError: other than two classes.
-
-    Cost: `O(M²)`.
+    Ties count one half. NaN for a client with examples of one class only; means over clients leave it out. Cost:
+    `O(M²)`. `ValueError` for other than two classes.
 
     Example:
       >>> logits = jnp.array([[0.0, 1.0], [0.0, 2.0], [0.0, 0.0]])

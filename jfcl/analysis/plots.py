@@ -79,12 +79,8 @@ def _content(figure: Figure, form: str, *, whole: bool = False) -> bytes:
 def save(figure: Figure, path: str | Path, *, column: bool = False) -> Path:
     """Writes `figure` as PNG, PDF or SVG, as the name of the file ends, making its folder.
 
-    Args:
-      column: write it as wide as a column of a paper with two columns, 3.25 inches, with texts of 6 to 8 points. The
-        figure is changed.
-
-    Raises:
-      ValueError: another ending.
+    With `column` it is as wide as a column of a paper with two columns, 3.25 inches, with texts of 6 to 8 points; the
+    figure is changed. `ValueError` for another ending.
 
     Example:
       >>> import tempfile
@@ -276,11 +272,7 @@ def assignments(records: Records, true_cluster: np.ndarray | None = None, *, see
 
 
 def similarity(matrix: np.ndarray, cluster: np.ndarray) -> Figure:
-    """Plots a matrix of cosine similarities, its rows sorted by cluster, with a line between clusters.
-
-    Args:
-      matrix: `[N, N]`, from -1 to 1.
-      cluster: `[N]`.
+    """Plots a matrix of cosine similarities `[N, N]`, its rows sorted by `cluster` `[N]`, with a line between clusters.
 
     Example:
       >>> matrix = np.array([[1.0, -0.5, 0.9], [-0.5, 1.0, -0.4], [0.9, -0.4, 1.0]])
@@ -326,9 +318,7 @@ def client_accuracies(runs: Mapping[str, np.ndarray]) -> Figure:
 def tree(nodes: Sequence[Any], true_cluster: np.ndarray | None = None) -> Figure:
     """Plots a parameter tree (CFL's figure 4), rounds downwards: each cluster is a bar of its clients' true clusters.
 
-    Args:
-      nodes: of `jfcl.parameter_tree.nodes`.
-      true_cluster: `[N]`; without it, bars show the number of clients only.
+    `nodes` are of `jfcl.parameter_tree.nodes`. Without `true_cluster` `[N]`, bars show the number of clients only.
 
     Example:
       >>> from jfcl.parameter_tree import Node
@@ -371,9 +361,9 @@ def tree(nodes: Sequence[Any], true_cluster: np.ndarray | None = None) -> Figure
 
 
 def throughput(rows: Sequence[dict[str, Any]]) -> Figure:
-    """Plots client-steps a second by clients, a panel per model; rows of `jfcl.experiments.bench.sweep`.
+    """Plots client-steps a second by clients, a panel per model; the colour is the method, the dashes are the mapping.
 
-    The colour is the method, the dashes are the mapping.
+    `rows` are those of `jfcl.experiments.bench.sweep`.
 
     Example:
       >>> row = {"method": "ifca", "model": "mlp", "mapping": "vmap", "clients": 10, "client_steps/s": 50.0}
@@ -410,7 +400,7 @@ def heatmap(
       values: `[A, B]`; a value that is not finite is that of a diverged cell.
       axes: the two options by name, with `A` and `B` values.
       label: of the colours.
-      more_is_better: whether the best is the largest, which is the brightest; otherwise the smallest.
+      more_is_better: whether the best, which is the brightest, is the largest or the smallest.
 
     Example:
       >>> figure = heatmap(np.array([[0.5, 0.9]]), {"lr": [0.1], "num_models": [2, 4]}, label="accuracy")

@@ -19,29 +19,18 @@ from jfcl import mapping
 from jfcl.core.checks import check, check_choice, check_count
 from jfcl.core.clients import attack_key, check_at_most_clients, client_ids, num_clients, server_key
 from jfcl.core.parameters import divided, is_finite, joined, num_bytes, path_flags, trained_part
-from jfcl.core.types import Adversary, Algorithm, Batch, Clients, PyTree, Served, Task
+from jfcl.core.types import Adversary, Algorithm, Clients, PyTree, Served, Task
 from jfcl.methods import round as phases
-from jfcl.robust import privacy
-from jfcl.robust.aggregate import (
-    add_updates,
-    attacked,
-    check_aggregator,
-    clients_check,
-    cluster_mean,
-    divide_rows,
-    robust_cluster_mean,
-    where_rows,
-)
+from jfcl.robust import aggregate, privacy
+from jfcl.robust.aggregate import attacked, divide_rows, where_rows
 from jfcl.training import local, noise
-from jfcl.training.optimizer import check_optimizer, takes_loss
+from jfcl.training.optimizer import check_optimizer
 
 DIVIDE_BY = ("cluster", "participants", "all")
 
 # (key of the client's training, its examples and size, its last cluster, rounds without a change of any cluster, its
 # personal parameters) -> (its cluster, whether it compared all models, the products of `local.train` if they are known)
-Choice = Callable[
-    [jax.Array, Batch, jax.Array, jax.Array, jax.Array, PyTree], tuple[jax.Array, jax.Array, jax.Array | None]
-]
+Choice = Callable[..., tuple[jax.Array, jax.Array, jax.Array | None]]
 Choose = Callable[[PyTree], Choice]  # of the models [K, ...]; here belong computations for all clients
 
 
@@ -78,10 +67,8 @@ class Report(NamedTuple):
       cluster: int32, the model that the client trained.
       compared: bool, whether it was sent all models for that.
       finite: bool, whether its update is.
-      loss: its training loss.
-      num_steps: int32.
-      opt_state: as in `AveragingState.client`.
-      personal: as in `AveragingState.personal`.
+      loss, num_steps: as in `jfcl.training.local.Trained`.
+      opt_state, personal: as `client` and `personal` of `AveragingState`.
       inside: bool, whether the norm of its update is at most the clipping norm (`dp`), else `()`.
     """
 
@@ -158,28 +145,33 @@ def averaging(rules: Averaging) -> Algorithm:
       `clip`, the clipping norm of the round, and `released`, the number of models that changed.
 
     Raises:
-      ValueError: unknown `weights` or `divide_by`, counts below 1, `shared` with a server optimiser, an aggregator
-        with `shared` or another divisor than `"cluster"`; as from `round.check_scopes` and `privacy.check_private`.
+      ValueError: options outside their range; `shared` with a server optimiser or an aggregator, or an aggregator with
+        another divisor than `"cluster"`; as from `round.check_scopes` and `privacy.check_private`.
     """
     local.check_parts(rules.task, rules.training)
     check_count("num_clusters", rules.num_clusters)
-    phases.check_weights(rules.weights)
     check_choice("divide_by", rules.divide_by, DIVIDE_BY)
-    phases.check_scopes(rules)
-    plain = rules.shared is None and rules.divide_by == "cluster"
-    accepted = "left out where parameters are shared, or sums divided by more than the cluster's clients"
-    check(rules.aggregator is None or plain, "aggregator", rules.aggregator, accepted)
     if rules.server_optimizer is not None:
         accepted = "left out where parameters are shared: its state would differ between the copies of a shared layer"
         check(rules.shared is None, "server_optimizer", rules.server_optimizer, accepted)
         # The clients' losses are not private.
         check_optimizer("server_optimizer", rules.server_optimizer, rules.task, with_loss=rules.dp is None)
     privacy.check_private(rules)
-    check_aggregator(rules.aggregator)
-    rules = rules._replace(client_axis=mapping.or_auto(rules.client_axis))
-    check_clients = clients_check(rules.adversary, rules.weights)
+    rules = checked(rules)
+    check_clients = aggregate.clients_check(rules.adversary, rules.weights)
     made = Algorithm(partial(init, rules), partial(step, rules), rules.task, check_clients)
     return made if rules.personal is None else made._replace(serve=serve)
+
+
+def checked(rules: Averaging) -> Averaging:
+    """Checks the options that all averaging methods share, and returns `rules` with a client axis."""
+    phases.check_weights(rules.weights)
+    phases.check_scopes(rules)
+    plain = rules.aggregator is None or (rules.shared is None and rules.divide_by == "cluster")
+    accepted = "left out where parameters are shared, or sums divided by more than the cluster's clients"
+    check(plain, "aggregator", rules.aggregator, accepted)
+    aggregate.check_aggregator(rules.aggregator)
+    return rules._replace(client_axis=mapping.or_auto(rules.client_axis))
 
 
 def serve(state: AveragingState, clients: Clients | None) -> Served:
@@ -212,10 +204,7 @@ def init(rules: Averaging, key: jax.Array, clients: Clients) -> AveragingState:
 def with_models(
     rules: Averaging, state: AveragingState, params: PyTree, cluster: jax.Array, personal: PyTree
 ) -> AveragingState:
-    """Returns a state before the first round with other models, clusters and personal parameters.
-
-    The optimisers of server and clients start at these models.
-    """
+    """Returns a state before the first round with other models, at which the optimisers start too."""
     cluster = cluster.astype(jnp.int32)
     state = state._replace(params=params, cluster=cluster, personal=personal, server=rules.initial_server(params))
     if rules.training.keep != "everything":
@@ -254,16 +243,16 @@ def step(rules: Averaging, key: jax.Array, state: AveragingState, clients: Clien
         arguments = rules.dp, server_key(cohort.key), clip
         clip = privacy.next_clip(*arguments, report.inside, usable & real, sent[0], expected)
         sent = privacy.release(*arguments, *sent, expected)
-    mean, changed, weight = aggregate(rules, state.params, sent, clients)
+    mean, changed, weight = mean_updates(rules, state.params, sent, clients)
 
     # Update the server's models.
-    optimizer, loss = rules.server, None
-    if rules.dp is None and takes_loss(optimizer, jax.tree.map(lambda p: p[0], trained_part(rules.task, state.params))):
+    loss = None
+    if rules.server_optimizer is not None and rules.dp is None:  # some optimisers take it
         counts = phases.client_weight(rules.weights, jnp.asarray(cohort.clients.size), rows[-1])
         counts = counts * (usable & real).astype(jnp.float32)
-        loss = cluster_mean(report.loss, report.cluster, counts, rules.num_clusters, rules.client_axis)
+        loss = aggregate.cluster_mean(report.loss, report.cluster, counts, rules.num_clusters, rules.client_axis)
     moved = state.params, state.server, mean, changed
-    params, server = phases.server_update(rules.task, optimizer, cohort, *moved, loss)
+    params, server = phases.server_update(rules.task, rules.server, cohort, *moved, loss)
     stayed = (report.cluster == last) & (state.round > 0)  # in the first round no cluster has changed since `start`
     unchanged = jnp.where(stayed, unchanged + 1, jnp.zeros_like(unchanged))
     own = where_rows(report.finite & real, (report.opt_state, report.personal), own)
@@ -282,9 +271,8 @@ def step(rules: Averaging, key: jax.Array, state: AveragingState, clients: Clien
 def train_client(rules: Averaging, state: AveragingState, clients: Clients) -> Callable:
     """Returns one client's part of the round, for `train_clients`: the client chooses a model and trains it.
 
-    Returns:
-      `(key, examples, size, cluster, (opt_state, personal), weight) -> ((update, cluster, weight), Report)`; the given
-      weight of the client, or None.
+    It is `(key, examples, size, cluster, (opt_state, personal), weight) -> ((update, cluster, weight), Report)`, where
+    the first weight is the given one, or None.
     """
     idle = jnp.full_like(state.unchanged, jnp.iinfo(jnp.int32).max)
     quiet = jnp.where(jnp.asarray(clients.size) > 0, state.unchanged, idle).min()
@@ -310,46 +298,44 @@ def train_client(rules: Averaging, state: AveragingState, clients: Clients) -> C
     return client
 
 
-def aggregate(rules: Averaging, params: PyTree, sent: tuple, clients: Clients) -> tuple[PyTree, PyTree, jax.Array]:
+def mean_updates(rules: Averaging, params: PyTree, sent: tuple, clients: Clients) -> tuple[PyTree, PyTree, jax.Array]:
     """Returns the mean update of each cluster: weighted, over all clusters for shared parameters, or robust.
 
     Args:
-      rules: the arguments of the method.
+      rules, clients: of the method; all clients.
       params: the models `[K, ...]`.
       sent: `(sums [K, ...], weight [K])`, or the updates `(updates [C, ...], cluster [C], weight [C])`.
-      clients: all of them.
 
     Returns:
       `(mean [K, ...], changed: a pytree of [K] bool, weight [K])`: the models that the mean changes, and the weight of
       the clients in each.
     """
-    sums, weight = sent if len(sent) == 2 else add_updates(rules.client_axis, *sent, params)
-    total = weight
-    if rules.divide_by == "all":
-        total = phases.weights_of(rules.weights, clients)
-    of_all = jnp.broadcast_to(total.sum(), weight.shape)
+    sums, weight = sent if len(sent) == 2 else aggregate.add_updates(rules.client_axis, *sent, params)
     changed = jax.tree.map(lambda _: weight > 0, params)
     if rules.aggregator is not None:
         updates, cluster, counts = sent
         updates = trained_part(rules.task, updates)
-        mean = robust_cluster_mean(rules.aggregator, updates, cluster, counts > 0, rules.num_clusters)
+        mean = aggregate.robust_cluster_mean(rules.aggregator, updates, cluster, counts > 0, rules.num_clusters)
         return joined(mean, divided(rules.task.statistics, divide_rows(sums, weight, params))[1]), changed, weight
 
-    def divide(of_cluster, of_all):
+    def divide(of_cluster, total):
+        """Returns the sums over the weight `of_cluster` `[K]`, those of shared parameters over all clients' `total`."""
         mean = divide_rows(sums, of_cluster, params)
         if rules.shared is None:
             return mean, changed
-        return phases.share(path_flags(rules.shared, params), mean, changed, sums, of_all, params)
+        return phases.share(path_flags(rules.shared, params), mean, changed, sums, total, params)
 
+    total = phases.weights_of(rules.weights, clients) if rules.divide_by == "all" else weight
+    of_all = jnp.broadcast_to(total.sum(), weight.shape)
     mean, changes = divide(weight if rules.divide_by == "cluster" else of_all, of_all)
     if rules.task.statistics is not None and rules.divide_by != "cluster":  # a step is smaller, statistics are means
         statistics, _ = divide(weight, jnp.broadcast_to(weight.sum(), weight.shape))
-        mean = joined(*(divided(rules.task.statistics, part)[i] for i, part in enumerate((mean, statistics))))
+        mean = joined(trained_part(rules.task, mean), divided(rules.task.statistics, statistics)[1])
     return mean, changes, weight
 
 
 def bytes_sent(rules: Averaging, params: PyTree, compared: jax.Array) -> tuple[float, jax.Array]:
-    """Returns the bytes that each client sends and gets, `([], [C])`: one model; all `K` models where it compares them.
+    """Returns the bytes that each client sends and gets, `([], [C])`: one model; all where it compares them.
 
     Shared parameters of the `K` models are sent once.
     """

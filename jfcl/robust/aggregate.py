@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import jax
@@ -81,16 +80,7 @@ def divide_rows(sums: PyTree, weights: jax.Array, like: PyTree) -> PyTree:
 def add_updates(
     client_axis: mapping.Mapping, updates: PyTree, cluster: jax.Array, weight: jax.Array, like: PyTree
 ) -> tuple[PyTree, jax.Array]:
-    """Adds up the updates of each cluster.
-
-    Args:
-      client_axis: the clients' mapping.
-      updates, cluster, weight: pytree of `[C, ...]`, `[C]` int32 and `[C]`.
-      like: pytree of `[K, ...]`.
-
-    Returns:
-      `(sums [K, ...], weight [K])`, as `train_clients` with `sum_into`.
-    """
+    """Returns `(sums [K, ...], weight [K])` of the updates `[C, ...]` of each cluster; `like` has the models' shape."""
     add_up = mapping.map_reduce(client_axis, lambda *sent: (sent, ()), add_sent, nothing_sent(like))
     return add_up(updates, cluster, weight)[0]
 
@@ -123,12 +113,9 @@ def cluster_mean(
 def shared_means(
     shared: Callable[[str], bool] | None, means: PyTree, tree: PyTree, weights: jax.Array, client_axis: mapping.Mapping
 ) -> PyTree:
-    """Returns `means` `[K, ...]` with those of shared parameters over all rows of `tree`, the same in every cluster.
+    """Returns `means` `[K, ...]`, the `cluster_mean` of `tree`, with the mean over all rows for shared parameters.
 
-    Args:
-      shared: takes a parameter's path; None: no parameter is shared.
-      means: the `cluster_mean` of `tree`.
-      tree, weights, client_axis: as in `cluster_mean`.
+    `shared` takes a parameter's path; None: no parameter is shared.
     """
     if shared is None:
         return means
@@ -153,19 +140,28 @@ def clients_check(adversary: Adversary | None, weights: str | jax.Array = "size"
 
     `malicious`, and weights that are given, must have an entry for each client.
     """
-    checks = []
-    if not isinstance(weights, str):
-        checks.append(partial(check_entries, "weights", weights))
+    vectors = {} if isinstance(weights, str) else {"weights": weights}
     if adversary is not None:
         kind = "jfcl.Adversary(attack, malicious), with an attack such as jfcl.attacks.ipm() returns"
         check(isinstance(adversary, Adversary) and callable(adversary.attack), "adversary", adversary, kind)
-        checks.append(partial(check_entries, "malicious", adversary.malicious))
+        vectors["malicious"] = adversary.malicious
 
-    def check_all(clients: Clients) -> None:
-        for check_one in checks:
-            check_one(clients)
+    def check_vectors(clients: Clients) -> None:
+        for name, entries in vectors.items():
+            check_entries(name, entries, clients)
 
-    return check_all if checks else None
+    return check_vectors if vectors else None
+
+
+def in_turn(first: Callable[[Clients], None] | None, second: Callable[[Clients], None]) -> Callable[[Clients], None]:
+    """Returns the `Algorithm.check` that calls `first`, if there is one, and then `second`."""
+
+    def check_both(clients: Clients) -> None:
+        if first is not None:
+            first(clients)
+        second(clients)
+
+    return check_both
 
 
 def taken_arguments(function: Callable, **offered: Any) -> dict[str, Any]:
@@ -179,11 +175,7 @@ def taken_arguments(function: Callable, **offered: Any) -> dict[str, Any]:
 
 
 def check_entries(argument: str, entries: Any, clients: Clients) -> None:
-    """Checks that `entries` are a vector with one for each client, by its id.
-
-    Raises:
-      ValueError: they are not.
-    """
+    """Raises `ValueError` unless `entries` are a vector with one for each client, by its id."""
     shape, n = np.shape(entries), num_clients(clients)
     if clients.id is None and jax.process_count() == 1:
         check(shape == (n,), argument, shape, f"of shape ({n},)")
@@ -209,10 +201,7 @@ def attacked(
       updates: pytree of `[N, ...]`.
       ids: `[N]` int32, the clients of the updates; ids of padding clients may lie beyond `adversary.malicious`.
       usable: `[N]` bool, updates that count without the adversary. After it they count where they are still finite.
-      cluster: `[N]` int32; updates of one cluster are averaged together; default: all. For attacks with this argument.
-
-    Raises:
-      ValueError: `adversary.malicious` is no mask.
+      cluster: `[N]` int32, within which updates are averaged, for attacks with this argument; default: all together.
     """
     if adversary is None:
         return updates, usable
@@ -230,13 +219,12 @@ def attacked(
 
 def check_returned(argument: str, returned: PyTree, wanted: PyTree, what: str) -> None:
     """Raises `ValueError` unless a function, which `argument` names, has returned arrays of the shapes of `wanted`."""
-    found, accepted = (
+    shapes = [
         {path_name(path): list(jnp.shape(x)) for path, x in jax.tree.leaves_with_path(tree)}
         for tree in (returned, wanted)
-    )
-    check(
-        found == accepted, argument, f"a function that returned {found}", f"a function that returns {what} {accepted}"
-    )
+    ]
+    fits = shapes[0] == shapes[1]
+    check(fits, argument, f"a function that returned {shapes[0]}", f"a function that returns {what} {shapes[1]}")
 
 
 def attacked_models(
@@ -270,11 +258,5 @@ def robust_cluster_mean(
 
 
 def ravel_clients(tree: PyTree) -> jax.Array:
-    """Returns a stacked pytree `[N, ...]` as one matrix `[N, D]`.
-
-    Example:
-      >>> import jax.numpy as jnp
-      >>> ravel_clients({"w": jnp.zeros((3, 2, 2)), "b": jnp.ones((3, 1))}).shape
-      (3, 5)
-    """
+    """Returns a stacked pytree `[N, ...]` as one matrix `[N, D]`."""
     return jnp.concatenate([leaf.reshape(len(leaf), -1) for leaf in jax.tree.leaves(tree)], axis=1)

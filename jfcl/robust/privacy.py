@@ -22,12 +22,10 @@ right for simulations; a deployment needs samplers that withstand attacks on flo
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import logging
 import math
 import zlib
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -36,13 +34,15 @@ import numpy as np
 
 from jfcl.core.checks import check, check_choice, check_count
 from jfcl.core.clients import Cohort, client_keys, random_order, take_clients
-from jfcl.core.options import Real
+from jfcl.core.options import Interval, Real
 from jfcl.core.parameters import divided, parameter_names
 from jfcl.core.types import Clients, PyTree
 
 __all__ = ["SAMPLING", "GaussianDP", "default_delta", "epsilon", "noise_of_sums"]
 
 SAMPLING = ("poisson", "fixed")
+LIMITS = {"clip": Interval("(0, inf)"), "noise": Interval("[0, inf)")}
+LIMITS |= {"clip_rate": Interval("(0, inf)"), "quantile": Interval("[0, 1]")}
 STREAM = zlib.crc32(b"differential privacy")  # folded into the server's key
 COUNT_NOISE = 4.0  # standard deviation of a cluster's released size, in multiples of `noise`; its sensitivity is 1
 CLIP_NOISE = 5.0  # the same for the released number of clients inside the clipping norm; its sensitivity is 1/2
@@ -94,32 +94,23 @@ class GaussianDP(NamedTuple):
 
 
 def check_mechanism(dp: Any) -> None:
-    """Checks the values of a `GaussianDP`; tracers pass.
-
-    Raises:
-      ValueError: it is none; a value outside its range.
-    """
+    """Raises `ValueError` for other than a `GaussianDP` with values in their ranges; tracers pass."""
     check(isinstance(dp, GaussianDP), "dp", dp, "a jfcl.privacy.GaussianDP")
-    for name in ("clip", "noise", "clip_rate", *(["quantile"] if dp.quantile is not None else [])):
+    for name, interval in LIMITS.items():
         value = getattr(dp, name)
-        number = isinstance(value, (int, float, np.number, jax.Array)) and not isinstance(value, bool)
-        check(number, f"dp.{name}", value, "a number")
-    for name in ("clip", "clip_rate"):
-        value = getattr(dp, name)
-        check((value > 0) & (value < math.inf), f"dp.{name}", value, "above 0 and finite")
-    check((dp.noise >= 0) & (dp.noise < math.inf), "dp.noise", dp.noise, "0 or more, and finite")
-    if dp.quantile is not None:
-        check((dp.quantile >= 0) & (dp.quantile <= 1), "dp.quantile", dp.quantile, "in [0, 1]")
+        if name != "quantile" or value is not None:
+            number = isinstance(value, (int, float, np.number, jax.Array)) and not isinstance(value, bool)
+            check(number, f"dp.{name}", value, "a number")
+            interval.check(f"dp.{name}", value)
     check_count("dp.min_size", dp.min_size)
     check_choice("dp.sampling", dp.sampling, SAMPLING)
 
 
 def check_private(rules: Any) -> None:
-    """Checks that the guarantee of `rules.dp` holds with the other arguments of `jfcl.methods.averaging`; None passes.
+    """Raises `ValueError` where the guarantee of `rules.dp` does not hold with the other options of a method.
 
-    Raises:
-      ValueError: weights by size; batch statistics that are sent; an adversary (its updates are functions of those of
-        other clients, and not clipped), or an aggregator (its sensitivity is not the clipping norm).
+    That is with weights by size; batch statistics that are sent; an adversary (its updates are functions of those of
+    other clients, and not clipped); an aggregator (its sensitivity is not the clipping norm).
     """
     if rules.dp is None:
         return
@@ -157,12 +148,7 @@ def draws_each(dp: GaussianDP | None, cohort: int | None) -> bool:
 
 
 def most_drawn(cohort: int) -> int:
-    """Returns the number of rows for a Poisson cohort of `cohort` expected clients; more come with a chance of 10⁻¹².
-
-    Example:
-      >>> most_drawn(10), most_drawn(1000)
-      (45, 1245)
-    """
+    """Returns the rows for a Poisson cohort of `cohort` expected clients; more come with a chance of 10⁻¹²."""
     log = -math.log(OVERFLOW)  # Bernstein's inequality
     return math.ceil(cohort + log / 3 + math.sqrt((log / 3) ** 2 + 2 * log * cohort))
 
@@ -190,13 +176,7 @@ def expected_participants(clients: Clients, cohort: int | None) -> jax.Array:
 
 
 def clipped(update: PyTree, clip: Real) -> tuple[PyTree, jax.Array]:
-    """Returns one client's update with a norm of at most `clip`, in float32, and whether it was so before (`[]` bool).
-
-    Example:
-      >>> update, inside = clipped({"w": jnp.array([3.0, 4.0])}, 1.0)
-      >>> update["w"].round(3).tolist(), bool(inside)
-      ([0.6..., 0.8...], False)
-    """
+    """Returns one client's update with a norm of at most `clip`, in float32, and whether it was so before."""
     update = jax.tree.map(lambda x: x.astype(jnp.promote_types(x.dtype, jnp.float32)), update)
     largest = jnp.stack([jnp.abs(x).max(initial=0.0).astype(jnp.float32) for x in jax.tree.leaves(update)]).max()
     # Squares of numbers near 1 do not overflow. XLA may multiply by `1 / unit`, which is 0 from 9e37 on.
@@ -230,9 +210,7 @@ def release(
 
     Args:
       dp: the mechanism.
-      key: the server's key of the round. Folded with `STREAM` and split into as many keys as there are leaves, plus
-        two, it draws the noise of each leaf `[K, ...]`, in the order of `jax.tree.leaves`, that of the sizes `[K]`, and
-        that of `next_clip`.
+      key: the server's key of the round, see `_keys`.
       clip: the clipping norm of the round; `()` where it is fixed.
       sums: pytree of `[K, ...]`, of clipped updates.
       counts: `[K]` float32, the clients in each.
@@ -281,7 +259,7 @@ def metrics(dp: GaussianDP, clip: Any, sizes: jax.Array) -> dict[str, jax.Array]
 
 
 def _keys(key: jax.Array, count: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns the keys of the leaves, of the sizes and of the clipping norm."""
+    """Returns the keys of the noise on the leaves, in their order, on the sizes, and on the clipping norm."""
     keys = jax.random.split(jax.random.fold_in(key, STREAM), count + 2)
     return keys[:count], keys[count], keys[count + 1]
 
@@ -342,18 +320,11 @@ def epsilon(
         rdp = accounting.rdp.RdpAccountant(neighboring_relation=relation)
         return float(rdp.compose(event, num_rounds).get_epsilon(delta))
 
-    with _quiet():
-        return min(map(bound, events))
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Silences the accountant's warnings of Rényi orders that it leaves out; any of the others give a bound."""
     logger = logging.getLogger("absl")
     level = logger.level
-    logger.setLevel(logging.ERROR)
+    logger.setLevel(logging.ERROR)  # no warnings of Rényi orders that are left out: any of the others give a bound
     try:
-        yield
+        return min(map(bound, events))
     finally:
         logger.setLevel(level)
 

@@ -48,7 +48,9 @@ def _flipped(key, image):
 
 
 def _window(key, image, height, width):
-    """Returns a random window `[height, width, ...]` of `image`."""
+    """Returns a random window `[height, width, ...]` of `image`; raises `ValueError` for a smaller one."""
+    if image.shape[0] < height or image.shape[1] < width:
+        raise ValueError(f"augment needs images of {height} x {width} or more, got {image.shape[0]} x {image.shape[1]}")
     down_key, right_key = jax.random.split(key)
     down = jax.random.randint(down_key, (), 0, image.shape[0] - height + 1)
     right = jax.random.randint(right_key, (), 0, image.shape[1] - width + 1)
@@ -97,7 +99,6 @@ def tutorial(key: jax.Array, batch: Batch) -> Batch:
       >>> tutorial(jax.random.key(0), {"x": jnp.ones((5, 32, 32, 3)), "y": jnp.zeros(5)})["x"].shape
       (5, 24, 24, 3)
     """
-    _check_24("tutorial", batch)
 
     def moved(key, image):
         move, turn, _, _ = jax.random.split(key, 4)
@@ -122,15 +123,9 @@ def tutorial_batch(key: jax.Array, batch: Batch) -> Batch:
       >>> len({float(image.sum().round(2)) for image in found}), len({float(image[0, 0, 0]) for image in found})
       (1, 2)
     """
-    _check_24("tutorial_batch", batch)
     move, turns, light, spread = jax.random.split(key, 4)
     moved = lambda turn, image: _flipped(turn, _window(move, image, 24, 24))  # noqa: E731
     return _images(moved, lambda turn, image: _shaded(light, spread, image))(turns, batch)
-
-
-def _check_24(name: str, batch: Batch) -> None:
-    if batch["x"].ndim == 4 and min(batch["x"].shape[1:3]) < 24:
-        raise ValueError(f"augment {name} needs images of 24 x 24 or more, got x of shape {batch['x'].shape}")
 
 
 def _shaded(light, spread, image):

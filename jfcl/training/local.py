@@ -5,29 +5,18 @@ from __future__ import annotations
 import warnings
 import zlib
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import chex
 import jax
 import jax.numpy as jnp
 import optax
 
-from jfcl.core import (
-    Batch,
-    PyTree,
-    Task,
-    at_most,
-    check,
-    check_choice,
-    check_count,
-    check_task,
-    dense_start,
-    divided,
-    is_concrete,
-    is_number,
-    joined,
-    trained_part,
-)
+from jfcl.core.checks import check, is_concrete
+from jfcl.core.options import Interval, OneOf, Range, Real, check_options
+from jfcl.core.parameters import divided, joined, trained_part
+from jfcl.core.platforms import at_most
+from jfcl.core.types import Batch, PyTree, Task, check_task, dense_start
 from jfcl.training import noise
 from jfcl.training import span as spans
 from jfcl.training.losses import blank_padding, blank_rows, training_loss
@@ -70,13 +59,13 @@ class Trained(NamedTuple):
 def local_training(
     optimizer: optax.GradientTransformation,
     *,
-    num_steps: int | None = None,
-    num_epochs: int | None = None,
-    batch_size: int | None = None,
-    prox: Any = 0.0,
+    num_steps: Annotated[int | None, Range(1)] = None,
+    num_epochs: Annotated[int | None, Range(1)] = None,
+    batch_size: Annotated[int | None, Range(1)] = None,
+    prox: Annotated[Real, Interval("[0, inf)")] = 0.0,
     augment: Callable[[jax.Array, Batch], Batch] | None = None,
-    keep: str = "nothing",
-    span: str = "auto",
+    keep: Annotated[str, OneOf(KEEP)] = "nothing",
+    span: Annotated[str, OneOf(SPAN)] = "auto",
 ) -> LocalTraining:
     """Defines the clients' training, by exactly one of `num_steps` and `num_epochs`, full batch or mini-batches.
 
@@ -113,19 +102,14 @@ def local_training(
       >>> local_training(optax.sgd(0.1), num_steps=10).num_steps
       10
     """
+    check_options(local_training, locals())
     made = hasattr(optimizer, "init") and hasattr(optimizer, "update")
     check(made, "optimizer", optimizer, "an optax optimiser, such as optax.sgd(0.1)")
     if (num_steps is None) == (num_epochs is None):
         raise ValueError(f"give exactly one of num_steps and num_epochs, got {num_steps!r} and {num_epochs!r}")
-    for name, value in (("num_steps", num_steps), ("num_epochs", num_epochs), ("batch_size", batch_size)):
-        if value is not None:
-            check_count(name, value)
     if is_concrete(prox):
-        known = is_number(prox) or getattr(prox, "shape", None) == ()
-        check(known and 0 <= prox < float("inf"), "prox", prox, "0 or more, and finite")
+        check(jnp.ndim(prox) == 0, "prox", prox, "one number")
         prox = float(prox)
-    check_choice("keep", keep, KEEP)
-    check_choice("span", span, SPAN)
     check(augment is None or callable(augment), "augment", augment, "a function (key, batch) -> batch, or None")
     is_scheduled = _has_state(optimizer, _counts_schedule)
     accumulates = is_scheduled and _has_state(optimizer, lambda state: isinstance(state, optax.MultiStepsState))
@@ -154,7 +138,7 @@ def _counts_schedule(state: Any) -> bool:
 
 
 def check_parts(task: Any, training: Any) -> None:
-    """Checks `task` and `training`, which are easily exchanged, and raises `ValueError`."""
+    """Raises `ValueError` unless `task` is a task and `training` a training; they are easily exchanged."""
     check_task(task)
     accepted = "the result of jfcl.local_training(optimizer, num_steps=...)"
     check(isinstance(training, LocalTraining), "training", type(training).__name__, accepted)
@@ -190,13 +174,12 @@ def at_step(opt_state: PyTree, steps_done: jax.Array) -> PyTree:
 
     Adam's own count belongs to its moments, and does not change.
     """
-    steps_done = jnp.asarray(steps_done, jnp.int32)
 
     def counts(state):
         return _counts_schedule(state) or isinstance(state, optax.AddNoiseState)
 
     def one(state):
-        return state._replace(count=steps_done) if counts(state) else state
+        return state._replace(count=jnp.asarray(steps_done, jnp.int32)) if counts(state) else state
 
     return jax.tree.map(one, opt_state, is_leaf=counts)
 
@@ -278,8 +261,7 @@ def trains_in_span(
 ) -> bool:
     """Returns whether `train` uses the span of the client's examples; `given`: the first layer's products are known.
 
-    Raises:
-      ValueError: `span="always"` where it cannot.
+    `ValueError` for `span="always"` where it cannot.
     """
     if training.span == "always":
         reason = outside_span(task, training, params, anchor)
@@ -306,10 +288,12 @@ def loss_and_gradient(
     return loss, grads, statistics
 
 
-def distance(params: PyTree, anchor: PyTree, prox: Any) -> jax.Array:
-    """Returns FedProx's term of the loss, `prox / 2 * ||params - anchor||^2`, `[]` float32."""
-    squares = jax.tree.map(lambda p, a: jnp.square((p - a).astype(jnp.float32)).sum(), params, anchor)
-    return 0.5 * jnp.asarray(prox, jnp.float32) * sum(jax.tree.leaves(squares))
+def near_anchor(prox: Any, loss: jax.Array, grads: PyTree, params: PyTree, anchor: PyTree) -> tuple[jax.Array, PyTree]:
+    """Adds FedProx's term, `prox / 2 * ||params - anchor||^2`, to the loss `[]`, and its gradient to `grads`."""
+    away = jax.tree.map(jnp.subtract, params, anchor)
+    squares = sum(jnp.square(x.astype(jnp.float32)).sum() for x in jax.tree.leaves(away))
+    loss = loss + (0.5 * jnp.asarray(prox, jnp.float32) * squares).astype(loss.dtype)
+    return loss, jax.tree.map(lambda g, x: g + jnp.asarray(prox, x.dtype) * x, grads, away)
 
 
 def train(
@@ -328,8 +312,7 @@ def train(
     """Trains one client's model on its own examples.
 
     Args:
-      task: loss and model.
-      training: from `local_training`.
+      task, training: loss and model; from `local_training`.
       key: this client's key for this round.
       params: the model to start from.
       examples: pytree of `[M, ...]`.
@@ -356,21 +339,17 @@ def train(
         opt_state = optimizer_at(training, params, opt_state, rounds, size, m)
     opt_state = rekeyed(training, key, params, opt_state)
     in_span = trains_in_span(task, training, params, m, anchor=anchor, given=products is not None)
-    start = dense_start(task) if in_span else None
-    begin, anchor = params, params if anchor is None else anchor
-    if full_batch or start is not None:
+    begin, start, anchor = params, None, params if anchor is None else anchor
+    if full_batch or in_span:
         examples = blank_padding(examples, size)
-    if start is not None:
-        start = spans.in_span(start, training.optimizer, begin)
+    if in_span:
+        start = spans.in_span(dense_start(task), training.optimizer, begin)
         gram = not spans.one_full_step(m, batch_size, most_steps(training, m))
         span = spans.enter(start, begin, task.inputs_of(examples), products, gram=gram)
         params = anchor = spans.coefficients(start, span, begin)
         opt_state = spans.start_optimizer(training.optimizer, opt_state, params)
     order_key, augment_key = jax.random.split(key)
     model_key = jax.random.fold_in(key, MODEL_STREAM)
-
-    def pull(grads, params):
-        return jax.tree.map(lambda g, p, a: g + jnp.asarray(training.prox, p.dtype) * (p - a), grads, params, anchor)
 
     def step(t, carry, rows, real):
         """Does one local step on the examples at `rows` (None: all)."""
@@ -384,7 +363,7 @@ def train(
             loss, grads = spans.loss_and_gradient(task, start, span, params, batch, rows, real)
         objective = loss
         if not (is_concrete(training.prox) and training.prox == 0):
-            grads, objective = pull(grads, params), loss + distance(params, anchor, training.prox).astype(loss.dtype)
+            objective, grads = near_anchor(training.prox, loss, grads, params, anchor)
         updates, opt_state = optimizer_step(training.optimizer, grads, opt_state, params, objective)
         chex.assert_trees_all_equal_shapes(params, updates)  # a step is of the model's shapes, or would broadcast
         return optax.apply_updates(params, updates), statistics, opt_state, total + loss.astype(total.dtype)
@@ -400,8 +379,7 @@ def train(
         with at_most(most_steps(training, m)):
             carry = jax.lax.fori_loop(0, training.num_steps or num_steps, full_step, carry)
     elif training.num_steps is not None:
-        order = shuffled_rows(order_key, size, m)
-        cycle = jnp.maximum(size, 1)
+        order, cycle = shuffled_rows(order_key, size, m), jnp.maximum(size, 1)
 
         def cyclic_step(t, carry):
             return step(t, carry, order[(t * batch_size + slots) % cycle], slots < size)
@@ -422,7 +400,7 @@ def train(
 
         carry = jax.lax.fori_loop(0, training.num_epochs, epoch, carry)
     params, statistics, opt_state, total = carry
-    if start is not None:
+    if in_span:
         params, opt_state = spans.leave(start, span, params, begin), ()
     loss = total / jnp.maximum(num_steps, 1).astype(total.dtype)
     opt_state = opt_state if rounds is None else carried(training, opt_state)

@@ -15,10 +15,7 @@ def masked_mean(values: jax.Array, mask: jax.Array) -> jax.Array:
     """Returns the mean of `values` `[B]` where `mask` `[B]` is True; 0 where it is nowhere.
 
     The sum and the mean are float32 at least: 40,000 losses of 2.3 exceed the largest float16, and a sum of bfloat16
-    numbers has two digits.
-
-    Raises:
-      ValueError: `values` of another shape, such as `[B, 1]` or a mean.
+    numbers has two digits. `ValueError` for `values` of another shape, such as `[B, 1]` or a mean.
 
     Example:
       >>> import jax.numpy as jnp
@@ -71,12 +68,7 @@ def training_loss(
 ) -> tuple[jax.Array, PyTree]:
     """Returns `(loss [], params)`: the mean training loss of one client's batch, and `params` with new statistics.
 
-    Args:
-      task: its `train_loss`, or its `loss` where it has none.
-      key: for dropout and other randomness in training.
-      params: the model.
-      batch: `[B, ...]`.
-      real: `[B]` bool, its examples that are no padding.
+    `key` is for dropout and other randomness in training; `real` `[B]` bool marks the examples that are no padding.
     """
     if task.train_loss is None:
         return masked_mean(task.loss(params, batch), real), params
@@ -121,22 +113,14 @@ def _indexable(params: PyTree) -> PyTree:
     return jax.tree.map(jnp.copy, params) if jax.sharding.get_abstract_mesh().manual_axes else params
 
 
-def losses_under_all(task: Task, params: PyTree, examples: Batch, size: jax.Array) -> jax.Array:
-    """Returns one client's mean loss under each of `K` models, `[K]`; infinite where a model's is not finite."""
-    return under_all(task, params)(examples, size)[0]
-
-
 def lowest_loss(
     task: Task, params: PyTree, clients: Clients, *, personal: PyTree = (), client_axis: Callable
 ) -> jax.Array:
     """Returns each client's model of lowest loss, `[N]` int32, the first of equals (cluster identity estimate).
 
     Args:
-      task: of the models.
-      params: pytree of `[K, ...]`.
-      clients: their examples.
+      task, clients, client_axis: of the models `params` `[K, ...]`; the clients and their mapping.
       personal: the clients' own parameters `[N, ...]`, which complete each of the models; `()` if there are none.
-      client_axis: a mapping.
     """
     of_all = None if jax.tree.leaves(personal) else under_all(task, params)
 

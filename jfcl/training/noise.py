@@ -32,12 +32,7 @@ def _is_key(path: tuple, leaf: Any) -> bool:
 
 
 def as_data(opt_state: PyTree) -> PyTree:
-    """Returns `opt_state` with the integers of each typed key in its place.
-
-    Example:
-      >>> as_data((jax.random.key(7), 1.5))[0].tolist()
-      [0, 7]
-    """
+    """Returns `opt_state` with the integers of each typed key in its place."""
     return jax.tree.map(lambda x: jax.random.key_data(x) if hasattr(x, "dtype") and _is_typed(x) else x, opt_state)
 
 
@@ -52,13 +47,6 @@ def rekeyed(key: jax.Array, opt_state: PyTree, like: PyTree) -> PyTree:
     Returns:
       The state as `like` has it, with a key derived from `key` and its path in the place of each random key; the same
       object where it has none.
-
-    Example:
-      >>> import optax
-      >>> state = optax.add_noise(0.1, 0.0, key=0).init(jnp.zeros(3))
-      >>> new = rekeyed(jax.random.key(5), state, state)
-      >>> int(new.count), bool((new.rng_key == state.rng_key).all())
-      (0, False)
     """
     if not has_keys(like):
         return opt_state
