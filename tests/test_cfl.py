@@ -13,10 +13,10 @@ import pytest
 import jfcl
 from jfcl import kernels
 from jfcl.core import Clients
+from jfcl.methods.averaging import Averaging
 from jfcl.methods.cfl import server
-from jfcl.methods.cfl.fallback import undo_harmful_splits
 from jfcl.methods.cfl.server import bipartitions
-from jfcl.methods.cfl.splits import allot
+from jfcl.methods.cfl.splits import allot, undo_harmful_splits
 
 LR, STEPS = 0.1, 2
 TASK = jfcl.models.task(lambda key: {"w": jnp.zeros(3)}, lambda p, x: x @ p["w"], kind="regression")
@@ -435,9 +435,11 @@ def test_a_split_with_a_loss_of_nan_is_undone():
         round=jnp.array(3, jnp.int32),
         tree=state.tree._replace(born=jnp.array([0, 1], jnp.int32), model={"b": jnp.ones(2)}),
     )
+    common = Averaging(task, TRAINING, 2, client_axis=jax.vmap)
+    rules = server.Rules(common, None, None, None, validation=0.5, fallback_rounds=2)
     for child, undone in ((-2.0, 1), (2.0, 1), (0.5, 0)):
         now = state._replace(params={"b": jnp.array([1.0, child])})
-        found = undo_harmful_splits(task, now, clients, 0.5, 2, {"b": False}, jax.vmap)
+        found = undo_harmful_splits(rules, now, clients, {"b": False})
         assert (int(found[1]), int(found[0].active.sum())) == (undone, 2 - undone)
 
 

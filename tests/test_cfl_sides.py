@@ -221,7 +221,7 @@ def test_with_gradients_the_thresholds_are_of_gradients():
 
 def test_a_run_that_never_examines_a_cluster_says_why():
     algorithm = jfcl.cfl(TASK, TRAINING, relative=True, eps_1=1e-6)
-    with pytest.warns(UserWarning, match=r"no cluster was ever examined.*above eps_2, 0\.\d+, but the mean update"):
+    with pytest.warns(UserWarning, match=r"no cluster was ever examined.*above eps_2, 0\.\d+; the mean update"):
         history = jfcl.simulate(algorithm, CLIENTS, key=KEY, num_rounds=10, eval_every=10)
     assert history.records[-1]["decisions"] == 0
 

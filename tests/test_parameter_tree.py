@@ -12,7 +12,7 @@ from test_cfl import CLUSTER, TASK, TRAINING, TRUTH, local_update, regression
 import jfcl
 from jfcl import parameter_tree, plots
 from jfcl.core import Clients
-from jfcl.methods.cfl.rounds import privacy_code
+from jfcl.kernels import OPERATORS
 from jfcl.testing import count_compilations
 
 CLIENTS = regression(TRUTH, CLUSTER)
@@ -36,7 +36,7 @@ def with_tree(**changes):
 
 @pytest.mark.parametrize(("of_run", "of_newcomers"), [(None, "rotation"), ("rotation", None), ("sign", "permutation")])
 def test_updates_hidden_otherwise_are_refused(of_run, of_newcomers, tmp_path):
-    state = with_tree(privacy=jnp.int32(privacy_code(of_run)))
+    state = with_tree(privacy=jnp.int32([None, *OPERATORS].index(of_run)))
     ask = {"key": jax.random.key(1), "privacy": of_newcomers}
     parameter_tree.save_tree(tmp_path / "tree.npz", state)
     for tree in (state, parameter_tree.load_tree(tmp_path, TASK)):

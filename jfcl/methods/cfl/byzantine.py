@@ -7,10 +7,10 @@ from typing import Annotated, Unpack
 import jax
 import jax.numpy as jnp
 
-from jfcl.core import Algorithm, Clients, Task
+from jfcl.core import Algorithm, Task
 from jfcl.core.options import Interval, OneOf, Real
 from jfcl.methods.averaging import Averaging
-from jfcl.methods.cfl.rounds import SIMILARITIES, Method, Privacy, PrivacySeed, rounds
+from jfcl.methods.cfl.rounds import SIMILARITIES, Privacy, PrivacySeed, rounds
 from jfcl.methods.cfl.server import Decision, Found, Rules, Sent
 from jfcl.methods.cfl.state import CFLState
 from jfcl.methods.options import SENDING, Options, factory
@@ -48,9 +48,6 @@ def byzantine_cfl(
       similarity to others: its client is not compared in that round, nor excluded. Cost of a round: that of FedAvg
       and `N² D`; memory `O(N D)`, and `N²` as in `cfl`.
 
-    Raises:
-      ValueError: a threshold outside (-1, 1), an unknown `similarity`.
-
     Example:
       >>> import jax, jfcl, numpy as np, optax
       >>> task = jfcl.models.task(lambda _: {"b": jax.numpy.zeros((1, 2))}, lambda p, x: x + p["b"], kind="regression")
@@ -69,15 +66,8 @@ def byzantine_cfl(
         return splits.cross_similarity < threshold
 
     common = Averaging(task, training, 1, **options)
-    rules = Rules(common, ripe, accept, exclude_minority, similarity=similarity, compares_zero=False)
-    made = rounds(Method(rules, privacy, privacy_seed))
-
-    def step(key: jax.Array, state: CFLState, clients: Clients):
-        state, metrics = made.step(key, state, clients)
-        del metrics["overflowed"]  # of one model: no other would continue
-        return state, metrics
-
-    return made._replace(step=step)
+    secret = {"privacy": privacy, "privacy_seed": privacy_seed}
+    return rounds(Rules(common, ripe, accept, exclude_minority, compares_zero=False, similarity=similarity, **secret))
 
 
 def exclude_minority(rules: Rules, state: CFLState, sent: Sent, found: Found) -> Decision:

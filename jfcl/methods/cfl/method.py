@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable
 from functools import partial
 from typing import Annotated, Any, Unpack
 
@@ -22,10 +21,11 @@ from jfcl.core.options import MOST_ADDED, Interval, Needs, OneOf, Range, Real
 from jfcl.kernels.bipartition import LINKAGES
 from jfcl.kernels.theory import max_noise_of_split
 from jfcl.methods.averaging import Averaging
-from jfcl.methods.cfl.rounds import SIMILARITIES, Method, Privacy, PrivacySeed, rounds
+from jfcl.methods.cfl.rounds import SIMILARITIES, Privacy, PrivacySeed, rounds
 from jfcl.methods.cfl.server import Rules
 from jfcl.methods.cfl.splits import split_clusters
 from jfcl.methods.options import SCOPES, SENDING, Options, factory
+from jfcl.robust.aggregate import in_turn
 from jfcl.training import local
 
 LEAST_SHARE = 0.25  # of the first round's longest update: the least unit of ε₁
@@ -69,14 +69,13 @@ def cfl(
       task, training: the model and how a client trains it.
       eps_1: `ε₁`, above 0; default 0.4, relative. With infinity and a tiny `eps_2`, `min_rounds` and `gamma_max` alone
         decide.
-      eps_2: `ε₂`, above 0; a cluster with shorter updates only is not split. Default: 0.5 of the longest
-        update of the first round; 1.6 with `relative=False` (with 0.4 those of the authors' demonstration, 10 clients
-        with EMNIST). A default is relative, whatever the other threshold is.
+      eps_2: `ε₂`, above 0; a cluster with shorter updates only is not split. Default: 0.5, relative; 1.6 with
+        `relative=False` (with 0.4 those of the authors' demonstration, 10 clients with EMNIST). A default is relative,
+        whatever the other threshold is.
       relative: measure both thresholds in update norms of the first round, which hardly depend on model, data and
         learning rate. The unit of `ε₂` is the largest norm. The unit of `ε₁` is the norm of the mean, but at least a
-        quarter of the largest. The reason: from a model that FedAvg has trained to convergence (`init_params`) the
-        first mean is zero but for rounding, and no later mean is below that, while the longest update vanishes only
-        where all clients agree. Cold starts have a mean of 0.3 to 0.8 of the largest, and are not affected.
+        quarter of the largest: after FedAvg to convergence (`init_params`) the first mean is zero but for rounding,
+        while the longest update vanishes only where all clients agree. (Cold starts have a mean of 0.3 to 0.8 of it.)
       gamma_max: `γ_max` in [0, 1), the assumed approximation noise; 0 accepts every bipartition of clients the updates
         of which differ by more than rounding (`jfcl.kernels.similarity_tolerance`).
       min_rounds: rounds that a cluster trains before it may be split, counted from its own split.
@@ -85,14 +84,12 @@ def cfl(
       recursive: Algorithm 3: a stationary cluster that is not split has ended; its clients train no more. With `cohort`
         a cluster ends in a round in which more than half of its clients took part.
         `simulate` ends when all clusters have.
-      similarity: of `"updates"`, or of full-batch `"gradients"` at the cluster's model: one more pass over all
-        examples, and one more message, in every round. `ε₁` and `ε₂` are then compared with norms of gradients
+      similarity: of `"updates"`, or of full-batch `"gradients"` at the cluster's model, at the cost of one more pass
+        over all examples, and one more message, in every round. `ε₁` and `ε₂` are then compared with norms of gradients
         (equation 33, Algorithm 3).
-      linkage: `"single"` (equation 25), or `"complete"` as in the authors' code; similarities are then a matrix of `N²`
-        numbers, however many clients there are, and `min_size` is 1.
+      linkage: `"single"` (equation 25), or `"complete"` as in the authors' code, which needs `min_size` 1.
       min_size: the least number of clients on either side, at most half of all. The edge that is removed is the weakest
-        edge of the maximum spanning tree that leaves this number on both sides; its similarity is `α_cross`. Above 1,
-        similarities are a matrix of `N²` numbers, however many clients there are.
+        edge of the maximum spanning tree that leaves this number on both sides; its similarity is `α_cross`.
       min_examples: clients with fewer are left out of norms, thresholds, units and bipartitions.
         They train, and count in the means of the models. At a split such a client goes to the side with the mean unit
         update that is most similar to its own update, and is compared again in every round until two rounds agree. (The
@@ -100,12 +97,11 @@ def cfl(
       validation: share of every client's examples, its last ones, that judge splits and are not trained on; 0: no
         split is judged. On them, the clients' mean accuracy (or mean loss, where a task has no accuracy) under their
         models is compared with that under the parent's model. Where it is worse the split is undone, and the parent is
-        never split again (section II-A). The slot of such a split stays empty, so that absent clients of a population
-        return to the parent.
+        never split again (section II-A).
       fallback_rounds: rounds from a split to that comparison; until then its sides are not split.
       privacy: `"permutation"`, `"sign"` or `"rotation"`: clients hide their updates by this secret orthonormal operator
         (section V-B, `jfcl.kernels.orthonormal`). Similarities, norms, splits and means are those of the open run, to
-        rounding. So is a robust `aggregator` that commutes with the operator, as the coordinate-wise ones do with
+        rounding; so is a robust `aggregator` that commutes with the operator, as the coordinate-wise ones do with
         permutations and signs.
       privacy_seed: the clients' secret.
       tree_dim: numbers kept of every client's update at every split, for `jfcl.assign_newcomer`; 0 keeps none.
@@ -118,13 +114,13 @@ def cfl(
       `Algorithm` with a `CFLState`; its `tree` is the parameter tree (`jfcl.parameter_tree`). Metrics beside the
       common ones: `mean_norm`, `max_norm`, `cross_similarity` `[K]` (`inf` where no bipartition was computed),
       `thresholds` `[2]` that the norms are compared with, `decisions` `[]` (bipartitions computed), `split_from` `[K]`
-      (of new clusters: the parent; else -1), `num_clusters`, `capacity_reached` `[]`, `overflowed`
-      `[K]`, `undone` `[]` with `validation`, and `ended` `[]` with `recursive`. (A record of `simulate` holds splits,
-      full capacity and overflows of any round since the record before, and counts decisions and undone splits so far.)
+      (of new clusters: the parent; else -1), `num_clusters`, `capacity_reached` `[]`, `overflowed` `[K]`, `undone` `[]`
+      with `validation`, and `ended` `[]` with `recursive`. (A record of `simulate` holds splits, full capacity and
+      overflows of any round since the record before, and counts decisions and undone splits so far.)
 
       A client that was absent or sent NaN in the round of its cluster's split trains the model from before the split in
-      its next round, and goes to the side to which this update is most similar. Where a cluster's model would overflow
-      the cluster keeps its last finite model and is not examined any more; the other clusters continue.
+      its next round, and goes to the side to which this update is most similar. A cluster whose model would overflow
+      keeps its last finite model and is not examined any more; the other clusters continue.
 
       Memory: the updates `[N, D]` (with `cohort` twice), two models and a direction a cluster, `K N S` numbers for the
       tree (`S` at most `tree_dim`), and in rounds with bipartitions `N²`, up to 4,096 clients or an eighth of the
@@ -132,9 +128,8 @@ def cfl(
       besides training; some times that in tiles.
 
     Raises:
-      ValueError: thresholds not above 0, `gamma_max` or `validation` outside [0, 1), counts below 1, an unknown
-        `similarity`, `linkage`, `weights` or `privacy`; `min_size` or `min_examples` that no split can satisfy;
-        `cohort` with gradients.
+      ValueError: an option outside its range; `min_size` or `min_examples` that no split can satisfy; `cohort` with
+        gradients.
 
     Warns:
       UserWarning: `eps_2` not above `eps_1`, where clients that agree are split too; from `simulate`, clients with too
@@ -182,25 +177,18 @@ def cfl(
         return (max_noise_of_split(splits.cross_similarity) > gamma_max) & (splits.smaller >= min_size)
 
     compared = {"similarity": similarity, "linkage": linkage, "min_size": min_size, "min_examples": min_examples}
-    recorded = {"thresholds": thresholds, "tree_dim": tree_dim, "true_cluster": true_cluster}
+    judged = {"recursive": recursive, "validation": validation, "fallback_rounds": fallback_rounds}
+    seen = {"privacy": privacy, "privacy_seed": privacy_seed, "tree_dim": tree_dim, "true_cluster": true_cluster}
     common = Averaging(task, training, max_clusters, **options)
-    rules = Rules(common, ripe, accept, split_clusters, recursive, **compared, **recorded)
-    made = rounds(Method(rules, privacy, privacy_seed, validation, fallback_rounds))
-    return made._replace(check=partial(_check_sizes, made.check, min_size, min_examples, validation))
+    algorithm = rounds(Rules(common, ripe, accept, split_clusters, thresholds=thresholds, **compared, **judged, **seen))
+    return algorithm._replace(check=in_turn(algorithm.check, partial(_check_sizes, min_size, min_examples, validation)))
 
 
-def _check_sizes(
-    check_adversary: Callable | None, min_size: int, min_examples: int, validation: float, clients: Clients
-) -> None:
-    """Checks that some split is possible with the sizes of all clients; warns of clients too small for `validation`.
+def _check_sizes(min_size: int, min_examples: int, validation: float, clients: Clients) -> None:
+    """Raises `ValueError` where no split is possible with the sizes of all clients; warns of few for `validation`.
 
     Cohorts, which have ids, pass.
-
-    Raises:
-      ValueError: too few clients have a voice for two sides of `min_size`; as from `check_adversary`.
     """
-    if check_adversary is not None:
-        check_adversary(clients)
     size = np.asarray(clients.size)
     if clients.id is None and jax.process_count() == 1:
         able = int((size >= min_examples).sum())

@@ -16,16 +16,16 @@ import numpy as np
 
 from jfcl import mapping
 from jfcl.analysis import metrics
-from jfcl.core.checks import check, check_choice
+from jfcl.core.checks import check
 from jfcl.core.clients import check_clients, check_examples, client_keys, max_examples, num_clients
-from jfcl.core.parameters import is_finite, trained_part
+from jfcl.core.parameters import is_finite, named_leaves, trained_part
 from jfcl.core.types import Clients, PyTree, Task
 from jfcl.kernels import OPERATORS
 from jfcl.mapping.jitted import jitted
 from jfcl.methods.cfl.rounds import hide
-from jfcl.methods.cfl.splits import Sides, sketch
-from jfcl.methods.cfl.state import CFLState, LastUpdates
-from jfcl.methods.cfl.tree_file import check_model, check_newcomers, check_state
+from jfcl.methods.cfl.splits import LATER_THAN_ALL, Sides, sketch
+from jfcl.methods.cfl.state import CFLState
+from jfcl.methods.cfl.tree_file import check_model, check_state
 from jfcl.methods.cfl.tree_file import load_tree as load_tree
 from jfcl.methods.cfl.tree_file import save_tree as save_tree
 from jfcl.methods.round import initial_optimizers
@@ -58,14 +58,8 @@ class Node(NamedTuple):
 def nodes(state: CFLState) -> list[Node]:
     """Returns the tree as a list, parents before children: clusters in the order of their rounds.
 
-    Args:
-      state: of `jfcl.cfl`, of one seed, outside `jit`.
-
-    Returns:
-      `2 S + 1` nodes after `S` splits; the first is the root.
-
-    Raises:
-      ValueError: the state of another method.
+    `state` is that of `jfcl.cfl`, of one seed, outside `jit`; `ValueError` for that of another method. After `S` splits
+    there are `2 S + 1` nodes; the first is the root.
 
     Example:
       >>> import jax, jfcl
@@ -81,18 +75,13 @@ def nodes(state: CFLState) -> list[Node]:
     born, side, cross = (np.asarray(x) for x in (state.tree.born, state.tree.side, state.tree.cross_similarity))
     found = [Node(-1, (), 0, 0, np.arange(0), np.nan, -1)]
     at = {0: 0}  # the node that is in a slot now
-    for k in sorted(np.flatnonzero(active & (born > 0)), key=lambda k: (born[k], parent[k])):
-        p = int(parent[k])
-        above, left = at[p], len(found)
-        found[above] = found[above]._replace(
-            children=(left, left + 1),
-            clients=np.flatnonzero(side[k] > 0),
-            cross_similarity=float(cross[k]),
-            split=int(k),
-        )
-        for slot in (p, int(k)):
-            at[slot] = len(found)
-            found.append(Node(above, (), slot, int(born[k]), np.arange(0), np.nan, -1))
+    for k in sorted(np.flatnonzero(active & (born > 0)).tolist(), key=lambda k: (born[k], parent[k])):
+        p, left = int(parent[k]), len(found)
+        above = at[p]
+        divided = {"children": (left, left + 1), "clients": np.flatnonzero(side[k] > 0), "split": k}
+        found[above] = found[above]._replace(cross_similarity=float(cross[k]), **divided)
+        found += [Node(above, (), slot, int(born[k]), np.arange(0), np.nan, -1) for slot in (p, k)]
+        at |= {p: left, k: left + 1}
     gone = np.asarray(state.excluded) > 0
     for slot, i in at.items():
         found[i] = found[i]._replace(clients=np.flatnonzero((cluster == slot) & ~gone))
@@ -102,13 +91,7 @@ def nodes(state: CFLState) -> list[Node]:
 def first_split(state: CFLState) -> tuple[np.ndarray, np.ndarray]:
     """Returns the updates `[n, S]` that the first split compared, and the clusters `[n]` of their clients now.
 
-    Example:
-      >>> import jax, jfcl
-      >>> from jfcl.testing import problem
-      >>> clients, _, task, training = problem()
-      >>> state = jfcl.cfl(task, training, max_clusters=2).init(jax.random.key(0), clients)  # no split: no updates
-      >>> len(first_split(state)[0])
-      0
+    Without a split both are empty.
     """
     root = nodes(state)[0]
     compared = root.clients if root.split >= 0 else root.clients[:0]
@@ -116,19 +99,7 @@ def first_split(state: CFLState) -> tuple[np.ndarray, np.ndarray]:
 
 
 def models(state: CFLState) -> PyTree:
-    """Returns the models of all `nodes(state)`, stacked in their order: pytree of `[nodes, ...]`.
-
-    Example:
-      As in `nodes`, without a split:
-
-      >>> import jax, jfcl, optax
-      >>> task = jfcl.models.classification(jfcl.models.Linear(10), (4,), 10)
-      >>> algorithm = jfcl.cfl(task, jfcl.local_training(optax.sgd(0.2), num_steps=1), max_clusters=2)
-      >>> clients = jfcl.stack_clients([{"x": np.ones((3, 4), np.float32), "y": np.zeros(3, np.int32)}] * 2)
-      >>> state = algorithm.init(jax.random.key(0), clients)
-      >>> models(state)["Dense_0"]["kernel"].shape, path(state, 0)
-      ((1, 4, 10), [0])
-    """
+    """Returns the models of all `nodes(state)`, stacked in their order: pytree of `[nodes, ...]`."""
     found = nodes(state)
     slot, split = (jnp.asarray([getattr(node, name) for node in found]) for name in ("slot", "split"))
     before = jax.tree.map(lambda p: p[jnp.maximum(split, 0)], state.tree.model)
@@ -138,20 +109,19 @@ def models(state: CFLState) -> PyTree:
 def path(state: CFLState, cluster: int) -> list[int]:
     """Returns the indices into `nodes(state)` from the root to the leaf of a cluster.
 
-    Raises:
-      ValueError: a cluster that does not exist.
+    `ValueError` for a cluster that does not exist.
     """
-    ways = _paths(state)
+    ways = _paths(nodes(state))
     check(cluster in ways, "cluster", cluster, f"one of the clusters there are, {sorted(ways)}")
     return ways[cluster]
 
 
-def _paths(state: CFLState) -> dict[int, list[int]]:
+def _paths(nodes: list[Node]) -> dict[int, list[int]]:
     """Returns the `path` of every cluster."""
-    found, ways = nodes(state), []
-    for i, node in enumerate(found):  # parents come before children
+    ways = []
+    for i, node in enumerate(nodes):  # parents come before children
         ways.append([*(ways[node.parent] if node.parent >= 0 else []), i])
-    return {node.slot: way for node, way in zip(found, ways, strict=True) if not node.children}
+    return {node.slot: way for node, way in zip(nodes, ways, strict=True) if not node.children}
 
 
 class PathEvaluation(NamedTuple):
@@ -173,23 +143,23 @@ def evaluate_paths(
       clients: `[N]`, test examples of the clients of the run, in their order.
 
     Returns:
-      `PathEvaluation`; `L` is the depth of the tree plus 1. `accuracy` is None for tasks without one.
-
-    Cost: a forward pass over all examples for every level.
+      `PathEvaluation`; `L` is the depth of the tree plus 1. `accuracy` is None for tasks without one. Cost: a forward
+      pass over all examples for every level.
 
     Example:
       >>> import jax, jfcl, optax
       >>> task = jfcl.models.classification(jfcl.models.Linear(10), (4,), 10)
       >>> algorithm = jfcl.cfl(task, jfcl.local_training(optax.sgd(0.2), num_steps=1), max_clusters=2)
       >>> clients = jfcl.stack_clients([{"x": np.ones((3, 4), np.float32), "y": np.zeros(3, np.int32)}] * 2)
-      >>> found = evaluate_paths(task, algorithm.init(jax.random.key(0), clients), clients)
-      >>> found.node.tolist(), found.accuracy.shape
-      ([[0], [0]], (2, 1))
+      >>> state = algorithm.init(jax.random.key(0), clients)  # without a split
+      >>> found = evaluate_paths(task, state, clients)
+      >>> found.node.tolist(), found.accuracy.shape, path(state, 0), models(state)["Dense_0"]["kernel"].shape
+      ([[0], [0]], (2, 1), [0], (1, 4, 10))
     """
     n = num_clients(clients)
     check_model(task, state.params, state.personal)
     check(n == len(state.cluster), "clients", f"{n} clients", f"the {len(state.cluster)} clients of the run")
-    ways = _paths(state)
+    ways = _paths(nodes(state))
     used = [ways[k] for k in np.asarray(state.cluster).tolist()]
     depth = max(map(len, used))
     node = np.array([way + way[-1:] * (depth - len(way)) for way in used], np.int32)
@@ -249,33 +219,35 @@ def assign_newcomer(
       >>> jfcl.assign_newcomer(task, training, state, late, key=jax.random.key(1)).cluster.tolist()
       [1]
     """
-    check_state(state)
-    check_newcomers(task, state)
-    check_clients(newcomers, name="newcomers")
-    check_examples(newcomers, task, name="newcomers")
-    if privacy is not None:
-        check_choice("privacy", privacy, OPERATORS)
-    tree = state.tree
-    split_at_all = bool(jnp.any(tree.born > 0))
-    check(tree.updates.shape[2] > 0 or not split_at_all, "tree_dim", 0, "above 0 in the run, to assign newcomers")
-    if not split_at_all:
+    _check_newcomers(task, state, newcomers, "newcomers")
+    if not jnp.any(state.tree.born > 0):  # no split
         count = num_clients(newcomers)
         return Assignment(jnp.zeros(count, jnp.int32), jnp.full(count, jnp.nan))
-    hid = [None, *OPERATORS][int(tree.privacy)]
+    check(state.tree.updates.shape[2] > 0, "tree_dim", 0, "above 0 in the run, to assign newcomers")
+    hid = [None, *OPERATORS][int(state.tree.privacy)]
     check(privacy == hid, "privacy", privacy, f"{hid!r}, as in the run: updates hidden otherwise cannot be compared")
     options = {"privacy": privacy, "privacy_seed": privacy_seed, "client_axis": mapping.or_auto(client_axis)}
     return _assign(state, newcomers, key, task=task, training=training, **options)
 
 
+def _check_newcomers(task: Task, state: CFLState, newcomers: Clients, name: str) -> None:
+    """Raises `ValueError` unless `newcomers` can join a run in `state`, without personal parameters, of this task."""
+    check_state(state)
+    personal = f"personal parameters {', '.join(sorted(named_leaves(state.personal)))}"
+    check(not jax.tree.leaves(state.personal), "state", personal, "one of a run without them, to assign newcomers")
+    check_model(task, state.params)
+    check_clients(newcomers, name=name)
+    check_examples(newcomers, task, name=name)
+
+
 @partial(jitted, static_argnames=("task", "training", "privacy", "privacy_seed", "client_axis"))
 def _assign(state, newcomers, key, *, task, training, privacy, privacy_seed, client_axis):
-    tree, m, dim = state.tree, max_examples(newcomers), state.tree.updates.shape[2]
-    size = jnp.asarray(newcomers.size)
+    tree, m, size = state.tree, max_examples(newcomers), jnp.asarray(newcomers.size)
 
     def next_split(slot, seen):
         """Returns the first split of the cluster in `slot` after round `seen`, and whether there is one."""
         later = (state.parent == slot) & (tree.born > seen)
-        return jnp.argmin(jnp.where(later, tree.born, jnp.iinfo(jnp.int32).max)), later.any()
+        return jnp.argmin(jnp.where(later, tree.born, LATER_THAN_ALL)), later.any()
 
     def train(key, examples, size, k):
         begin = jax.tree.map(lambda p: p[k], tree.model)
@@ -299,7 +271,7 @@ def _assign(state, newcomers, key, *, task, training, privacy, privacy_seed, cli
         keys = client_keys(jax.random.fold_in(key, level), newcomers)
         updates = client_axis(train)(keys, newcomers.examples, size, k)
         finite = jax.vmap(is_finite)(updates)
-        moves, nearest = mapping.chunked(1)(side)(sketch(updates, finite, dim), k)
+        moves, nearest = mapping.chunked(1)(side)(sketch(updates, finite, tree.updates.shape[2]), k)
         nearest = jnp.where(finite, nearest, jnp.nan)
         slot = jnp.where(inner & moves, k, slot).astype(jnp.int32)
         return slot, jnp.where(inner, tree.born[k], seen), jnp.where(inner, nearest, similarity), level + 1
@@ -307,8 +279,8 @@ def _assign(state, newcomers, key, *, task, training, privacy, privacy_seed, cli
     def going(carry):
         return jax.vmap(next_split)(carry[0], carry[1])[1].any()
 
-    count = num_clients(newcomers)
-    start = (jnp.zeros(count, jnp.int32), jnp.zeros(count, jnp.int32), jnp.full(count, jnp.nan), 0)
+    nowhere = jnp.zeros(num_clients(newcomers), jnp.int32)
+    start = nowhere, nowhere, jnp.full(len(nowhere), jnp.nan), 0
     slot, _, similarity, _ = jax.lax.while_loop(going, descend, start)
     return Assignment(slot, similarity)
 
@@ -316,14 +288,8 @@ def _assign(state, newcomers, key, *, task, training, privacy, privacy_seed, cli
 def leave(state: CFLState, who: jax.Array) -> CFLState:
     """Returns the state after some clients have left: they train no more, and their updates leave the parameter tree.
 
-    Their clusters keep models and slots, so that nothing changes for the others.
-
-    Args:
-      state: of `jfcl.cfl` or `jfcl.byzantine_cfl`; continue from it by `jfcl.rollout(..., state=...)`.
-      `who`: `[N]` bool, the clients that leave.
-
-    Raises:
-      ValueError: `who` of another shape or type.
+    Their clusters keep models and slots, so that nothing changes for the others. `who` is `[N]` bool, the clients that
+    leave; continue from the state by `jfcl.rollout(..., state=...)`. `ValueError` for `who` of another shape or type.
 
     Example:
       >>> import jax, jfcl, numpy as np
@@ -390,15 +356,12 @@ def enrol(
       >>> history.state.cluster.tolist()
       [0, 1, 0, 0, 0, 1, 1, 1]
     """
-    check_state(state)
-    check_newcomers(task, state)
+    _check_newcomers(task, state, clients, "clients")
+    sides, tree, count = state.sides, state.tree, num_clients(clients)
     accepted = "the state of a run that splits clusters, as history.state has it (that of load_tree is not complete)"
-    check(isinstance(state.sides, Sides), "state", "a state without sides", accepted)
-    check_clients(clients)
-    check_examples(clients, task)
-    count = num_clients(clients)
+    check(isinstance(sides, Sides), "state", "a state without sides", accepted)
     cluster, placed = jnp.zeros(count, jnp.int32), jnp.zeros(count, jnp.int32)
-    if state.tree.updates.shape[2] > 0:
+    if tree.updates.shape[2] > 0:
         options = {"privacy": privacy, "privacy_seed": privacy_seed, "client_axis": client_axis}
         cluster = assign_newcomer(task, training, state, clients, key=key, **options).cluster
         placed = jnp.full(count, state.round)
@@ -412,15 +375,12 @@ def enrol(
     if jax.tree.leaves(opt_states):
         fresh = initial_optimizers(task, training, state.params, cluster)
         opt_states = jax.tree.map(lambda old, new: jnp.concatenate([old, new]), opt_states, fresh)
-    sides = state.sides
+    changing = () if isinstance(sides.changing, tuple) else behind(sides.changing, fill=True)
     return state._replace(
         cluster=jnp.concatenate([state.cluster, cluster]),
         excluded=behind(state.excluded),
-        tree=state.tree._replace(side=behind(state.tree.side, 1), updates=behind(state.tree.updates, 1)),
+        tree=tree._replace(side=behind(tree.side, 1), updates=behind(tree.updates, 1)),
         client=opt_states,
-        sides=sides._replace(
-            placed=jnp.concatenate([sides.placed, placed]),
-            changing=() if isinstance(sides.changing, tuple) else behind(sides.changing, fill=True),
-        ),
-        heard=jax.tree.map(behind, state.heard) if isinstance(state.heard, LastUpdates) else state.heard,
+        sides=sides._replace(placed=jnp.concatenate([sides.placed, placed]), changing=changing),
+        heard=jax.tree.map(behind, state.heard),
     )

@@ -8,104 +8,50 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Annotated, NamedTuple
+from typing import Annotated, Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.flatten_util import ravel_pytree
 
-from jfcl import mapping
 from jfcl.core.checks import check
 from jfcl.core.clients import attack_key, check_at_most_clients, client_ids, max_examples, num_clients
 from jfcl.core.options import Needs, OneOf, Range
 from jfcl.core.parameters import is_finite, joined, num_bytes, path_flags
-from jfcl.core.types import Algorithm, Clients, PyTree, Served
+from jfcl.core.types import Algorithm, Clients, Entries, PyTree, Served
 from jfcl.kernels import OPERATORS, orthonormal
 from jfcl.kernels.base import DENSE_UP_TO, if_rare
 from jfcl.methods import round as phases
-from jfcl.methods.averaging import Averaging
-from jfcl.methods.cfl import server
-from jfcl.methods.cfl.entries import ENTRIES
-from jfcl.methods.cfl.fallback import in_active_clusters, num_training, undo_harmful_splits
+from jfcl.methods.averaging import checked
+from jfcl.methods.cfl import server, splits
 from jfcl.methods.cfl.server import Rules, Sent
-from jfcl.methods.cfl.splits import Sides, missed_splits, no_sides
-from jfcl.methods.cfl.state import CFLState, LastUpdates, ParameterTree, known_size, no_updates, remember_updates
-from jfcl.robust.aggregate import attacked, check_aggregator, clients_check, where_rows
+from jfcl.methods.cfl.state import CFLState, ParameterTree, known_size, no_updates, remember_updates
+from jfcl.robust.aggregate import attacked, clients_check, where_rows
 from jfcl.training import losses
 
 SIMILARITIES = ("updates", "gradients")
 Privacy = Annotated[str | None, OneOf(OPERATORS)]
 PrivacySeed = Annotated[int, Range(0, 2**32 - 1), Needs("privacy")]
+FEW_ROUNDS = 10  # fewer are too few for a conclusion
+NEVER = 1e-20  # an eps_1 below this is meant to prevent splits
 
 
-class Method(NamedTuple):
-    """The arguments of `rounds`: the server's `rules`, and what clients keep from it."""
-
-    rules: Rules
-    privacy: str | None
-    privacy_seed: int
-    validation: float = 0.0
-    fallback_rounds: int = 0
-
-    @property
-    def common(self) -> Averaging:
-        """The model, the training and the common options of methods."""
-        return self.rules.common
-
-    def hide(self, update: PyTree) -> PyTree:
-        """Returns the message with one client's update."""
-        return hide(update, self.privacy, self.privacy_seed)
-
-
-class TakingPart(NamedTuple):
-    """The clients' places in a round, `[N]` each.
-
-    Attributes:
-      member: bool, clients with examples that are not excluded.
-      examples: int32, a client's examples; of absent clients those that the server remembers.
-      present: bool, members that train in this round if they are in the cohort.
-      learns: int32, examples to train on.
-      missed, pending: of `splits.missed_splits`.
-      weight: float32, their weights in means.
-    """
-
-    member: jax.Array
-    examples: jax.Array
-    present: jax.Array
-    learns: jax.Array
-    missed: jax.Array
-    pending: jax.Array
-    weight: jax.Array
-
-
-def rounds(method: Method) -> Algorithm:
+def rounds(rules: Rules) -> Algorithm:
     """Builds the `Algorithm` of these rules, and checks the options that all rules share."""
-    rules, common = method.rules, method.common
-    task, has_shared = common.task, common.shared is not None
-    phases.check_scopes(common)
+    common, task = rules.common, rules.common.task
     if common.cohort is not None:
         accepted = 'left out with similarity="gradients": updates are kept, not gradients'
         check(rules.similarity == "updates", "cohort", common.cohort, accepted)
-    if method.privacy is not None:
+    if rules.privacy is not None:
         accepted = "left out where parameters are shared, or statistics are averaged: hidden updates have no parts"
-        check(not has_shared and task.statistics is None, "privacy", method.privacy, accepted)
-    phases.check_weights(common.weights)
-    check(not has_shared or common.aggregator is None, "aggregator", common.aggregator, "left out with shared")
-    check_aggregator(common.aggregator)
-    common = common._replace(client_axis=mapping.or_auto(common.client_axis))
-    method = method._replace(rules=rules._replace(common=common))
-    refresh = (lambda state, clients: in_active_clusters(state)) if method.validation else None
-    check_clients = clients_check(common.adversary, common.weights)
-    return Algorithm(
-        partial(init, method),
-        partial(step, method),
-        task,
-        check_clients,
-        refresh,
-        serve,
-        entries=ENTRIES,
-        last_updates=None if rules.common.cohort is None else lambda state: state.heard.round,
-    )
+        check(common.shared is None and task.statistics is None, "privacy", rules.privacy, accepted)
+    rules = rules._replace(common=checked(common))
+    made = Algorithm(partial(init, rules), partial(step, rules), task, clients_check(common.adversary, common.weights))
+    made = made._replace(serve=serve, entries=ENTRIES)
+    if rules.validation:
+        made = made._replace(refresh=lambda state, clients: splits.in_active_clusters(state))
+    return made if common.cohort is None else made._replace(last_updates=lambda state: state.heard.round)
 
 
 def serve(state: CFLState, clients: Clients | None) -> Served:
@@ -113,12 +59,12 @@ def serve(state: CFLState, clients: Clients | None) -> Served:
     return Served(state.params, state.cluster, state.personal, active=state.active, excluded=state.excluded)
 
 
-def init(method: Method, key: jax.Array, clients: Clients) -> CFLState:
+def init(rules: Rules, key: jax.Array, clients: Clients) -> CFLState:
     """Returns the state before the first round: all clients in one cluster."""
-    rules, n = method.rules, num_clients(clients)
-    capacity = min(8, n) if rules.common.num_clusters is None else rules.common.num_clusters
+    common, n = rules.common, num_clients(clients)
+    capacity = min(8, n) if common.num_clusters is None else common.num_clusters
     check_at_most_clients("max_clusters", capacity, n)
-    check_at_most_clients("cohort", rules.common.cohort, n)
+    check_at_most_clients("cohort", common.cohort, n)
     most = max_examples(clients)
     check(rules.min_examples <= most, "min_examples", rules.min_examples, f"at most {most}, the most of a client")
     if rules.true_cluster is not None:
@@ -126,14 +72,13 @@ def init(method: Method, key: jax.Array, clients: Clients) -> CFLState:
         fits = shape == (n,) or (clients.id is not None and len(shape) == 1 and shape[0] < n)
         check(fits, "true_cluster", shape, f"of shape ({n},)")
         check(n <= DENSE_UP_TO, "true_cluster", f"{n} clients", f"left out beyond {DENSE_UP_TO} clients")
-    one = phases.initial_models(method.common.task, key, 1, method.common.init_params)
+    one = phases.initial_models(common.task, key, 1, common.init_params)
     params = jax.tree.map(lambda p: jnp.broadcast_to(p, (capacity, *p.shape[1:])), one)
     cluster = jnp.zeros(n, jnp.int32)
-    opt_states = phases.initial_optimizers(method.common.task, method.common.training, params, cluster)
-    params, own = phases.initial_scopes(method.common.personal, params, cluster)
-    sent = jax.eval_shape(method.hide, jax.tree.map(lambda p: p[0], params))
-    can_split = capacity > 1
-    compared = rules.compared(sent)
+    opt_states = phases.initial_optimizers(common.task, common.training, params, cluster)
+    params, own = phases.initial_scopes(common.personal, params, cluster)
+    sent = jax.eval_shape(lambda p: hide(jax.tree.map(lambda x: x[0], p), rules.privacy, rules.privacy_seed), params)
+    compared, can_split = rules.compared(sent), capacity > 1
     length = min(sum(x.size for x in jax.tree.leaves(compared)), rules.tree_dim) if can_split else 0
     tree = ParameterTree(
         born=jnp.zeros(capacity, jnp.int32),
@@ -141,7 +86,7 @@ def init(method: Method, key: jax.Array, clients: Clients) -> CFLState:
         model=params,
         side=jnp.zeros((capacity, n), jnp.int8),
         updates=jnp.zeros((capacity, n, length)),
-        privacy=jnp.asarray(privacy_code(method.privacy), jnp.int32),
+        privacy=jnp.asarray([None, *OPERATORS].index(rules.privacy), jnp.int32),
     )
     return CFLState(
         params=params,
@@ -156,34 +101,37 @@ def init(method: Method, key: jax.Array, clients: Clients) -> CFLState:
         tree=tree,
         client=opt_states,
         personal=own,
-        sides=no_sides(compared, capacity, n, small=rules.min_examples > 1) if can_split else (),
-        heard=no_updates(sent, n) if rules.common.cohort is not None else (),
+        sides=splits.no_sides(compared, capacity, n, small=rules.min_examples > 1) if can_split else (),
+        heard=() if common.cohort is None else no_updates(sent, n),
     )
 
 
-def step(method: Method, key: jax.Array, state: CFLState, clients: Clients):
+def step(rules: Rules, key: jax.Array, state: CFLState, clients: Clients):
     """Returns `(state, metrics)` after one round."""
-    rules, client_axis, metrics = method.rules, method.common.client_axis, {}
+    common, client_axis, metrics = rules.common, rules.common.client_axis, {}
+    is_shared = path_flags(common.shared or (lambda path: False), state.params)
 
     # Undo splits that harm.
-    if method.validation:
-        state = in_active_clusters(state)
-        judging = method.validation, method.fallback_rounds, shared_flags(rules, state.params), client_axis
-        state, metrics["undone"] = undo_harmful_splits(method.common.task, state, clients, *judging)
+    if rules.validation:
+        state, metrics["undone"] = splits.undo_harmful_splits(rules, state, clients, is_shared)
 
     # Select the cohort. Clients of size 0 are not on the device, and only remembered.
-    part = taking_part(method, state, clients)
-    here = part.present & (jnp.asarray(clients.size) > 0)
-    cohort = phases.select_cohort(key, clients._replace(size=jnp.where(here, part.learns, 0)), rules.common.cohort)
-    kept = here, (state.cluster, part.missed, part.pending), (state.client, state.personal)
-    here, place, own = phases.take_rows(cohort, kept)
+    examples, (missed, pending) = known_size(state.heard, clients.size), splits.missed_splits(state)
+    member = (examples > 0) & (state.excluded == 0)
+    present = member & (~state.final[state.cluster] | pending) if rules.recursive else member
+    learns = jnp.where(present, splits.num_training(examples, rules.validation), 0)
+    weight = phases.weights_of(common.weights, clients._replace(size=learns))
+    here = present & (jnp.asarray(clients.size) > 0)
+    cohort = phases.select_cohort(key, clients._replace(size=jnp.where(here, learns, 0)), common.cohort)
+    place, kept = (state.cluster, missed, pending), (state.client, state.personal)
+    here, of_cohort, own = phases.take_rows(cohort, (here, place, kept))
 
     # Train it.
-    client = train_client(method, state)
-    updates, finite, loss, steps, trained = phases.train_clients(client_axis, client, cohort, place, own)
+    trained = phases.train_clients(client_axis, train_client(rules, state), cohort, of_cohort, own)
+    updates, finite, loss, steps, new_own = trained
     lies_key, ids = attack_key(cohort.key), client_ids(cohort.clients)
-    updates, usable = attacked(method.common.adversary, lies_key, updates, ids, here & finite, place[0])
-    opt_states, own = phases.put_rows(cohort, kept[2], where_rows(here & finite, trained, own))
+    updates, usable = attacked(common.adversary, lies_key, updates, ids, here & finite, of_cohort[0])
+    opt_states, own = phases.put_rows(cohort, kept, where_rows(here & finite, new_own, own))
 
     # Report.
     size = float(num_bytes(jax.eval_shape(lambda u: jax.tree.map(lambda x: x[0], u), updates)))
@@ -191,29 +139,33 @@ def step(method: Method, key: jax.Array, state: CFLState, clients: Clients):
     metrics |= phases.round_metrics(here, loss, usable, steps, up, size)
     metrics["loss"] = phases.loss_of_all(cohort, metrics["loss"], num_clients(clients))
 
+    # What the server knows: these updates, and with a cohort the last ones of the other clients.
+    last, gradients_of = state.heard, partial(gradients, rules, state, place, learns, clients, lies_key, usable)
+    if cohort.rows is None:
+        comparable, expected = usable & ~pending, usable
+    else:
+        when = jnp.where(of_cohort[2], 0, state.round + 1)
+        last = remember_updates(last._replace(size=examples), cohort, updates, when, here, usable)
+        updates, expected = last.update, ~last.mute
+        comparable = (last.round > state.since[state.cluster]) & ~pending
+        usable, present = (jnp.zeros_like(member).at[cohort.rows].set(x) for x in (usable, here))
+    counts = weight * (usable & ~pending).astype(jnp.float32)
+    able = member & (examples >= rules.min_examples)
+    sent = Sent(updates, usable, present, counts, weight, able, comparable, expected, missed, pending, gradients_of)
+
     # The server decides and averages, without the models.
-    sent, last = messages(method, state, part, cohort, updates, here, usable)
-    sent = sent._replace(gradients=lambda: gradients(method, state, part, clients, lies_key, usable))
     record = state._replace(params=(), client=(), personal=(), heard=(), tree=state.tree._replace(model=()))
     record, into, means, decided = server.serve(rules, record, sent)
 
     # Update the models: new clusters start from their parent's, and all move by the mean update.
-    means = reveal(means, jax.tree.map(lambda p: p[0], state.params), method.privacy, method.privacy_seed)
-    new, metrics["overflowed"] = new_models(state, record, into, means, shared_flags(rules, state.params))
-    if isinstance(last, LastUpdates):  # those of clients that have moved belong to other models
+    one = jax.tree.map(lambda p: p[0], state.params)
+    means = reveal(means, one, rules.privacy, rules.privacy_seed)
+    new, overflowed = new_models(state, record, into, means, is_shared)
+    if len(state.active) > 1:  # without another cluster none goes on
+        metrics["overflowed"] = overflowed
+    if common.cohort is not None:  # the updates of clients that have moved belong to other models
         last = last._replace(round=jnp.where(new.cluster != state.cluster, 0, last.round))
     return new._replace(client=opt_states, personal=own, heard=last), metrics | decided
-
-
-def taking_part(method: Method, state: CFLState, clients: Clients) -> TakingPart:
-    """Returns which clients train in this round, and on how many examples."""
-    examples = known_size(state.heard, clients.size)
-    member = (examples > 0) & (state.excluded == 0)
-    missed, pending = missed_splits(state)
-    present = member & (~state.final[state.cluster] | pending) if method.rules.recursive else member
-    learns = jnp.where(present, num_training(examples, method.validation), 0)
-    weight = phases.weights_of(method.common.weights, clients._replace(size=learns))
-    return TakingPart(member, examples, present, learns, missed, pending, weight)
 
 
 def starting_model(state: CFLState, cluster: jax.Array, missed: jax.Array, pending: jax.Array) -> PyTree:
@@ -222,76 +174,45 @@ def starting_model(state: CFLState, cluster: jax.Array, missed: jax.Array, pendi
     def of_cluster():
         return jax.tree.map(lambda p: p[cluster], state.params)
 
-    if not isinstance(state.sides, Sides):
+    if not isinstance(state.sides, splits.Sides):
         return of_cluster()
     return if_rare(pending, lambda: jax.tree.map(lambda p: p[missed], state.tree.model), of_cluster)
 
 
-def train_client(method: Method, state: CFLState) -> Callable:
+def train_client(rules: Rules, state: CFLState) -> Callable:
     """Returns one client's part of the round, for `train_clients`."""
+    how = rules.common.task, rules.common.training, rules.common.personal_steps
 
     def client(key, examples, size, place, kept):
         opt_state, own = kept
-        begin, rest = starting_model(state, *place), (examples, size, opt_state, state.round)
-        how = method.common.task, method.common.training, method.common.personal_steps
-        trained, update, own = phases.train_scopes(*how, key, begin, own, *rest)
+        begin = starting_model(state, *place)
+        trained, update, own = phases.train_scopes(*how, key, begin, own, examples, size, opt_state, state.round)
         finite = is_finite((update, own))
-        return method.hide(update), finite, trained.loss, trained.num_steps, (trained.opt_state, own)
+        return (
+            hide(update, rules.privacy, rules.privacy_seed),
+            finite,
+            trained.loss,
+            trained.num_steps,
+            (trained.opt_state, own),
+        )
 
     return client
 
 
-def gradients(method: Method, state: CFLState, part: TakingPart, clients: Clients, key: jax.Array, usable: jax.Array):
-    """Returns the messages with the gradients of all clients `[N, ...]` at the models that they started from."""
+def gradients(rules: Rules, state: CFLState, place: tuple, learns: jax.Array, clients: Clients, key, usable) -> PyTree:
+    """Returns the messages with the gradients of all clients `[N, ...]` at the models that they started from.
+
+    `place` is `(cluster, missed, pending)`, `[N]` each; `learns` `[N]` counts examples; `key` is the attackers'.
+    """
+    task = rules.common.task
 
     def gradient(examples, size, place, own):
-        begin = starting_model(state, *place)
-        loss = lambda p: losses.mean_loss(method.common.task, joined(p, own), examples, size)  # noqa: E731
-        return method.hide(jax.grad(loss)(begin))
+        loss = lambda p: losses.mean_loss(task, joined(p, own), examples, size)  # noqa: E731
+        return hide(jax.grad(loss)(starting_model(state, *place)), rules.privacy, rules.privacy_seed)
 
-    place = state.cluster, part.missed, part.pending
-    found = method.common.client_axis(gradient)(clients.examples, part.learns, place, state.personal)
+    sent = rules.common.client_axis(gradient)(clients.examples, learns, place, state.personal)
     key = jax.random.fold_in(key, 1)
-    return attacked(method.common.adversary, key, found, client_ids(clients), usable, state.cluster)[0]
-
-
-def messages(
-    method: Method,
-    state: CFLState,
-    part: TakingPart,
-    cohort: phases.Cohort,
-    updates: PyTree,
-    here: jax.Array,
-    usable: jax.Array,
-) -> tuple[Sent, PyTree]:
-    """Returns the server's input, without gradients, and the last updates of all clients (`()` without a cohort).
-
-    Args:
-      method: the arguments.
-      state: before the round.
-      part: from `taking_part`.
-      cohort: of the round.
-      updates: pytree of `[C, ...]`.
-      here, usable: `[C]` bool, clients that took part, and those with a finite update.
-    """
-    rows, last = cohort.rows, state.heard
-    able = part.member & (part.examples >= method.rules.min_examples)
-    if rows is None:
-        present, comparable, expected = part.present, usable & ~part.pending, usable
-    else:
-        counts = ~part.pending[rows]
-        last = remember_updates(last, state.round + 1, part.examples, rows, updates, here, usable, counts)
-        updates, expected = last.update, ~last.mute
-        comparable = (last.round > state.since[state.cluster]) & ~part.pending
-        usable, present = (jnp.zeros_like(part.member).at[rows].set(x) for x in (usable, here))
-    weight = part.weight * (usable & ~part.pending).astype(jnp.float32)
-    of_splits = able, comparable, expected, part.missed, part.pending
-    return Sent(updates, usable, present, weight, part.weight, *of_splits, gradients=None), last
-
-
-def shared_flags(rules: Rules, params: PyTree) -> PyTree:
-    """Returns the structure of `params` with a bool for each array: whether it is averaged over all clusters."""
-    return path_flags(rules.common.shared or (lambda path: False), params)
+    return attacked(rules.common.adversary, key, sent, client_ids(clients), usable, state.cluster)[0]
 
 
 def new_models(
@@ -302,9 +223,9 @@ def new_models(
     Args:
       state: before the round.
       record: after it, without models.
-      into: `[K]` int32, the slot of the cluster that each cluster's split made, `K` without one.
+      into: as in `server.Decision`.
       means: pytree of `[K, ...]`, the mean updates.
-      is_shared: from `shared_flags`.
+      is_shared: a bool for each array of a model, whether it is averaged over all clusters.
 
     Returns:
       `(state, overflowed [K] bool)`, see `keep_finite`; clusters that overflowed are final.
@@ -341,11 +262,6 @@ def keep_finite(params: PyTree, before: PyTree, active: jax.Array, is_shared: Py
 # Hidden updates (section V-B): clients send their updates through a secret orthonormal operator.
 
 
-def privacy_code(privacy: str | None) -> int:
-    """Returns the value of `ParameterTree.privacy` for an operator's name, or None."""
-    return 0 if privacy is None else 1 + list(OPERATORS).index(privacy)
-
-
 def _operator(privacy: str, seed: int, dim: int):
     """Returns the clients' operator. Its key is independent of all keys of the server."""
     return orthonormal(privacy, jax.random.fold_in(jax.random.key(seed), 0x5EC8E7), dim)
@@ -365,3 +281,44 @@ def reveal(means: PyTree, like: PyTree, privacy: str | None, seed: int) -> PyTre
         return means
     flat, unravel = ravel_pytree(like)
     return jax.vmap(unravel)(_operator(privacy, seed, len(flat)).invert(means["hidden"]))
+
+
+# What records hold of the metrics, and what a user is told of them.
+
+
+def notes(record: dict[str, Any], is_last: bool) -> dict[str, str]:
+    """Returns warnings of a record: full capacity and models that overflowed; at the end of a run, no decision."""
+    if is_last:
+        return _never_examined(record)
+    texts = {}
+    if record.get("capacity_reached"):
+        texts["capacity"] = "a cluster would be split, but max_clusters are in use"
+    if np.any(record.get("overflowed", False)):
+        texts["overflowed"] = (
+            f"the models of clusters {np.flatnonzero(record['overflowed']).tolist()} overflowed; these clusters keep"
+            " their last finite model and are not examined any more, the others go on"
+        )
+    return texts
+
+
+def _never_examined(record: dict[str, Any]) -> dict[str, str]:
+    """Returns the reason why no cluster was examined for a split, where updates are long."""
+    if record["round"] < FEW_ROUNDS or record.get("decisions", 1) or "thresholds" not in record:
+        return {}
+    mean, longest, (below, above) = record["mean_norm"][0], record["max_norm"][0], record["thresholds"]
+    if longest <= above or below <= NEVER:
+        return {}
+    why = "is not below eps_1, {:.3g}: train for more rounds, or choose a larger eps_1"
+    if mean < below:
+        why = "is below eps_1, {:.3g}, but too few rounds have passed (min_rounds), or too few clients have a voice"
+        why += " (min_size, min_examples, cohort)"
+    text = f"no cluster was ever examined for a split. The longest update, {longest:.3g}, is above eps_2, {above:.3g};"
+    return {"unexamined": f"{text} the mean update, {mean:.3g}, {why.format(below)}"}
+
+
+ENTRIES = Entries(
+    sums=("undone", "decisions"),
+    largest=("split_from", "capacity_reached", "overflowed"),
+    ended="every cluster is final",
+    notes=notes,
+)

@@ -13,10 +13,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jfcl import mapping
-from jfcl.core import PyTree, divided, joined
-from jfcl.kernels import bipartition_of_updates, optimal_bipartition, pairwise_cosine, similarity_tolerance
-from jfcl.kernels import separation_gap as gap_of
+from jfcl import kernels, mapping
+from jfcl.core import PyTree, divided, joined, trained_part
 from jfcl.kernels.base import DENSE_UP_TO, if_rare, rows_of
 from jfcl.kernels.bipartition import Bipartition, bipartitions_of_clusters
 from jfcl.kernels.blocks import finite_rows, squared_norms
@@ -27,7 +25,7 @@ from jfcl.robust.aggregate import cluster_mean, robust_cluster_mean, shared_mean
 
 
 class Rules(NamedTuple):
-    """The decisions of a variant of the method. `K` clusters throughout.
+    """The decisions of a variant of the method, and what clients keep from the server. `K` clusters throughout.
 
     Attributes:
       common: the model, and the common options of methods. Its `num_clusters` are `K`; None: 8, or as many as there
@@ -35,28 +33,32 @@ class Rules(NamedTuple):
       ripe: `(state, mean_norm [K], max_norm [K], members [K]) -> (stationary [K], wanted [K])` bool.
       accept: `(splits) -> [K]` bool: the bipartitions to act on.
       decide: `(rules, state, sent, found) -> Decision`: the action on them.
-      recursive, similarity, linkage, min_size, min_examples, tree_dim, true_cluster: as in `cfl`.
       compares_zero: clients with an update of zero, which has no direction, have a voice.
       thresholds: `(state) -> [2]`, those of the norms, for the metrics; or None.
+      similarity and the others: as in `cfl`.
     """
 
     common: Averaging
     ripe: Callable[..., tuple[jax.Array, jax.Array]]
     accept: Callable[[Splits], jax.Array]
     decide: Callable[..., Decision]
-    recursive: bool = False
+    compares_zero: bool = True
+    thresholds: Callable[[CFLState], jax.Array] | None = None
     similarity: str = "updates"
     linkage: str = "single"
     min_size: int = 1
     min_examples: int = 1
-    compares_zero: bool = True
-    thresholds: Callable[[CFLState], jax.Array] | None = None
+    recursive: bool = False
+    validation: float = 0.0
+    fallback_rounds: int = 0
+    privacy: str | None = None
+    privacy_seed: int = 0
     tree_dim: int = 0
     true_cluster: Any = None
 
     def compared(self, updates: PyTree) -> PyTree:
         """Returns the part of updates that similarities and norms compare: all but the statistics."""
-        return divided(self.common.task.statistics, updates)[0]
+        return trained_part(self.common.task, updates)
 
 
 class Sent(NamedTuple):
@@ -89,6 +91,20 @@ class Sent(NamedTuple):
     gradients: Callable[[], PyTree]
 
 
+class Splits(NamedTuple):
+    """The bipartition of each cluster.
+
+    Attributes:
+      cross_similarity: `[K]`, infinity where no bipartition was computed or possible.
+      smaller: `[K]` int32, clients on the smaller side; 0 where all updates are alike but for rounding.
+      side: `[N]` bool, each client's side in the bipartition of its cluster.
+    """
+
+    cross_similarity: jax.Array
+    smaller: jax.Array
+    side: jax.Array
+
+
 class Found(NamedTuple):
     """The comparison of a round, from which `Rules.decide` decides.
 
@@ -97,7 +113,7 @@ class Found(NamedTuple):
       voice: `[N]` bool: clients with a voice and a comparable vector.
       members: `[K]` int32, how many of them each cluster has.
       stationary: `[K]` bool.
-      splits: `Splits`.
+      splits: the bipartitions.
       accepted: `[K]` bool.
     """
 
@@ -145,8 +161,7 @@ def serve(rules: Rules, state: CFLState, sent: Sent):
     norms = jnp.sqrt(squared_norms(rows_of(vectors)))
     voice = voice if rules.compares_zero else voice & (norms > 0)
     newest = voice if cohort is None else voice & sent.usable
-    max_norm = jax.ops.segment_max(jnp.where(newest, norms, 0.0), state.cluster, capacity)
-    max_norm = jnp.maximum(max_norm, 0.0)
+    max_norm = jnp.maximum(jax.ops.segment_max(jnp.where(newest, norms, 0.0), state.cluster, capacity), 0.0)
     mean_vectors = means(vectors, state.cluster, jnp.where(voice, sent.voice_weight, 0.0))
     mean_norm = jnp.sqrt(squared_norms(rows_of(mean_vectors)))
     members = jax.ops.segment_sum(voice.astype(jnp.int32), state.cluster, capacity)
@@ -162,30 +177,27 @@ def serve(rules: Rules, state: CFLState, sent: Sent):
         wanted = wanted & enough_known(voice, expected, state.cluster, capacity)
         # Old updates say little on the model of today: a cluster ends in a round with most of its clients.
         examined = examined & enough_known(newest, expected, state.cluster, capacity, most=True)
-    stationary = stationary & examined
-
-    def compare():
-        options = {"min_size": rules.min_size, "linkage": rules.linkage}
-        return bipartitions(vectors, state.cluster, voice, wanted, client_axis, **options)
-
-    nothing = no_splits(capacity, len(voice))
+    sides = jnp.zeros(capacity, jnp.int32), jnp.zeros(len(voice), bool)
+    nothing = Splits(jnp.full(capacity, jnp.inf, jnp.float32), *sides)
+    options = {"min_size": rules.min_size, "linkage": rules.linkage}
+    compare = partial(bipartitions, vectors, state.cluster, voice, wanted, client_axis, **options)
     splits = if_rare(wanted.any(), compare, lambda: nothing)
-    accepted = wanted & rules.accept(splits)
-    metrics = {"decisions": wanted.sum().astype(jnp.int32)}
-    if rules.thresholds is not None:
-        metrics["thresholds"] = rules.thresholds(state)
-    if rules.true_cluster is not None:
-        known = rules.true_cluster, capacity, client_axis
-        metrics["separation_gap"] = separation_gaps(vectors, state.cluster, voice, *known)
-
-    # The decision, and the mean of each cluster after it: the children of a split average their own clients' updates.
-    found = Found(vectors, voice, members, stationary, splits, accepted)
-    state, into, full, weight, more = rules.decide(rules, state, sent, found)
-    slots = jnp.arange(capacity, dtype=jnp.int32)
-    metrics |= more | {
+    found = Found(vectors, voice, members, stationary & examined, splits, wanted & rules.accept(splits))
+    metrics = {
+        "decisions": wanted.sum().astype(jnp.int32),
         "mean_norm": mean_norm,
         "max_norm": max_norm,
         "cross_similarity": splits.cross_similarity,
+    }
+    if rules.thresholds is not None:
+        metrics["thresholds"] = rules.thresholds(state)
+    if rules.true_cluster is not None:
+        metrics["separation_gap"] = separation_gaps(rules, state, vectors, voice)
+
+    # The decision, and the mean of each cluster after it: the children of a split average their own clients' updates.
+    state, into, full, weight, more = rules.decide(rules, state, sent, found)
+    slots = jnp.arange(capacity, dtype=jnp.int32)
+    metrics |= more | {
         "split_from": jnp.full(capacity, -1, jnp.int32).at[into].set(slots, mode="drop"),
         "num_clusters": state.active.sum().astype(jnp.int32),
         "num_excluded": (state.excluded > 0).sum().astype(jnp.int32),
@@ -198,28 +210,8 @@ def serve(rules: Rules, state: CFLState, sent: Sent):
 
 # Bipartitions.
 
-
 # Beyond `DENSE_UP_TO` clients only a matrix this many times smaller than the updates; else tiles, computed repeatedly.
 DENSE_SHARE = 8
-
-
-class Splits(NamedTuple):
-    """The bipartition of each cluster.
-
-    Attributes:
-      cross_similarity: `[K]`, infinity where no bipartition was computed or possible.
-      smaller: `[K]` int32, clients on the smaller side; 0 where all updates are alike but for rounding.
-      side: `[N]` bool, each client's side in the bipartition of its cluster.
-    """
-
-    cross_similarity: jax.Array
-    smaller: jax.Array
-    side: jax.Array
-
-
-def no_splits(capacity: int, count: int) -> Splits:
-    """Returns the `Splits` of `K` clusters and `N` clients without a bipartition."""
-    return Splits(jnp.full(capacity, jnp.inf, jnp.float32), jnp.zeros(capacity, jnp.int32), jnp.zeros(count, bool))
 
 
 def bipartitions(
@@ -238,18 +230,15 @@ def bipartitions(
       vectors: pytree of `[N, ...]`, updates or gradients.
       cluster: `[N]` int32 in `0..K-1`.
       usable: `[N]` bool; the other clients are on no side (False).
-      wanted: `[K]` bool.
+      wanted: `[K]` bool. The cross similarity of others, and of those without a bipartition of that size, is `inf`.
       client_axis: the clients' mapping.
       min_size, linkage: as in `cfl`. Complete linkage and a least size need all similarities at once.
-
-    Returns:
-      `Splits`; for clusters not wanted, and those without a bipartition of that size, the cross similarity is `inf`.
     """
     count, capacity = len(cluster), len(wanted)
     leaves = jax.tree.leaves(vectors)
     numbers = sum(leaf.size for leaf in leaves) // count
     coarsest = max((leaf.dtype for leaf in leaves), key=lambda dtype: jnp.finfo(dtype).eps)
-    tolerance = similarity_tolerance(numbers, coarsest)
+    tolerance = kernels.similarity_tolerance(numbers, coarsest)
     dense = count <= max(DENSE_UP_TO, numbers // DENSE_SHARE) or linkage != "single" or min_size > 1
 
     def one_by_one(bipartition, points, cluster, active):
@@ -269,41 +258,34 @@ def bipartitions(
         return Bipartition(side.any(axis=0), cross)
 
     def from_similarities(vectors, cluster, usable, active):
-        similarity = pairwise_cosine(vectors, mask=usable)
+        similarity = kernels.pairwise_cosine(vectors, mask=usable)
         if linkage == "single":
             return (), bipartitions_of_clusters(similarity, active, cluster, capacity, min_size)
-        return (), one_by_one(partial(optimal_bipartition, linkage=linkage), similarity, cluster, active)
+        return (), one_by_one(partial(kernels.optimal_bipartition, linkage=linkage), similarity, cluster, active)
 
     active = usable & wanted[cluster]
     if dense:
         side, cross = over_columns(client_axis, from_similarities)(vectors, cluster, usable, active)[1]
     else:
-        side, cross = one_by_one(bipartition_of_updates, vectors, cluster, active)
+        side, cross = one_by_one(kernels.bipartition_of_updates, vectors, cluster, active)
 
     ones, members = (jax.ops.segment_sum(x.astype(jnp.int32), cluster, capacity) for x in (side, active))
     smaller = jnp.where(1 - cross <= tolerance, 0, jnp.minimum(ones, members - ones))
     return Splits(cross.astype(jnp.float32), smaller, side)
 
 
-def separation_gaps(
-    vectors: PyTree,
-    cluster: jax.Array,
-    usable: jax.Array,
-    true_cluster: Any,
-    count: int,
-    client_axis: mapping.Mapping = jax.vmap,
-) -> jax.Array:
-    """Returns `[K]`: the separation gap (Definition 2) in each of `count` clusters; NaN for fewer than two clients."""
-    of_rows = jnp.pad(jnp.asarray(true_cluster), (0, len(cluster) - len(true_cluster)))  # padding clients
+def separation_gaps(rules: Rules, state: CFLState, vectors: PyTree, usable: jax.Array) -> jax.Array:
+    """Returns `[K]`: the separation gap (Definition 2) in each cluster; NaN for fewer than two usable clients."""
+    of_rows = jnp.pad(jnp.asarray(rules.true_cluster), (0, len(usable) - len(rules.true_cluster)))  # padding clients
 
     def from_similarities(vectors, cluster, usable, of_rows):
-        similarity = pairwise_cosine(vectors, mask=usable)
+        similarity = kernels.pairwise_cosine(vectors, mask=usable)
 
         def one(k):
             members = usable & (cluster == k)
-            gap = gap_of(similarity, of_rows, members)
-            return jnp.where(members.sum() > 1, gap, jnp.nan)
+            return jnp.where(members.sum() > 1, kernels.separation_gap(similarity, of_rows, members), jnp.nan)
 
-        return (), mapping.chunked(1)(one)(jnp.arange(count, dtype=jnp.int32))
+        return (), mapping.chunked(1)(one)(jnp.arange(len(state.active), dtype=jnp.int32))
 
-    return over_columns(client_axis, from_similarities)(vectors, cluster, usable, of_rows)[1]
+    axis = over_columns(rules.common.client_axis, from_similarities)
+    return axis(vectors, state.cluster, usable, of_rows)[1]

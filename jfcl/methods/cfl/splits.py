@@ -18,15 +18,17 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jfcl.core import PyTree
+from jfcl.core import Clients, PyTree, of_rest
 from jfcl.kernels.base import if_rare, rows_of
 from jfcl.kernels.blocks import product_of_rows
 from jfcl.kernels.similarity import scaled_rows, signed_sums, unit_scale
 from jfcl.methods.cfl.server import Decision, Found, Rules, Sent, Splits
 from jfcl.methods.cfl.state import CFLState
+from jfcl.training import losses
 
 SKETCH_COLUMNS = 4096  # columns of one block of a sketch; signs are drawn per block, so another number changes sketches
 LATER_THAN_ALL = jnp.iinfo(jnp.int32).max
+WORST = 1e30  # differences of it, summed over clients, stay finite
 
 
 def allot(accept: jax.Array, used: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -46,11 +48,14 @@ def allot(accept: jax.Array, used: jax.Array) -> tuple[jax.Array, jax.Array]:
 def split_clusters(rules: Rules, state: CFLState, sent: Sent, found: Found) -> Decision:
     """Makes the second side of every accepted bipartition a cluster, while there are free slots."""
     into, full = allot(found.accepted, state.active | (state.parent >= 0))
-    final = state.final
     if rules.recursive:
-        final = final | (found.stationary & (into == len(state.active)))
-    state, relocated = carry_out(rules, state._replace(final=final), found.vectors, sent, found.splits, into)
-    metrics = {"ended": _has_ended(state, sent)} if rules.recursive else {}
+        state = state._replace(final=state.final | (found.stationary & (into == len(state.active))))
+    state, relocated = carry_out(rules, state, found.vectors, sent, found.splits, into)
+    metrics = {}
+    if rules.recursive:  # ended: all clusters with clients are final, and no client that can be placed waits for it
+        waits = missed_splits(state)[1] & sent.able & sent.expected
+        remaining = jax.ops.segment_sum((state.excluded == 0).astype(jnp.int32), state.cluster, len(state.active))
+        metrics["ended"] = (state.final | ~state.active | (remaining == 0)).all() & ~waits.any()
     return state, into, full, jnp.where(relocated, 0.0, sent.weight), metrics
 
 
@@ -60,56 +65,53 @@ def carry_out(
     """Carries out this round's splits, and places the clients that no bipartition places (see the module's docstring).
 
     Args:
-      rules: of the method.
-      state: before the splits.
+      rules, state, sent, splits: of the method; before the splits; the clients' messages; the bipartitions.
       vectors: pytree of `[N, ...]`, the updates or gradients that were compared.
-      sent: the clients' messages.
-      splits: the bipartitions.
       into: `[K]` int32, from `allot`.
 
     Returns:
       `(state, relocated [N] bool)`: clients that changed their cluster otherwise than in a split of this round, so that
       their update is of neither cluster's model.
     """
-    capacity, new_round, tree = len(state.active), state.round + 1, state.tree
-    if not isinstance(state.sides, Sides):  # one cluster, never split
+    capacity, new_round, tree, sides = len(state.active), state.round + 1, state.tree, state.sides
+    if not isinstance(sides, Sides):  # one cluster, never split
         return state, jnp.zeros(len(state.cluster), bool)
-    was_split = into < capacity
-    split_here = was_split[state.cluster]
-    voice = sent.comparable & sent.able & split_here
-    silent = sent.comparable & ~sent.able & split_here
-    moves = splits.side & split_here
+    slot, was_split = into[state.cluster], into < capacity
+    here = sent.comparable & was_split[state.cluster]
+    voice, silent = here & sent.able, here & ~sent.able
+    moves = splits.side & was_split[state.cluster]
 
     def record():
+        # The tree.
         parts = jnp.where(moves, 2, jnp.where(voice, 1, 0)).astype(jnp.int8)
         side = jnp.where(state.cluster[None, :] == jnp.arange(capacity)[:, None], parts[None, :], jnp.int8(0))
         updates = sketch(rules.compared(sent.updates), voice, rules.tree_dim)
-        kept = jnp.where((side > 0)[:, :, None], updates[None, :, :], 0.0)
+        updates = jnp.where((side > 0)[:, :, None], updates[None, :, :], 0.0)
         recorded = tree._replace(
             born=tree.born.at[into].set(new_round, mode="drop"),
             cross_similarity=tree.cross_similarity.at[into].set(splits.cross_similarity, mode="drop"),
             side=tree.side.at[into].set(side, mode="drop"),
-            updates=tree.updates.at[into].set(kept, mode="drop"),
+            updates=tree.updates.at[into].set(updates, mode="drop"),
         )
-        return recorded, *split_sides(state, vectors, voice, silent, moves, into)
 
-    tree, sides, moves = if_rare(was_split.any(), record, lambda: (tree, state.sides, moves))
+        # The directions, by which clients without a voice move too.
+        direction = add_directions(sides.direction, vectors, jnp.where(voice, slot, capacity), moves, into)
+        all_moves, changing = moves, sides.changing
+        if not isinstance(changing, tuple):
+            similarity = similarity_to_side(vectors, silent, direction, jnp.minimum(slot, capacity - 1))
+            all_moves, changing = moves | (silent & (similarity > 0)), changing | silent
+        return recorded, Sides(direction, jnp.where(here, new_round, sides.placed), changing), all_moves
+
+    tree, sides, moves = if_rare(was_split.any(), record, lambda: (tree, sides, moves))
     state = state._replace(
-        cluster=jnp.where(moves, into[state.cluster], state.cluster).astype(jnp.int32),
+        cluster=jnp.where(moves, slot, state.cluster).astype(jnp.int32),
         active=state.active.at[into].set(True, mode="drop"),
         parent=state.parent.at[into].set(jnp.arange(capacity, dtype=jnp.int32), mode="drop"),
         since=jnp.where(was_split, new_round, state.since).at[into].set(new_round, mode="drop"),
         tree=tree,
         sides=sides,
     )
-    return place_pending(state, vectors, sent.missed, sent.pending, sent.usable & ~voice & ~silent, sent.able)
-
-
-def _has_ended(state: CFLState, sent: Sent) -> jax.Array:
-    """Returns `[]` bool: all clusters with clients are final, and no client that could be placed waits for its side."""
-    waits = missed_splits(state)[1] & sent.able & sent.expected
-    remaining = jax.ops.segment_sum((state.excluded == 0).astype(jnp.int32), state.cluster, len(state.active))
-    return (state.final | ~state.active | (remaining == 0)).all() & ~waits.any()
+    return place_pending(state, vectors, sent, sent.usable & ~here)
 
 
 def sketch(updates: PyTree, usable: jax.Array, dim: int) -> jax.Array:
@@ -143,20 +145,12 @@ class Sides(NamedTuple):
 
 
 def no_sides(sent: PyTree, capacity: int, count: int, *, small: bool) -> Sides:
-    """Returns the `Sides` before the first round.
+    """Returns the `Sides` of `K` clusters and `N` clients before the first round.
 
-    Args:
-      sent: shapes of one client's update.
-      capacity: `K`.
-      count: `N`.
-      small: whether there are clients without a voice.
+    `sent` has the shapes of one client's update; `small`: there are clients without a voice.
     """
-    lengths = [max(x.size, 1) for x in jax.tree.leaves(sent)]
-    return Sides(
-        direction=[jnp.zeros((capacity, d)) for d in lengths],
-        placed=jnp.zeros(count, jnp.int32),
-        changing=jnp.zeros(count, bool) if small else (),
-    )
+    direction = [jnp.zeros((capacity, max(x.size, 1))) for x in jax.tree.leaves(sent)]
+    return Sides(direction, jnp.zeros(count, jnp.int32), jnp.zeros(count, bool) if small else ())
 
 
 def missed_splits(state: CFLState) -> tuple[jax.Array, jax.Array]:
@@ -226,42 +220,12 @@ def similarity_to_side(vectors: PyTree, usable: jax.Array, direction: list[jax.A
     """
     rows = rows_of(vectors)
     scale = unit_scale(rows, usable)
-    product = sum(
-        product_of_rows(scaled_rows(x, usable, scale).astype(jnp.float32), d)
-        for x, d in zip(rows, direction, strict=True)
-    )
+    units = [scaled_rows(x, usable, scale).astype(jnp.float32) for x in rows]
+    product = sum(map(product_of_rows, units, direction))
     return jnp.take_along_axis(product, split[:, None], axis=1)[:, 0]
 
 
-def split_sides(
-    state: CFLState, vectors: PyTree, voice: jax.Array, silent: jax.Array, moves: jax.Array, into: jax.Array
-) -> tuple[Sides, jax.Array]:
-    """Stores the directions of this round's splits, and places the clients without a voice.
-
-    Args:
-      state: before the splits.
-      vectors: pytree of `[N, ...]`, the compared updates or gradients.
-      voice, silent: `[N]` bool, clients of the clusters that are split: those that the bipartition placed, and those
-        without a voice and with a known update.
-      moves: `[N]` bool, clients with a voice on the side that moves.
-      into: `[K]` int32, the slots of the new clusters, `K` where there is no split.
-
-    Returns:
-      `(sides, moves)`; `moves` now has the clients without a voice too.
-    """
-    capacity, sides, slot = len(into), state.sides, into[state.cluster]
-    direction = add_directions(sides.direction, vectors, jnp.where(voice, slot, capacity), moves, into)
-    changing = sides.changing
-    if not isinstance(changing, tuple):
-        similarity = similarity_to_side(vectors, silent, direction, jnp.minimum(slot, capacity - 1))
-        moves, changing = moves | (silent & (similarity > 0)), changing | silent
-    placed = jnp.where(voice | silent, state.round + 1, sides.placed)
-    return Sides(direction, placed, changing), moves
-
-
-def place_pending(
-    state: CFLState, vectors: PyTree, missed: jax.Array, pending: jax.Array, usable: jax.Array, able: jax.Array
-) -> tuple[CFLState, jax.Array]:
+def place_pending(state: CFLState, vectors: PyTree, sent: Sent, usable: jax.Array) -> tuple[CFLState, jax.Array]:
     """Places pending clients at the split that they missed, and compares the sides of changing clients again.
 
     A pending client is placed once. The update of a client without a voice points towards the right cluster while the
@@ -271,19 +235,18 @@ def place_pending(
     Args:
       state: after this round's splits.
       vectors: pytree of `[N, ...]`; those of pending clients belong to the model before the split.
-      missed, pending: of `missed_splits`, in the state before the round.
+      sent: the clients' messages; a pending client without a voice is changing from its placement on.
       usable: `[N]` bool, clients with a finite update of this round that this round's splits did not place.
-      able: `[N]` bool, clients with a voice; a pending client without one is changing from its placement on.
 
     Returns:
       `(state, moved [N] bool)`.
     """
-    sides, pending = state.sides, pending & usable
-    split, changing = missed, jnp.zeros_like(pending)
-    if not isinstance(sides.changing, tuple):
+    sides, pending = state.sides, sent.pending & usable
+    split, changing, all_voices = sent.missed, jnp.zeros_like(pending), isinstance(sides.changing, tuple)
+    if not all_voices:
         last, any_split = last_splits(state)
-        changing = sides.changing & ~able & usable & any_split & ~missed_splits(state)[1]
-        split = jnp.where(pending, missed, last)
+        changing = sides.changing & ~sent.able & usable & any_split & ~missed_splits(state)[1]
+        split = jnp.where(pending, sent.missed, last)
 
     def compare():
         similarity = similarity_to_side(vectors, usable, sides.direction, split)
@@ -291,11 +254,78 @@ def place_pending(
         toward = jnp.where((pending | changing) & (similarity != 0), toward, state.cluster)
         moved = toward != state.cluster
         placed = jnp.where(pending | (changing & moved), state.tree.born[split], sides.placed)
-        still = sides.changing
-        if not isinstance(still, tuple):
-            still = (still & ~(changing & ~moved)) | (pending & ~able)
+        still = () if all_voices else (sides.changing & ~(changing & ~moved)) | (pending & ~sent.able)
         return toward, sides._replace(placed=placed, changing=still), moved
 
-    still = (state.cluster, sides, jnp.zeros_like(pending))
-    cluster, sides, moved = if_rare((pending | changing).any(), compare, lambda: still)
+    unmoved = state.cluster, sides, jnp.zeros_like(pending)
+    cluster, sides, moved = if_rare((pending | changing).any(), compare, lambda: unmoved)
     return state._replace(cluster=cluster, sides=sides), moved
+
+
+# Splits that harm: the fall-back to the Federated Learning solution (section II-A).
+
+
+def num_training(size: jax.Array, validation: float) -> jax.Array:
+    """Returns how many of `size` examples are for training; the last ones, a share of `validation`, judge splits."""
+    return size - jnp.floor(validation * size.astype(jnp.float32)).astype(size.dtype) if validation else size
+
+
+def in_active_clusters(state: CFLState) -> CFLState:
+    """Returns `state` with the clients of undone splits, which may have been absent then, in the parent's cluster."""
+    k = state.cluster
+    return state._replace(cluster=jnp.where(state.active[k], k, state.parent[k]))
+
+
+def undo_harmful_splits(
+    rules: Rules, state: CFLState, clients: Clients, is_shared: PyTree
+) -> tuple[CFLState, jax.Array]:
+    """Undoes the splits of `rules.fallback_rounds` ago after which their clients do worse on validation examples.
+
+    Section II-A: "if after splitting up the clients a degradation in model performance is observed, it is always
+    possible to fall back to the Federated Learning solution". The parent gets its clients and its model back, and is
+    final. Parameters that `is_shared` (a pytree of bools, like a model) stay those of all clusters. A performance that
+    is not finite is the worst of all. Returns `(state, undone [])`.
+    """
+    state = in_active_clusters(state)
+    capacity, tree = len(state.active), state.tree
+    due = state.active & (tree.born > 0) & (state.round - tree.born == rules.fallback_rounds)
+    slots = jnp.arange(capacity, dtype=jnp.int32)
+    # By cluster: the split that is due in which it was the new side, or the one that stayed.
+    judged = jnp.full(capacity, -1, jnp.int32).at[jnp.where(due, state.parent, capacity)].set(slots, mode="drop")
+    judged = jnp.where(due, slots, judged)
+
+    def client(examples, size, cluster, own):
+        """Returns the gain of one client by the split that its cluster is judged for, and whether it counts."""
+        task = rules.common.task
+        task, k = of_rest(task, own) if jax.tree.leaves(own) else task, judged[cluster]
+        rows = jnp.arange(jax.tree.leaves(examples)[0].shape[0])
+        aside = (rows >= num_training(size, rules.validation)) & (rows < size)
+        blank = losses.blank_padding(examples, size)
+
+        def performance(models, k):
+            params = jax.tree.map(lambda p: p[k], models)
+            each = -task.loss(params, blank) if task.correct is None else task.scores(task.correct, params, blank)
+            return losses.masked_mean(jnp.nan_to_num(each, nan=-WORST, posinf=WORST, neginf=-WORST), aside)
+
+        return performance(state.params, cluster) - performance(tree.model, k), (k >= 0) & aside.any()
+
+    def judge():
+        rows = clients.examples, jnp.asarray(clients.size), state.cluster, state.personal
+        gain, counts = rules.common.client_axis(client)(*rows)
+        gain = jnp.where(counts & (state.excluded == 0), gain, 0.0)
+        undo = due & (jax.ops.segment_sum(gain, judged[state.cluster], capacity) < 0)
+        target = jnp.where(undo, state.parent, capacity)
+
+        def restored(p, m, stays):
+            return p if stays else p.at[target].set(m, mode="drop")
+
+        born, side = jnp.where(undo, 0, tree.born), jnp.where(undo[:, None], jnp.int8(0), tree.side)
+        return state._replace(
+            params=jax.tree.map(restored, state.params, tree.model, is_shared),
+            cluster=jnp.where(undo[state.cluster], state.parent[state.cluster], state.cluster),
+            active=state.active & ~undo,
+            final=state.final.at[target].set(True, mode="drop"),
+            tree=tree._replace(born=born, side=side),
+        ), undo.sum().astype(jnp.int32)
+
+    return if_rare(due.any(), judge, lambda: (state, jnp.zeros((), jnp.int32)))

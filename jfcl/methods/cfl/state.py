@@ -7,7 +7,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jfcl.core import PyTree
+from jfcl.core import Cohort, PyTree
+from jfcl.methods.round import put_rows, take_rows
+from jfcl.robust.aggregate import where_rows
 
 
 class ParameterTree(NamedTuple):
@@ -79,7 +81,7 @@ class LastUpdates(NamedTuple):
       round: `[N]` int32, the round in which it was computed; 0 for clients without one. Its age is `state.round` less
         this.
       size: `[N]` int32, examples of the client; 0 for clients that have never been in a cohort.
-      mute: `[N]` bool, clients that sent an update last that was not finite.
+      mute: `[N]` bool, clients whose last update was not finite.
     """
 
     update: PyTree
@@ -101,39 +103,23 @@ def known_size(last: Any, size: jax.Array) -> jax.Array:
 
 
 def remember_updates(
-    last: LastUpdates,
-    new_round: jax.Array,
-    size: jax.Array,
-    rows: jax.Array,
-    updates: PyTree,
-    here: jax.Array,
-    usable: jax.Array,
-    counts: jax.Array,
+    last: LastUpdates, cohort: Cohort, updates: PyTree, when: jax.Array, here: jax.Array, usable: jax.Array
 ) -> LastUpdates:
     """Returns the last updates after a round.
 
     Args:
-      last: before it.
-      new_round: `[]` int32, the round.
-      size: `[N]` int32, as in `known_size`.
-      rows: `[C]` int32, the clients of the cohort.
+      last: before it; `size` is already that of `known_size`.
+      cohort: of the round.
       updates: pytree of `[C, ...]`.
-      here: `[C]` bool, clients that took part.
-      usable: `[C]` bool; the others keep their earlier update.
-      counts: `[C]` bool, whether the update was computed at the model of the client's cluster.
+      when: `[C]` int32, the round; 0 for updates that were not computed at the model of the client's cluster.
+      here, usable: `[C]` bool, clients that took part, and those with a finite update. The others keep their earlier
+        update.
     """
-
-    def put(old, new):
-        keep = usable.reshape(-1, *[1] * (new.ndim - 1))
-        return old.at[rows].set(jnp.where(keep, new, old[rows]))
-
-    when = jnp.where(usable, jnp.where(counts, new_round, 0), last.round[rows])
-    return LastUpdates(
-        update=jax.tree.map(put, last.update, updates),
-        round=last.round.at[rows].set(when),
-        size=size,
-        mute=last.mute.at[rows].set(jnp.where(here, ~usable, last.mute[rows])),
-    )
+    arrays = last.update, last.round, last.mute
+    update, before, mute = take_rows(cohort, arrays)
+    new = where_rows(usable, updates, update), jnp.where(usable, when, before), jnp.where(here, ~usable, mute)
+    update, rounds, mute = put_rows(cohort, arrays, new)
+    return LastUpdates(update, rounds, last.size, mute)
 
 
 def enough_known(
@@ -143,5 +129,5 @@ def enough_known(
 
     With `most`, more than half of them must.
     """
-    count = [jax.ops.segment_sum(x.astype(jnp.int32), cluster, capacity) for x in (voice, able)]
-    return (2 * count[0] >= count[1] + int(most)) & (count[0] > 0)
+    voices, all_able = (jax.ops.segment_sum(x.astype(jnp.int32), cluster, capacity) for x in (voice, able))
+    return (2 * voices >= all_able + int(most)) & (voices > 0)

@@ -84,12 +84,9 @@ def _models(saved: dict[str, np.ndarray], part: str, task: Task, file: Path) -> 
     rows = {name.removeprefix(part): x for name, x in saved.items() if name.startswith(part)}
     wanted = {name: (len(saved["active"]), *leaf.shape) for name, leaf in named_leaves(like).items()}
     found = {name: x.shape for name, x in rows.items()}
-    differ = "; ".join(
-        f"{name} is {found.get(name, 'absent')} there, {wanted.get(name, 'absent')} here"
-        for name in sorted(found.keys() | wanted.keys())
-        if found.get(name) != wanted.get(name)
-    )
-    check(not differ, "file", str(file), f"of this task's model: {differ}")
+    differ = [name for name in sorted(found.keys() | wanted.keys()) if found.get(name) != wanted.get(name)]
+    shapes = (f"{k} is {found.get(k, 'absent')} there, {wanted.get(k, 'absent')} here" for k in differ)
+    check(not differ, "file", str(file), f"of this task's model: {'; '.join(shapes)}")
     leaves = [jnp.asarray(rows[name], leaf.dtype) for name, leaf in named_leaves(like).items()]
     return jax.tree.unflatten(jax.tree.structure(like), leaves)
 
@@ -103,20 +100,8 @@ def check_state(state: CFLState) -> None:
 
 
 def check_model(task: Task, params: PyTree, personal: PyTree = ()) -> None:
-    """Checks that the models `params` `[K, ...]`, with the `personal` parameters, have the shapes of the task's model.
-
-    Raises:
-      ValueError: they do not.
-    """
+    """Raises `ValueError` unless models `params` `[K, ...]`, with `personal` parameters, have the task's shapes."""
     one = named_leaves(jax.eval_shape(task.init, jax.random.key(0)))
     wanted = {name: leaf.shape for name, leaf in one.items()}
     have = {name: leaf.shape[1:] for part in (params, personal) for name, leaf in named_leaves(part).items()}
     check(have == wanted, "state", have, f"of the task's model {wanted}")
-
-
-def check_newcomers(task: Task, state: CFLState) -> None:
-    """Raises `ValueError` for a state of another model, or with personal parameters, which newcomers do not have."""
-    personal = sorted(named_leaves(state.personal))
-    accepted = "one of a run without them, to assign newcomers"
-    check(not personal, "state", f"personal parameters {', '.join(personal)}", accepted)
-    check_model(task, state.params)
