@@ -26,7 +26,7 @@ class DittoState(NamedTuple):
       cluster: `[N]` int32, `0 .. N-1`.
       round: `[]` int32, rounds done.
       client: the optimisers of the personal models `[N, ...]` under `keep="everything"`, else `()`.
-      common: FedAvg's state: the global model.
+      common: FedAvg's state, with the global model.
     """
 
     params: PyTree

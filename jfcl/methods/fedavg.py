@@ -28,19 +28,17 @@ def fedavg(task: Task, training: LocalTraining, **options: Unpack[Options]) -> A
       `Algorithm` with an `AveragingState` of one model. Cost of a round: `C` local trainings; memory `O(chunk D)`.
 
     Raises:
-      ValueError: unknown `weights`, a cohort that is not in `1..N`, `init_params` of another shape; a `personal`
-        that holds for no parameter or for all; `personal_steps` without it; `dp` with an adversary, an aggregator,
-        weights by size or batch statistics that are sent.
+      ValueError: an option outside its range; `init_params` of another shape; a `personal` that holds for no parameter
+        or for all; `personal_steps` without it; `dp` with an adversary, an aggregator, weights by size or batch
+        statistics that are sent.
 
     Example:
       >>> import jax, jfcl, numpy as np, optax
       >>> task = jfcl.models.task(lambda key: {"w": jax.numpy.zeros(2)}, lambda p, x: x @ p["w"], kind="regression")
-      >>> rng = np.random.default_rng(0)
-      >>> x = rng.normal(size=(4, 8, 2)).astype(np.float32)
+      >>> x = np.random.default_rng(0).normal(size=(4, 8, 2)).astype(np.float32)
       >>> clients = jfcl.Clients({"x": x, "y": x @ np.float32([1, -1])}, np.full(4, 8, np.int32))
       >>> algorithm = jfcl.fedavg(task, jfcl.local_training(optax.sgd(0.2), num_steps=50))
-      >>> state = algorithm.init(jax.random.key(0), clients)
-      >>> state, metrics = jax.jit(algorithm.step)(jax.random.key(1), state, clients)
+      >>> state, metrics = jfcl.rollout(algorithm, clients, key=jax.random.key(0), num_rounds=1)
       >>> np.round(state.params["w"], 1).tolist()
       [[1.0, -1.0]]
     """
@@ -50,6 +48,9 @@ def fedavg(task: Task, training: LocalTraining, **options: Unpack[Options]) -> A
 @factory(*AVERAGING, "personal", "dp")
 def fedper(task: Task, training: LocalTraining, **options: Unpack[Options]) -> Algorithm:
     """Trains a common body by FedAvg, while each client keeps and trains its own head (personalisation layers).
+
+    Source: Federated Learning with Personalization Layers (Arivazhagan, Aggarwal, Singh, Choudhary 2019), Algorithms 1
+    and 2.
 
     Args:
       task, training: as in `jfcl.fedavg`.
@@ -63,20 +64,13 @@ def fedper(task: Task, training: LocalTraining, **options: Unpack[Options]) -> A
     Raises:
       ValueError: a model without a known last dense layer, where `personal` is not given; as in `jfcl.fedavg`.
 
-    Source: Federated Learning with Personalization Layers (Arivazhagan, Aggarwal, Singh, Choudhary 2019), Algorithms 1
-    and 2.
-
     Example:
-      >>> import jax, jfcl, numpy as np, optax
-      >>> task = jfcl.models.classification(jfcl.models.MLP(2, hidden=(5,)), (3,), 2)
-      >>> rng = np.random.default_rng(0)
-      >>> x, y = rng.normal(size=(4, 8, 3)).astype(np.float32), rng.integers(0, 2, (4, 8))
-      >>> clients = jfcl.Clients({"x": x, "y": y}, np.full(4, 8, np.int32))
-      >>> algorithm = jfcl.fedper(task, jfcl.local_training(optax.sgd(0.1), num_steps=1))
-      >>> state = algorithm.init(jax.random.key(0), clients)
-      >>> state, _ = jax.jit(algorithm.step)(jax.random.key(1), state, clients)
-      >>> state.personal["Dense_1"]["kernel"].shape, state.params["Dense_0"]["kernel"].shape
-      ((4, 5, 2), (1, 3, 5))
+      >>> import jax, jfcl
+      >>> from jfcl.testing import problem
+      >>> clients, _, task, training = problem("network")
+      >>> state = jfcl.fedper(task, training).init(jax.random.key(0), clients)
+      >>> state.personal["Dense_1"]["bias"].shape, state.params["Dense_0"]["bias"].shape
+      ((7, 2), (1, 5))
     """
     options["personal"] = options["personal"] or in_head(task)
     return fedavg(task, training, **options)
@@ -91,6 +85,9 @@ def fedrep(
     A client takes `personal_steps` steps on its head under the round's representation, and then the steps of `training`
     on the representation under the new head. The server averages the representations.
 
+    Source: Exploiting Shared Representations for Personalized Federated Learning (Collins, Hassani, Mokhtari,
+    Shakkottai 2021), Algorithm 1.
+
     Args:
       task: as in `jfcl.fedavg`.
       training: of the representation. Its optimiser and batch size are those of the head too.
@@ -102,11 +99,7 @@ def fedrep(
       `training`, each a forward and a backward pass; bytes: those of the representation.
 
     Raises:
-      ValueError: a model without a known last dense layer, where `personal` is not given; `keep="everything"`; as in
-        `jfcl.fedavg`.
-
-    Source: Exploiting Shared Representations for Personalized Federated Learning (Collins, Hassani, Mokhtari,
-    Shakkottai 2021), Algorithm 1.
+      ValueError: as in `jfcl.fedper`; `keep="everything"`.
 
     Example:
       >>> import jax, jfcl, optax
@@ -121,6 +114,9 @@ def fedrep(
 def lg_fedavg(task: Task, training: LocalTraining, **options: Unpack[Options]) -> Algorithm:
     """Trains a common head by FedAvg on representations that each client keeps for itself.
 
+    Source: Think Locally, Act Globally: Federated Learning with Local and Global Representations (Liang, Liu, Ziyin,
+    Allen, Auerbach, Brent, Salakhutdinov, Morency 2020), Algorithm 1, without its auxiliary and adversarial losses.
+
     Args:
       task, training: as in `jfcl.fedavg`.
       personal: takes a parameter's path; true for the parameters of the representation. Default: all but the last dense
@@ -131,11 +127,7 @@ def lg_fedavg(task: Task, training: LocalTraining, **options: Unpack[Options]) -
       `[N, ...]`. Cost of a round: that of FedAvg; memory `O(N D)`; bytes: those of the head.
 
     Raises:
-      ValueError: a model without a known last dense layer, or without other layers, where `personal` is not given; as
-        in `jfcl.fedavg`.
-
-    Source: Think Locally, Act Globally: Federated Learning with Local and Global Representations (Liang, Liu, Ziyin,
-    Allen, Auerbach, Brent, Salakhutdinov, Morency 2020), Algorithm 1, without its auxiliary and adversarial losses.
+      ValueError: as in `jfcl.fedper`; a model without other layers, where `personal` is not given.
 
     Example:
       >>> import jax, jfcl, optax
@@ -156,6 +148,9 @@ def in_body(task: Task) -> Callable[[str], bool]:
 def fedbn(task: Task, training: LocalTraining, **options: Unpack[Options]) -> Algorithm:
     """Runs FedAvg on all layers but those of batch normalisation, which each client keeps.
 
+    Source: FedBN: Federated Learning on Non-IID Features via Local Batch Normalization (Li, Jiang, Zhang, Kamp, Dou
+    2021), Algorithm 1.
+
     Args:
       task, training: as in `jfcl.fedavg`.
 
@@ -166,33 +161,19 @@ def fedbn(task: Task, training: LocalTraining, **options: Unpack[Options]) -> Al
     Raises:
       ValueError: a model without batch normalisation; as in `jfcl.fedavg`.
 
-    Source: FedBN: Federated Learning on Non-IID Features via Local Batch Normalization (Li, Jiang, Zhang, Kamp, Dou
-    2021), Algorithm 1.
-
     Example:
-      >>> import flax.linen as nn, jax, jfcl, numpy as np, optax
-      >>> class Net(nn.Module):
-      ...     @nn.compact
-      ...     def __call__(self, x, train: bool):
-      ...         return nn.Dense(2)(nn.BatchNorm(use_running_average=not train)(x))
-      >>> task = jfcl.models.classification(Net(), (3,), 2)
-      >>> rng = np.random.default_rng(0)
-      >>> x, y = rng.normal(size=(4, 8, 3)).astype(np.float32), rng.integers(0, 2, (4, 8))
-      >>> clients = jfcl.Clients({"x": x, "y": y}, np.full(4, 8, np.int32))
-      >>> algorithm = jfcl.fedbn(task, jfcl.local_training(optax.sgd(0.1), num_steps=1))
-      >>> state = algorithm.init(jax.random.key(0), clients)
-      >>> sorted(state.personal["BatchNorm_0"]), state.personal["BatchNorm_0"]["mean"].shape
-      (['bias', 'mean', 'scale', 'var'], (4, 3))
+      >>> import jax, jfcl
+      >>> from jfcl.testing import problem
+      >>> clients, _, task, training = problem("network")
+      >>> state = jfcl.fedbn(task, training).init(jax.random.key(0), clients)
+      >>> sorted(state.personal["BatchNorm_0"])
+      ['bias', 'mean', 'scale', 'var']
     """
     return fedavg(task, training, personal=in_batch_normalisation(task), **options)
 
 
 def in_batch_normalisation(task: Task) -> Callable[[str], bool]:
-    """Returns the choice, by a path, of the parameters in layers with batch statistics.
-
-    Raises:
-      ValueError: a model without any.
-    """
+    """Returns the choice, by a path, of the parameters in layers with batch statistics."""
     names = parameter_names(jax.eval_shape(task.init, jax.random.key(0)))
     layers = {name.rpartition("/")[0] for name in names if task.statistics is not None and task.statistics(name)}
     check(bool(layers), "task", "a model without batch statistics", "one with batch normalisation")

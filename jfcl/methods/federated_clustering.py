@@ -25,7 +25,7 @@ from jfcl.kernels.threshold import QUANTILE_RULES, center_from_row
 from jfcl.methods import round as phases
 from jfcl.methods.options import SENDING, Options, Rounds, factory
 from jfcl.methods.personal import PersonalState, initial_state, serve_own
-from jfcl.robust.aggregate import attacked, clients_check, where_rows
+from jfcl.robust.aggregate import attacked, clients_check, in_turn, where_rows
 from jfcl.training import local, losses
 from jfcl.training.optimizer import optimizer_step
 
@@ -78,7 +78,7 @@ def gradient(
 ) -> tuple[jax.Array, PyTree]:
     """Returns `(loss [], gradient)` of one model on one client's batch; `real` `[B]` bool marks its examples.
 
-    `key` is that of `model_keys`, for models with randomness in training.
+    `key` is that of `model_keys`.
     """
     return jax.value_and_grad(lambda p: losses.training_loss(task, key, p, batch, real)[0])(params)
 
@@ -91,6 +91,15 @@ def model_keys(task: Task, keys: jax.Array) -> jax.Array | None:
     return streams(keys) if keys.ndim == 0 else jax.vmap(streams)(keys)
 
 
+def step_along(
+    training: local.LocalTraining, key: jax.Array, params: PyTree, opt_state: PyTree, slope: PyTree, loss: jax.Array
+) -> tuple[PyTree, PyTree]:
+    """Returns one client's `(params, opt_state)` after a step along a clustered gradient; `key` is for noise in it."""
+    opt_state = local.rekeyed(training, key, params, opt_state)
+    updates, opt_state = optimizer_step(training.optimizer, slope, opt_state, params, loss)
+    return optax.apply_updates(params, updates), opt_state
+
+
 def check_no_statistics(task: Task, method: str) -> None:
     """Raises `ValueError` for a model with batch statistics: the clients of `method` send gradients."""
     accepted = f"a model without them, such as one with GroupNorm: clients of {method} send gradients, not statistics"
@@ -101,8 +110,7 @@ class Groups(NamedTuple):
     """Random subgroups of clients, drawn in each round.
 
     Attributes:
-      rows: `[G, S]` int32, the clients of each group.
-      real: `[G, S]` bool, the entries of `rows` with a client that has examples.
+      rows, real: `[G, S]` int32 and bool, the clients of each group, and those of them that have examples.
       of: `[N]` int32, the group of each client.
     """
 
@@ -114,12 +122,9 @@ class Groups(NamedTuple):
 def draw_groups(key: jax.Array, clients: Clients, size: int) -> Groups:
     """Draws groups of `size` clients; the last is smaller where `size` does not divide `N`."""
     n = num_clients(clients)
-    has_examples = jnp.asarray(clients.size) > 0
-    order = random_order(key, clients)
-    count = -(-n // size)
-    places = jnp.arange(count * size)
-    rows = jnp.where(places < n, order[jnp.minimum(places, n - 1)], 0).reshape(count, size)
-    real = ((places < n).reshape(count, size)) & has_examples[rows]
+    order, shape = random_order(key, clients), (-(-n // size), size)
+    rows = jnp.pad(order, (0, math.prod(shape) - n)).reshape(shape)
+    real = (jnp.arange(math.prod(shape)) < n).reshape(shape) & (jnp.asarray(clients.size) > 0)[rows]
     return Groups(rows, real, jnp.zeros(n, jnp.int32).at[order].set(jnp.arange(n, dtype=jnp.int32) // size))
 
 
@@ -155,8 +160,8 @@ def federated_clustering(
       model; gradients of others with NaN, which every client leaves out for itself, are not counted.
 
     Raises:
-      ValueError: both `radius` and `quantile`, a quantile outside [0, 1], a negative radius, a subgroup of one client
-        or of more than `N`, epochs instead of steps, a proximal term, `span="always"`.
+      ValueError: an option outside its range; both `radius` and `quantile`; a subgroup of more than `N` clients; epochs
+        instead of steps, a proximal term, `span="always"`.
 
     Warns:
       UserWarning: from `simulate`, where with this quantile every client trains alone, as with 0.2 and two to five
@@ -183,12 +188,8 @@ def federated_clustering(
         check_at_most_clients("subgroup_size", subgroup_size, num_clients(clients))
         return initial_state(task, training, key, clients, options["init_params"])
 
-    check_each = clients_check(adversary, weights)
-
     def check_quantile(clients: Clients) -> None:
         """Warns of a quantile with which every client trains alone."""
-        if check_each is not None:
-            check_each(clients)
         if jax.process_count() == 1:
             compared = int((np.asarray(clients.size) > 0).sum())
             warn_if_alone(rule["quantile"], min(compared, subgroup_size or compared), rule["quantile_rule"])
@@ -223,7 +224,8 @@ def federated_clustering(
         params, opt_states = where_rows(keep, (params, opt_states), (state.params, state.client))
         return PersonalState(params, state.cluster, state.round + 1, opt_states), metrics
 
-    return Algorithm(init, step, task, check_quantile, serve=serve_own)
+    check_clients = in_turn(clients_check(adversary, weights), check_quantile)
+    return Algorithm(init, step, task, check_clients, serve=serve_own)
 
 
 def train_client(
@@ -237,10 +239,10 @@ def train_client(
 ) -> Callable:
     """Returns one client's part of the round after `rounds`: a step along the clustered gradient, then its own steps.
 
-    Returns:
-      `(common, row, key, params, opt_state, examples, size) -> (params, opt_state, loss, finite, gradients compared)`.
-      `common` is an argument, as a device holds only its own clients: batches `[N, B, ...]`, their real examples
-      `[N, B]`, `model_keys` `[N]`, `Groups` or None, and `[N]` each: which clients have examples, ids and weights.
+    It takes `(common, row, key, params, opt_state, examples, size)`, and returns `(params, opt_state, loss, finite,
+    gradients compared)`. `common` is an argument, as a device holds only its own clients: batches `[N, B, ...]`, their
+    real examples `[N, B]`, `model_keys` `[N]`, `Groups` or None, and `[N]` each: which clients have examples, ids and
+    weights.
     """
     # The step along the centre leaves the span of the client's own examples, and so does momentum after it.
     rest = None if training.num_steps == 1 else training._replace(num_steps=training.num_steps - 1, span="never")
@@ -272,11 +274,8 @@ def train_client(
         # A step along it, and the remaining steps.
         m = jax.tree.leaves(examples)[0].shape[0]
         opt_state = local.optimizer_at(training, params, opt_state, rounds, size, m)
-        opt_state = local.rekeyed(training, jax.random.fold_in(key, 3), params, opt_state)
-        updates, opt_state = optimizer_step(
-            training.optimizer, jax.tree.map(lambda v: v[0], center), opt_state, params, losses[own_row]
-        )
-        new, loss = optax.apply_updates(params, updates), losses[own_row]
+        slope, loss = jax.tree.map(lambda v: v[0], center), losses[own_row]
+        new, opt_state = step_along(training, jax.random.fold_in(key, 3), params, opt_state, slope, loss)
         if rest is not None:
             trained = local.train(task, rest, jax.random.fold_in(key, 2), new, examples, size, opt_state)
             new, opt_state = trained.params, trained.opt_state
@@ -303,10 +302,9 @@ def warn_if_alone(quantile: Any, count: int, rule: str) -> None:
 
 
 def check_one_gradient(training: local.LocalTraining, *, steps: bool = True) -> None:
-    """Checks that `training` suits methods that cluster gradients: by steps, without a proximal term.
+    """Raises `ValueError` for a `training` that does not suit methods that cluster gradients.
 
-    Raises:
-      ValueError: epochs; more than one step, unless `steps`; a proximal term, or a traced one; `span="always"`.
+    That is one by epochs, with a proximal term or `span="always"`; of more than one step, unless `steps`.
     """
     ok = training.num_steps is not None and (steps or training.num_steps == 1)
     values = f"num_steps={training.num_steps}, num_epochs={training.num_epochs}"
@@ -327,6 +325,5 @@ def models_at_once(num_bytes: int, client_axis: mapping.Mapping | None) -> mappi
     few = mapping.chunked(max(1, MEMORY // max(num_bytes, 1)) if target == "gpu" else 1)
     if client_axis is None or (client_axis is jax.vmap and target != "cpu"):
         return few
-    if isinstance(client_axis, mapping.sharded) and client_axis.inner is jax.vmap and target != "cpu":
-        return client_axis._replace(inner=few)
-    return client_axis
+    many = isinstance(client_axis, mapping.sharded) and client_axis.inner is jax.vmap and target != "cpu"
+    return client_axis._replace(inner=few) if many else client_axis

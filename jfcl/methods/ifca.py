@@ -61,11 +61,11 @@ def ifca(
       identity_batch: number of examples, drawn in each round, on which a client compares the models; default: all of
         its own (the paper). With `num_steps` and the same batch size they are the first batch of its training.
       identity_augment: a client compares the models on examples that the training's augmentation changes, with other
-        random numbers for each model; default: on the examples as they are (the paper). The authors' code for CIFAR-10
-        has it. With `jfcl.augment.tutorial_batch`, which changes all images alike, choices are partly random while the
+        random numbers for each model, as the authors' code for CIFAR-10 does; default: on the examples as they are (the
+        paper). With `jfcl.augment.tutorial_batch`, which changes all images alike, choices are partly random while the
         models differ little: clients that all chose one model may come to choose another again.
       min_share: initial models are drawn again until each is chosen by this share of a cohort; default: they are drawn
-        once (the paper). The authors' code for CIFAR-10 has 0.35 (see `with_balanced_start`).
+        once (the paper). The authors' code for CIFAR-10 has 0.35.
       restarts: number of random initialisations; the one of lowest training loss after `restart_rounds` rounds is kept.
         A simulation counts these rounds before its own; their cost is in its first record (see `with_restarts`).
       restart_rounds: see `restarts`.
@@ -78,21 +78,19 @@ def ifca(
       layers once) and sends one.
 
     Raises:
-      ValueError: `K` larger than the number of clients, unknown `average` or `divide_by`, more than one step with
-        `"gradients"`, a shortcut that could begin while restarts are still compared, `min_share` above `1 / K` or
-        with `init_params`, restarts, `min_share` or the shortcut with `dp`, `identity_augment` without an augmentation,
-        and as in `jfcl.fedavg`.
+      ValueError: an option outside its range; `K` larger than the number of clients; more than one step with
+        `"gradients"`; a shortcut that could begin while restarts are still compared; `min_share` above `1 / K` or
+        with `init_params`; restarts, `min_share` or the shortcut with `dp`; `identity_augment` without an augmentation;
+        as in `jfcl.fedavg`.
 
     Example:
       >>> import jax, jfcl, numpy as np, optax
       >>> task = jfcl.models.task(lambda key: {"b": jax.random.normal(key)}, lambda p, x: x + p["b"], kind="regression")
       >>> y = np.repeat(np.float32([1, 5, 1, 5]), 4).reshape(4, 4)
       >>> clients = jfcl.Clients({"x": np.zeros((4, 4), np.float32), "y": y}, np.full(4, 4, np.int32))
-      >>> warm = {"b": np.float32([0, 9])}
       >>> training = jfcl.local_training(optax.sgd(0.5), num_steps=1)
-      >>> algorithm = jfcl.ifca(task, training, num_clusters=2, init_params=warm)
-      >>> state = algorithm.init(jax.random.key(0), clients)
-      >>> state, _ = jax.jit(algorithm.step)(jax.random.key(1), state, clients)
+      >>> algorithm = jfcl.ifca(task, training, num_clusters=2, init_params={"b": np.float32([0, 9])})
+      >>> state, _ = jfcl.rollout(algorithm, clients, key=jax.random.key(0), num_rounds=1)
       >>> state.params["b"].tolist(), state.cluster.tolist()
       ([1.0, 5.0], [0, 1, 0, 1])
     """
@@ -101,7 +99,11 @@ def ifca(
     check(average == "gradients" or divide_by == "all", "divide_by", divide_by, 'left out without average="gradients"')
     check(restarts == 1 or init_params is None, "restarts", restarts, "1 with init_params: all would start alike")
     if min_share is not None:
-        check_min_share(min_share, num_clusters, options["cohort"], init_params)
+        cohort, most = options["cohort"], f"at most 1 / {num_clusters}, an equal share for each model"
+        check(init_params is None, "min_share", min_share, "left out with init_params: nothing is drawn")
+        check(num_clusters * min_share <= 1, "min_share", min_share, most)
+        enough = cohort is None or cohort >= num_clusters
+        check(enough, "cohort", cohort, f"at least the {num_clusters} models, for min_share")
     steps = f"{average}, with num_steps={training.num_steps}"
     check(average == "models" or training.num_steps == 1, "average", steps, "models, or gradients of 1 local step")
     if stable_rounds is not None:
@@ -126,18 +128,19 @@ def ifca(
         def choice(key, examples, size, cluster, quiet, own):
             find = under_all(of_rest(task, own), params) if jax.tree.leaves(own) else of_all
 
-            def on_changed(some, number):
-                return losses_when_changed(of_rest(task, own), training, params, key, some, number), None
-
             def compare():
-                losses_of = on_changed if identity_augment else find
-                if identity_batch is None:
-                    losses, products = losses_of(examples, size)
-                else:  # with the key of the training, hence its first batch under num_steps
-                    batch, real = draw_batch(task, estimate, key, examples, size)
-                    losses, products = losses_of(batch, real.sum())[0], None
+                some, number = examples, size
+                if identity_batch is not None:  # with the key of the training, hence its first batch under num_steps
+                    some, real = draw_batch(task, estimate, key, examples, size)
+                    number = real.sum()
+                if identity_augment:
+                    model = of_rest(task, own)
+                    losses, products = losses_when_changed(model, training, params, key, some, number), None
+                else:
+                    losses, products = find(some, number)
                 best = jnp.argmin(losses).astype(jnp.int32)
-                return best, jnp.ones((), bool), None if products is None else products[:, best]
+                known = products is not None and identity_batch is None
+                return best, jnp.ones((), bool), products[:, best] if known else None
 
             def stay():
                 first = None if jax.tree.leaves(own) else dense_start(comparing)
@@ -158,7 +161,7 @@ def ifca(
 
     divide_by = divide_by if average == "gradients" else "cluster"
     rules = Averaging(task, training, num_clusters, start=start, choose=choose, divide_by=divide_by, **options)
-    serve = LowestLoss(task, num_clusters, options["personal"] is not None, client_axis)
+    serve = LowestLoss(task, num_clusters, client_axis)
     algorithm = averaging(rules)._replace(serve=serve)
     if min_share is not None:
         shares = {"num_clusters": num_clusters, "min_share": min_share, "cohort": options["cohort"]}
@@ -173,25 +176,15 @@ class LowestLoss(NamedTuple):
 
     task: Task
     num_clusters: int
-    has_personal: bool
     client_axis: mapping.Mapping
 
     def __call__(self, state: AveragingState, clients: Clients | None) -> Served:
         """Returns the models of lowest loss on the clients' examples; without these, those that they chose last."""
-        cluster, own = state.cluster, state.personal if self.has_personal else ()
+        cluster, own = state.cluster, state.personal
         if clients is not None and self.num_clusters > 1:
             axis = in_lots(self.client_axis, self.task, clients, self.num_clusters)
             cluster = lowest_loss(self.task, state.params, clients, personal=own, client_axis=axis)
         return Served(state.params, cluster, own)
-
-
-def check_min_share(min_share: float, num_clusters: int, cohort: int | None, init_params: PyTree | None) -> None:
-    """Raises `ValueError` for a share that no draw of initial models can reach, or where none are drawn."""
-    check(init_params is None, "min_share", min_share, "left out with init_params: nothing is drawn")
-    most = f"at most 1 / {num_clusters}, an equal share for each model"
-    check(num_clusters * min_share <= 1, "min_share", min_share, most)
-    enough = cohort is None or cohort >= num_clusters
-    check(enough, "cohort", cohort, f"at least the {num_clusters} models, for min_share")
 
 
 def losses_when_changed(

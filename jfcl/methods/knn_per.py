@@ -20,6 +20,7 @@ from jfcl.methods.averaging import AveragingState
 from jfcl.methods.fedavg import fedavg
 from jfcl.methods.options import AVERAGING, Options, factory
 from jfcl.methods.personal import serve_own
+from jfcl.robust.aggregate import in_turn
 from jfcl.training import local, losses
 
 MIXINGS = (0.0, 0.1, 0.3, 0.5, 0.7, 0.9, 1.0)  # the authors of Federated-Clustering try these
@@ -98,8 +99,8 @@ def knn_per(
       all examples; their representations are kept: `O(N (D + M H))` memory, with the global model once per client.
 
     Raises:
-      ValueError: `λ` outside [0, 1], `k` larger than the smallest client's data, a scale not above 0, a validation
-        share outside (0, 1), a task without labels, and as in `jfcl.fedavg`.
+      ValueError: an option outside its range; `k` larger than the smallest client's data; a task without labels; as in
+        `jfcl.fedavg`.
 
     Example:
       >>> import jax, jfcl, numpy as np, optax
@@ -119,9 +120,9 @@ def knn_per(
     method = Mixture(task, represent, num_neighbours, mixing, jnp.asarray(mixings, jnp.float32), validation, scale)
     common = fedavg(task, training, **options)
 
-    def personal_models(model: PyTree, clients: Clients) -> Neighbours:
+    def personal_models(shared: AveragingState, clients: Clients) -> Neighbours:
         """Returns every client's neighbours under the global model."""
-        size = jnp.asarray(clients.size)
+        model, size = jax.tree.map(lambda p: p[0], shared.params), jnp.asarray(clients.size)
         # The model is an argument: JAX cannot index arrays from outside in a function that `shard_map` divides.
         remember_all = client_axis(partial(remember, method), in_axes=(None, 0, 0))
         memory, label, weight = remember_all(model, clients.examples, size)
@@ -132,8 +133,6 @@ def knn_per(
         return clients._replace(size=num_training(method, jnp.asarray(clients.size)))
 
     def enough_neighbours(clients: Clients) -> None:
-        if common.check is not None:
-            common.check(clients)
         sizes = np.asarray(clients.size)
         least, source = int(sizes[sizes > 0].min(initial=INT32_MAX)), "the smallest client's examples"
         if mixing is None:
@@ -144,22 +143,20 @@ def knn_per(
     def init(key: jax.Array, clients: Clients) -> KnnPerState:
         if is_concrete(clients.size):
             enough_neighbours(clients)
-        state = common.init(key, training_part(clients))
-        model = jax.tree.map(lambda p: p[0], state.params)
+        shared = common.init(key, training_part(clients))
         every = jnp.arange(num_clients(clients), dtype=jnp.int32)
-        return KnnPerState(personal_models(model, clients), every, jnp.zeros((), jnp.int32), state)
+        return KnnPerState(personal_models(shared, clients), every, jnp.zeros((), jnp.int32), shared)
 
     def step(key: jax.Array, state: KnnPerState, clients: Clients):
         shared, metrics = common.step(key, state.common, training_part(clients))
-        model = jax.tree.map(lambda p: p[0], shared.params)
-        new = KnnPerState(personal_models(model, clients), state.cluster, state.round + 1, shared)
+        new = KnnPerState(personal_models(shared, clients), state.cluster, state.round + 1, shared)
         return new, metrics | {"mixing": jnp.where(jnp.asarray(clients.size) > 0, new.params.mixing, jnp.nan)}
 
     def refresh(state: KnnPerState, clients: Clients) -> KnnPerState:
-        model = jax.tree.map(lambda p: p[0], state.common.params)
-        return state._replace(params=personal_models(model, clients))
+        return state._replace(params=personal_models(state.common, clients))
 
-    return Algorithm(init, step, task_with_neighbours(method), enough_neighbours, refresh, serve_own)
+    check_clients = in_turn(common.check, enough_neighbours)
+    return Algorithm(init, step, task_with_neighbours(method), check_clients, refresh, serve_own)
 
 
 class Mixture(NamedTuple):

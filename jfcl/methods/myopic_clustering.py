@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Annotated, NamedTuple, Unpack
+from functools import partial
+from typing import Annotated, Any, NamedTuple, Unpack
 
 import jax
 import jax.numpy as jnp
-import optax
 
 from jfcl import mapping
 from jfcl.core.checks import check_count
@@ -27,13 +26,13 @@ from jfcl.methods.federated_clustering import (
     check_one_gradient,
     gradient,
     model_keys,
+    step_along,
     threshold,
 )
 from jfcl.methods.options import SENDING, factory
 from jfcl.methods.personal import initial_state
 from jfcl.robust.aggregate import attacked, clients_check, where_rows
 from jfcl.training import local
-from jfcl.training.optimizer import optimizer_step
 
 DENSE_UP_TO = 1024  # clients: an [N, N] of 4 MB
 
@@ -92,23 +91,20 @@ def myopic_clustering(
       centre.
 
     Raises:
-      ValueError: as `jfcl.federated_clustering`; `K` larger than the number of clients; more than one local step;
-        an unknown `centers`.
+      ValueError: as `jfcl.federated_clustering`; `K` larger than the number of clients; more than one local step.
 
     Example:
       >>> import jax, jfcl, numpy as np, optax
       >>> task = jfcl.models.task(lambda key: {"b": jax.numpy.zeros(())}, lambda p, x: x + p["b"], kind="regression")
       >>> y = np.repeat(np.float32([1, 5, 1, 5]), 3).reshape(4, 3)
       >>> clients = jfcl.Clients({"x": np.zeros((4, 3), np.float32), "y": y}, np.full(4, 3, np.int32))
-      >>> algorithm = jfcl.myopic_clustering(
-      ...     task, jfcl.local_training(optax.sgd(0.25), num_steps=1), num_clusters=2, radius=0.1
-      ... )
-      >>> state = algorithm.init(jax.random.key(0), clients)
-      >>> state, _ = jax.jit(algorithm.step)(jax.random.key(1), state, clients)
+      >>> training = jfcl.local_training(optax.sgd(0.25), num_steps=1)
+      >>> algorithm = jfcl.myopic_clustering(task, training, num_clusters=2, radius=0.1)
+      >>> state, _ = jfcl.rollout(algorithm, clients, key=jax.random.key(0), num_rounds=1)
       >>> state.params["b"].tolist(), state.group.tolist()
       ([0.5, 2.5, 0.5, 2.5], [0, 1, 0, 1])
     """
-    return centers_of(task, training, lambda state, gradients: (gradients, ()), num_clusters, options)
+    return centers_of(task, training, num_clusters, None, options)
 
 
 @factory(*OPTIONS, **DEFAULTS, centers="densest")
@@ -126,16 +122,12 @@ def momentum_clustering(
     (equation 29); the server threshold-clusters all `m_i` into `K` centres; `x_i ← x_i − η v_{k(i)}` (equation 30).
 
     Args:
-      task: as in `jfcl.myopic_clustering`.
+      task, num_clusters: as in `jfcl.myopic_clustering`.
       training: as there. The optimiser steps along the centre of momenta, so it should have no momentum of its own.
-      num_clusters: `K` centres, among momenta here.
       momentum: `1 − α`, in [0, 1); 0 is Myopic-Clustering.
 
     Returns:
       `Algorithm` with a `CentersState`. Cost of a round: as of Myopic-Clustering; memory `O(N D)`.
-
-    Raises:
-      ValueError: a momentum outside [0, 1), and as in `jfcl.myopic_clustering`.
 
     Example:
       >>> import jax, jfcl, numpy as np, optax
@@ -149,14 +141,7 @@ def momentum_clustering(
       [1.0, 5.0, 1.0, 5.0]
     """
 
-    def send(state, gradients):
-        def mix(keep, m, g):
-            return jax.tree.map(lambda m, g: keep.astype(g.dtype) * m + (1 - keep).astype(g.dtype) * g, m, g)
-
-        momenta = jax.vmap(mix)(jnp.where(state.begun, momentum, 0.0), state.momentum, gradients)
-        return momenta, momenta
-
-    return centers_of(task, training, send, num_clusters, options, has_momenta=True)
+    return centers_of(task, training, num_clusters, momentum, options)
 
 
 def densest(points: PyTree, usable: jax.Array, ids: jax.Array, rule: dict, num_clusters: int) -> PyTree:
@@ -169,31 +154,27 @@ def densest(points: PyTree, usable: jax.Array, ids: jax.Array, rule: dict, num_c
     is held.
     """
     rows, distances = distances_of_candidates(points, usable, ids)
-    n = len(usable)
+    n, can_start = len(usable), usable[rows]
     radius, quantile = rule["radius"], rule["quantile"]
     by_radius = quantile is None and not isinstance(radius, str)
     reach = jnp.max(jnp.asarray(radius)) if by_radius else None
     share = 1 / (2 * num_clusters) if quantile is None else jnp.max(jnp.asarray(quantile))
     few = jnp.clip(jnp.ceil(share * usable.sum().astype(jnp.float32)).astype(jnp.int32) - 1, 0, n - 1)
-    can_start = usable[rows]
 
     # Of equals the one nearest to all, so that the order of the clients has no effect.
     remoteness = jnp.where(usable[None, :], distances, 0.0).sum(axis=1)
 
-    def nearest(among, left):
-        """Returns the distance of each candidate to its `q N`-th nearest remaining point, or to the farthest."""
-        return jnp.sort(among, axis=1)[:, jnp.clip(left.sum() - 1, 0, few)]
-
     def choose(k, carry):
         chosen, left = carry
-        free = left[rows]
-        left = jnp.where(free.any(), left, usable)  # no point remains: the next centre may share
-        free = jnp.where(free.any(), free, can_start)
+        left = jnp.where(left[rows].any(), left, usable)  # no point remains: the next centre may share
         among = jnp.where(left[None, :] & can_start[:, None], distances, jnp.inf)
-        radius = jnp.broadcast_to(reach, (len(among),)) if by_radius else nearest(among, left)
+        if by_radius:
+            radius = jnp.broadcast_to(reach, (len(among),))
+        else:  # the distance to the `q N`-th nearest remaining point, or to the farthest
+            radius = jnp.sort(among, axis=1)[:, jnp.clip(left.sum() - 1, 0, few)]
         near = among <= radius[:, None]
         rank = -near.sum(axis=1).astype(radius.dtype) if by_radius else radius
-        best = jnp.lexsort((remoteness, rank, ~free))[0]
+        best = jnp.lexsort((remoteness, rank, ~left[rows]))[0]
         point = rows[best]
         return chosen.at[k].set(point), left & ~near[best] & (jnp.arange(n) != point)
 
@@ -212,21 +193,25 @@ def distances_of_candidates(points: PyTree, usable: jax.Array, ids: jax.Array) -
     return rows, jnp.sqrt(squared_distances(points, candidates, mask=usable)).T
 
 
-def centers_of(
-    task: Task,
-    training: local.LocalTraining,
-    send: Callable[[CentersState, PyTree], tuple[PyTree, PyTree]],
-    num_clusters: int,
-    options: ThresholdOptions,
-    has_momenta: bool = False,
-) -> Algorithm:
-    """Returns the method of Algorithms 1 and 4.
+def cluster_points(
+    rule: dict, num_clusters: int, stacked: list, usable: jax.Array, ids: jax.Array, weight: jax.Array, is_first: Any
+) -> tuple[PyTree, jax.Array]:
+    """Returns the centres, and the nearest one of each client; `stacked` are the points, and any centres to carry."""
+    points, *carried = stacked
 
-    Args:
-      task, training, num_clusters, options: as in `myopic_clustering`.
-      send: `(state, gradients) -> (points, momenta)`, pytrees of `[N, ...]`; the server clusters the points.
-      has_momenta: whether the state has momenta.
-    """
+    def new_starts():
+        return densest(points, usable, ids, rule, num_clusters)
+
+    starts = if_rare(is_first, new_starts, lambda: carried[0]) if carried else new_starts()
+    form = "auto" if len(usable) <= DENSE_UP_TO else "direct"  # no [N, N] of many clients
+    centers = threshold_clustering(points, starts, **rule, weights=weight, mask=usable, form=form)
+    return centers, jnp.argmin(squared_distances(points, centers), axis=1).astype(jnp.int32)
+
+
+def centers_of(
+    task: Task, training: local.LocalTraining, num_clusters: int, momentum: Real | None, options: ThresholdOptions
+) -> Algorithm:
+    """Returns Momentum-Clustering (Algorithm 4), or with a `momentum` of None Myopic-Clustering (Algorithm 1)."""
     weights, adversary = options["weights"], options["adversary"]
     phases.check_weights(weights)
     check_count("num_clusters", num_clusters)
@@ -237,53 +222,54 @@ def centers_of(
 
     def init(key: jax.Array, clients: Clients) -> CentersState:
         n = num_clients(clients)
-        check_at_most_clients("num_clusters", num_clusters, num_clients(clients))
+        check_at_most_clients("num_clusters", num_clusters, n)
         start = initial_state(task, training, key, clients, options["init_params"])
-        momenta = jax.tree.map(jnp.zeros_like, start.params) if has_momenta else ()
-        group, begun = jnp.zeros(n, jnp.int32), jnp.zeros(n, bool)
-        own = start.params, start.cluster, group, start.round, begun, momenta, start.client
-        if not carry:
-            return CentersState(*own)
-        first = jax.tree.map(lambda p: jnp.zeros_like(p[:num_clusters]), start.params)
-        return CentersState(*own, first, jnp.zeros((), bool))
+        return CentersState(
+            params=start.params,
+            cluster=start.cluster,
+            group=jnp.zeros(n, jnp.int32),
+            round=start.round,
+            begun=jnp.zeros(n, bool),
+            momentum=() if momentum is None else jax.tree.map(jnp.zeros_like, start.params),
+            client=start.client,
+            centers=jax.tree.map(lambda p: jnp.zeros_like(p[:num_clusters]), start.params) if carry else (),
+            chosen=jnp.zeros((), bool) if carry else (),
+        )
 
-    def cluster_points(stacked, usable, ids, weight, is_first):
-        """Returns the centres, and the nearest one of each client."""
-        points, *carried = stacked
-
-        def new_starts():
-            return densest(points, usable, ids, rule, num_clusters)
-
-        starts = if_rare(is_first, new_starts, lambda: carried[0]) if carried else new_starts()
-        form = "auto" if len(usable) <= DENSE_UP_TO else "direct"  # no [N, N] of many clients
-        centers = threshold_clustering(points, starts, **rule, weights=weight, mask=usable, form=form)
-        return centers, jnp.argmin(squared_distances(points, centers), axis=1).astype(jnp.int32)
+    def mixed(keep, m, g):
+        """Returns one client's momentum after the gradient `g`."""
+        return jax.tree.map(lambda m, g: keep.astype(g.dtype) * m + (1 - keep).astype(g.dtype) * g, m, g)
 
     def step(key: jax.Array, state: CentersState, clients: Clients):
-        m, size = max_examples(clients), jnp.asarray(clients.size)
-        has_examples = size > 0
+        # The clients' gradients, or momenta.
+        m, ids, has_examples = max_examples(clients), client_ids(clients), jnp.asarray(clients.size) > 0
         cohort = phases.select_cohort(key, clients)
 
         def client(key, examples, size, params):
-            return gradient(task, params, *local.draw_batch(task, training, key, examples, size), model_keys(task, key))
+            batch = local.draw_batch(task, training, key, examples, size)
+            return gradient(task, params, *batch, model_keys(task, key))
 
-        loss, gradients = phases.train_clients(client_axis, client, cohort, state.params)
-        points, momenta = send(state, gradients)
+        loss, points = phases.train_clients(client_axis, client, cohort, state.params)
+        if momentum is not None:
+            points = jax.vmap(mixed)(jnp.where(state.begun, momentum, 0.0), state.momentum, points)
         finite = has_examples & jax.vmap(is_finite)(points)
-        ids = client_ids(clients)
+        momenta = () if momentum is None else where_rows(finite, points, state.momentum)
+
+        # Their centres.
         points, usable = attacked(adversary, attack_key(cohort.key), points, ids, finite, state.group)
         points = where_rows(usable, points, jax.tree.map(jnp.zeros_like, points))
         stacked = [points, state.centers] if carry else [points]
-        server = over_columns(client_axis, cluster_points)
         is_first = ~state.chosen if carry else jnp.ones((), bool)
-        centers, group = server(stacked, usable, ids, phases.weights_of(weights, clients), is_first)
+        weight = phases.weights_of(weights, clients)
+        server = over_columns(client_axis, partial(cluster_points, rule, num_clusters))
+        centers, group = server(stacked, usable, ids, weight, is_first)
 
+        # A step of each client along the nearest one.
         def move(key, params, opt_state, k, loss):
             opt_state = local.optimizer_at(training, params, opt_state, state.round, 1, m)
-            opt_state = local.rekeyed(training, key, params, opt_state)
             slope = jax.tree.map(lambda c: c[k], centers)
-            updates, opt_state = optimizer_step(training.optimizer, slope, opt_state, params, loss)
-            return optax.apply_updates(params, updates), local.carried(training, opt_state)
+            params, opt_state = step_along(training, key, params, opt_state, slope, loss)
+            return params, local.carried(training, opt_state)
 
         rows = client_keys(cohort.key, clients), state.params, state.client, group, loss
         params, opt_states = client_axis(move)(*rows)
@@ -296,7 +282,7 @@ def centers_of(
             group=jnp.where(usable, group, state.group),
             round=state.round + 1,
             begun=state.begun | finite,
-            momentum=where_rows(finite, momenta, state.momentum),
+            momentum=momenta,
             client=where_rows(moved, opt_states, state.client),
             centers=centers if carry else (),
             chosen=state.chosen | finite.any() if carry else (),

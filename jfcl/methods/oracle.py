@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Unpack
 
 import jax.numpy as jnp
 import numpy as np
 
-from jfcl.core import Algorithm, Clients, Task, check, client_ids, is_concrete, num_clients
+from jfcl.core import Algorithm, Task, check, client_ids, is_concrete, num_clients
 from jfcl.methods.averaging import Averaging, averaging
 from jfcl.methods.options import AVERAGING, SCOPES, Options, factory
-from jfcl.robust.aggregate import check_entries
+from jfcl.robust.aggregate import check_entries, in_turn
 from jfcl.training.local import LocalTraining
 
 
@@ -38,8 +39,7 @@ def oracle(
       ...     {"x": np.zeros((2, 4), np.float32), "y": np.float32([[1] * 4, [5] * 4])}, np.full(2, 4, np.int32)
       ... )
       >>> algorithm = jfcl.oracle(task, jfcl.local_training(optax.sgd(0.5), num_steps=1), cluster=[0, 1])
-      >>> state = algorithm.init(jax.random.key(0), clients)
-      >>> state, _ = algorithm.step(jax.random.key(1), state, clients)
+      >>> state, _ = jfcl.rollout(algorithm, clients, key=jax.random.key(0), num_rounds=1)
       >>> state.params["b"].tolist()
       [1.0, 5.0]
     """
@@ -58,9 +58,5 @@ def oracle(
 
     algorithm = averaging(Averaging(task, training, num_clusters, start=start, **options))
 
-    def check_each(clients: Clients) -> None:
-        check_entries("cluster", cluster, clients)
-        if algorithm.check is not None:
-            algorithm.check(clients)
-
-    return algorithm._replace(check=check_each)
+    check_cluster = partial(check_entries, "cluster", cluster)
+    return algorithm._replace(check=in_turn(algorithm.check, check_cluster))

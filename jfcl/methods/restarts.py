@@ -18,18 +18,15 @@ def with_restarts(algorithm: Algorithm, *, num_restarts: int, num_rounds: int) -
     """Returns `algorithm` started from the best of `num_restarts` initialisations after `num_rounds` rounds of each.
 
     The best has the lowest mean training loss, with clients weighted by their number of examples, among the
-    initialisations with the fewest infinite losses or updates; a server knows all of these. The restarts run side by
-    side: their `num_rounds` rounds come before those of a simulation, the first of which is round `num_rounds + 1`.
-    Their cost is in its metrics: its `bytes_up`, `bytes_down` and `client_steps` are `1 + num_restarts * num_rounds`
-    times its own, and `num_restarts` times those of `algorithm.init`, where it trains (`hypcluster`).
+    initialisations with the fewest infinite losses or updates; a server knows all of these. (So restarts are not
+    private: methods refuse their own `restarts` with `dp`.) The rounds of the restarts come before those of a
+    simulation, the first of which is round `num_rounds + 1`, and has their cost in its metrics: `bytes_up`,
+    `bytes_down` and `client_steps` are `1 + num_restarts * num_rounds` times its own, and `num_restarts` times those of
+    `algorithm.init`, where it trains (`hypcluster`).
 
     Args:
       algorithm: its state must count its rounds in `round` `[]`.
-      num_restarts: initialisations to try, at least 1.
-      num_rounds: rounds of each before they are compared, at least 1.
-
-    Restarts are not private: they compare results without noise, and an epsilon does not count their rounds. Methods
-    refuse their own `restarts` with `dp`; an algorithm given here is not known to be private.
+      num_restarts, num_rounds: initialisations to try, and rounds of each before they are compared; at least 1.
 
     Returns:
       `Algorithm` of the same state and metrics. Cost of `init`: `num_restarts * num_rounds` rounds; memory: two states.
@@ -54,7 +51,8 @@ def with_restarts(algorithm: Algorithm, *, num_restarts: int, num_rounds: int) -
             def one_round(r, carry):
                 state, _, _ = carry
                 state, metrics = algorithm.step(jax.random.fold_in(rounds_key, r), state, clients)
-                return state, num_failed(metrics), mean_over_examples(metrics["loss"], clients.size)
+                failed = jnp.isinf(metrics["loss"]).sum() + jnp.asarray(metrics.get("nonfinite", 0))
+                return state, failed.astype(jnp.int32), mean_over_examples(metrics["loss"], clients.size)
 
             start = algorithm.init(init_key, clients), jnp.zeros((), jnp.int32), jnp.inf
             return jax.lax.fori_loop(0, num_rounds, one_round, start)
@@ -90,21 +88,8 @@ def with_balanced_start(
       algorithm: its state has the clients' choices in `cluster` `[N]`.
       num_clusters: `K`.
       min_share: of the clients, that chooses each of the models at least. After 1,000 draws the most even one is kept.
-      cohort: number of clients that choose, the same in every draw; default: all.
-
-    Returns:
-      `Algorithm` of the same state and metrics. Cost of `init`: `K` forward passes over the cohort's data per draw,
-      which are not in the metrics.
-
-    Example:
-      >>> import jax, jfcl, numpy as np, optax
-      >>> task = jfcl.models.task(lambda key: {"b": jax.random.normal(key)}, lambda p, x: x + p["b"], kind="regression")
-      >>> y = np.repeat(np.float32([1, -1, 1, -1]), 4).reshape(4, 4)
-      >>> clients = jfcl.Clients({"x": np.zeros((4, 4), np.float32), "y": y}, np.full(4, 4, np.int32))
-      >>> one = jfcl.ifca(task, jfcl.local_training(optax.sgd(0.25), num_steps=1), num_clusters=2)
-      >>> even = with_balanced_start(one, num_clusters=2, min_share=0.5)
-      >>> [sorted(even.init(jax.random.key(seed), clients).cluster.tolist()) for seed in range(3)]
-      [[0, 0, 1, 1], [0, 0, 1, 1], [0, 0, 1, 1]]
+      cohort: number of clients that choose, the same in every draw; default: all. A draw costs `K` forward passes over
+        their data, which are not in the metrics.
     """
 
     def init(key: jax.Array, clients: Clients):
@@ -126,12 +111,6 @@ def with_balanced_start(
         return algorithm.init(jax.random.fold_in(models_key, best), clients)
 
     return algorithm._replace(init=init)
-
-
-def num_failed(metrics: dict[str, jax.Array]) -> jax.Array:
-    """Returns the number of clients with a loss or an update in this round that was not finite, `[]` int32."""
-    infinite = jnp.isinf(metrics["loss"]).sum().astype(jnp.int32)
-    return infinite + jnp.asarray(metrics.get("nonfinite", 0)).astype(jnp.int32)
 
 
 def mean_over_examples(loss: jax.Array, size: jax.Array) -> jax.Array:
