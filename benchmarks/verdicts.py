@@ -23,7 +23,7 @@ def rows_of(name: str, labels: str, *, verdict: str | None = None, prefix: str =
     for row in json.loads(path.read_text())["rows"] if verdict else cells_of(f"reproduce/{name}"):
         if row.get("paper %") is None:
             continue
-        label = ", ".join(NAMES.get(row[c], row[c]) for c in labels.split())
+        label = ", ".join(NAMES.get(row[c], row[c]) for c in labels.split()).replace("Federated-Clustering", "FC")
         ours = row.get("clients %", row.get("accuracy %"))
         found.append((prefix + label, row["paper %"], ours, row.get("std", 0), verdict or row["of"]))
     return found
@@ -41,7 +41,7 @@ def panels() -> list[tuple[str, list[tuple]]]:
         ),
         ("Byzantine CFL, table 2", rows_of("byzantine_cfl.table2-200-rounds", "data scenario method")),
         (
-            "Federated-Clustering, table 1 and figure 6",
+            "Federated-Clustering (FC), table 1 and figure 6",
             rows_of("federated_clustering.table1-cells", "task method")
             + rows_of("federated_clustering.figure6-full", "attack method", verdict=AGREES, prefix="figure 6, "),
         ),
@@ -60,7 +60,7 @@ def draw() -> plt.Figure:
     content = panels()
     heights = [max(len(content[i][1]), len(content[i + 1][1])) for i in (0, 2)]
     figure, grid = plt.subplots(
-        2, 2, figsize=(12, 0.21 * sum(heights) + 1.6), layout="constrained", gridspec_kw={"height_ratios": heights}
+        2, 2, figsize=(9.4, 0.21 * sum(heights) + 1.6), layout="constrained", gridspec_kw={"height_ratios": heights}
     )
     for axes, (title, rows), height in zip(grid.flat, content, (h for h in heights for _ in (0, 1)), strict=True):
         for y, (_, paper, ours, deviation, verdict) in enumerate(rows):
@@ -68,7 +68,7 @@ def draw() -> plt.Figure:
             axes.plot([paper, ours], [y, y], color="#BBBBBB", lw=1.5, zorder=1)
             axes.plot(paper, y, "D", ms=6, mfc="white", mec="#333333", zorder=2)
             axes.errorbar(ours, y, xerr=deviation, fmt=mark, ms=6, color=color, capsize=2.5, lw=1.3, zorder=3)
-        axes.set_yticks(range(len(rows)), [row[0] for row in rows], fontsize=8)
+        axes.set_yticks(range(len(rows)), [row[0] for row in rows], fontsize=9)
         axes.set(ylim=(height - 0.4, -0.6), xlim=(0, 103))
         axes.set_title(title, fontsize=10, loc="left")
         axes.grid(alpha=0.3)

@@ -54,7 +54,7 @@ def draw(folder: Path) -> plt.Figure:
         found.add_patch(FancyBboxPatch((6.8, y), 2.2, 1, boxstyle="round,pad=0.12", fc=PALETTE[k], ec=PALETTE[k]))
         ink = "white" if k == 0 else "black"  # the blue box alone is dark
         found.text(7.9, y + 0.47, f"model {k + 1}", ha="center", va="center", color=ink, fontsize=9, weight="bold")
-    found.set_title("The clusters, and a model for each", fontsize=11)
+    found.set_title("A model for each cluster", fontsize=11)
     for axes, right in ((hidden, 8.3), (found, 9.3)):
         axes.set(xlim=(-0.3, right), ylim=(-0.4, 7.5))
         axes.set_axis_off()
