@@ -74,7 +74,7 @@ def assigned(
         state = state._replace(unchanged=jnp.full(num_clients(clients), UNSEEN, jnp.int32))
         return state if remember is None else remember(key, clients, state)
 
-    serve = ServeAssigned(rules.task, rules.num_clusters, rules.personal is not None, rules.client_axis)
+    serve = ServeAssigned(rules.task, rules.num_clusters, rules.client_axis)
     return averaging(rules)._replace(init=init, step=partial(step, rules, assign), serve=serve)
 
 
@@ -122,7 +122,6 @@ class ServeAssigned(NamedTuple):
 
     task: Task
     num_clusters: int
-    has_personal: bool
     client_axis: mapping.Mapping
 
     def __call__(self, state: AveragingState, clients: Clients | None):
