@@ -232,7 +232,7 @@ def test_list_and_help_name_everything(capsys):
         (["run", "ifca", "--num-models", "41"], "num_clusters must be at most the 40 clients"),
         (["run", "fedavg", "--restarts", "2"], "method fedavg has no option"),
         (["run", "ifca", "--model", "cnn_mnist"], "images are too small"),
-        (["run", "ifca", "--partition", "writer"], "needs writer ids, which 'digits' does not have"),
+        (["run", "ifca", "--partition", "writer"], "partition must be another one for 'digits', without writer ids"),
         (["run", "ifca", "--average", "gradients"], "average must be models, or gradients of 1 local step"),
         (["run", "ifca", "--share", "Dense_9"], "share must be the beginning of one of the model's parameters"),
         (["run", "ifca", "--init-from", "/nowhere"], "init_from must be the folder of a finished run"),

@@ -13,7 +13,7 @@ import jfcl
 from jfcl.core import check_clients, check_labels
 from jfcl.data import HETEROGENEITY, PARTITIONS, Dataset, build, generate_store, load, tokenize
 from jfcl.data.heterogeneity import SELECTIVE
-from jfcl.data.split import hold_out
+from jfcl.data.pools import stratified_hold_out
 
 CLASSES = 4
 
@@ -151,9 +151,9 @@ def test_auto_reuses_only_when_it_must():
     assert sorted(once) == list(range(120))
     twice = tags(build(data, num_clients=14, **settings).train)
     assert len(twice) == 140 and len(set(twice)) < 140
-    with pytest.raises(ValueError, match="need 260 examples, but 'tagged' has 120"):
+    with pytest.raises(ValueError, match=r"times examples_per_client must be at most 120, .*, got 260"):
         build(data, num_clients=26, reuse="none", **settings)
-    with pytest.raises(ValueError, match="need 130 examples, but 'tagged' has 120"):
+    with pytest.raises(ValueError, match=r"times examples_per_client must be at most 120, .* got 130"):
         build(data, num_clients=26, **settings)
 
 
@@ -166,7 +166,7 @@ def test_hold_out_is_stratified():
 
 
 def test_of_kinds_that_occur_once_one_stays_in_training():
-    train, test = hold_out(np.array([0, 1, 2]), 0.9, seed=0)
+    train, test = stratified_hold_out(np.array([0, 1, 2]), 0.9, seed=0)
     assert len(train) == 1 and len(test) == 2
 
 
@@ -290,13 +290,21 @@ def spoiled(**changes):
         (tagged, {"num_clusters": 7}, "num_clusters must be at most the 6 clients there are, got 7"),
         (tagged, {"num_clusters": 0}, "num_clusters must be an integer, at least 1"),
         (tagged, {"num_clients": None}, "num_clients must be an integer"),
-        (tagged, {"num_clients": 241}, "num_clients: 241 clients need 241 examples"),
+        (
+            tagged,
+            {"num_clients": 241},
+            "num_clients must be at most 192, the training examples of 'tagged' ",
+        ),
         (tagged, {"examples_per_client": 0}, "examples_per_client must be"),
         (tagged, {"newcomer_examples": 1000}, "newcomer_examples must be at most 48"),
         (tagged, {"test_fraction": 1.0}, "test_fraction must be strictly between 0 and 1"),
         (tagged, {"seed": -1}, "seed must be an integer, at least 0, got -1"),
         (tagged, {"partition": "writer", "num_clients": 13}, "at most 12, the number of writers"),
-        (lambda: load("digits"), {"partition": "writer"}, "'digits' does not have; try 'mnist_writers'"),
+        (
+            lambda: load("digits"),
+            {"partition": "writer"},
+            "another one for 'digits', without writer ids",
+        ),
         (
             lambda: load("digits"),
             {"heterogeneity": "class", "num_clients": 20, "num_clusters": 11},
@@ -531,12 +539,12 @@ def test_writers_of_one_example_are_counted_and_named():
 
 def test_remedies_for_too_few_examples_help(tmp_path):
     data = tagged(100)
-    with pytest.raises(ValueError, match=r"use fewer clients or examples_per_client of at most 2$"):
+    with pytest.raises(ValueError, match=r"num_clients times examples_per_client must be at most 80, .* got 320"):
         build(data, num_clients=40, num_clusters=4, heterogeneity="rotation", examples_per_client=8, reuse="none")
     options = {"num_clients": 40, "num_clusters": 4, "heterogeneity": "rotation"}
     build(data, **options, examples_per_client=2, reuse="none")
     build(data, **options, examples_per_client=8, reuse="cluster")
-    with pytest.raises(ValueError, match=r"has 80 training examples for them; use fewer clients$"):
+    with pytest.raises(ValueError, match=r"num_clients must be at most 80, .* got 81"):
         build(data, num_clients=81)
     build(data, num_clients=80)
     for make in (build, lambda *args, **options: jfcl.data.generate_store(tmp_path / "s", *args, **options)):
@@ -598,13 +606,8 @@ def test_labels_of_other_clusters_are_not_named_among_those_without_test_example
         try:
             build(data, **options, seed=seed)
         except ValueError as error:
-            said.add(re.search(r"none to hold out: ([\d, ]+);", str(error))[1])
+            said.add(re.search(r"none of these labels: ([\d, ]+);", str(error))[1])
     assert said == {"3"}
-
-
-def test_fewer_clients_are_advised_only_where_they_would_do():
-    with pytest.raises(ValueError, match=r"use examples_per_client of at most \d+$"):
-        build("digits", num_clients=1, examples_per_client=5000)
 
 
 def test_newcomers_are_writers_that_are_not_in_training():

@@ -38,8 +38,12 @@ def public_names(module: types.ModuleType) -> list[str]:
     def is_own(value):  # defined in this module, or, where it is a folder, in one of its files
         return f"{getattr(value, '__module__', '')}.".startswith(f"{module.__name__}.")
 
+    def is_registry(value):
+        return hasattr(module, "__path__") and isinstance(value, (Mapping, tuple))
+
+    public = {name: value for name, value in vars(module).items() if not name.startswith("_")}
     names = getattr(module, "__all__", None) or [
-        name for name, value in vars(module).items() if not name.startswith("_") and callable(value) and is_own(value)
+        name for name, value in public.items() if is_registry(value) or (callable(value) and is_own(value))
     ]
     return [name for name in names if not isinstance(getattr(module, name), types.ModuleType) and name != "__version__"]
 

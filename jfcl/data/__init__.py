@@ -6,7 +6,6 @@ from jfcl.data.columns import from_frame, from_huggingface
 from jfcl.data.dataset import Dataset
 from jfcl.data.generate import generate_store, open_stores
 from jfcl.data.heterogeneity import HETEROGENEITY
-from jfcl.data.hold_out import hold_out
 from jfcl.data.partition import (
     PARTITIONS,
     by_distribution,
@@ -19,6 +18,7 @@ from jfcl.data.partition import (
     power_law,
     stratified,
 )
+from jfcl.data.pools import hold_out
 from jfcl.data.population import Population
 from jfcl.data.sources import DATASETS, load
 from jfcl.data.store import ClientStore
@@ -26,36 +26,3 @@ from jfcl.data.synthetic import fc_regression, ifca_regression
 from jfcl.data.tables import read_rows
 from jfcl.data.text import tokenize
 from jfcl.data.tfds_source import from_tfds
-
-__all__ = [
-    "DATASETS",
-    "HETEROGENEITY",
-    "PARTITIONS",
-    "ClientStore",
-    "Dataset",
-    "Federation",
-    "Population",
-    "build",
-    "by_distribution",
-    "by_label",
-    "by_sizes",
-    "by_writer",
-    "dirichlet",
-    "fc_regression",
-    "from_arrays",
-    "from_frame",
-    "from_huggingface",
-    "from_tfds",
-    "from_torch",
-    "generate_store",
-    "hold_out",
-    "ifca_regression",
-    "iid",
-    "load",
-    "open_stores",
-    "pathological",
-    "power_law",
-    "read_rows",
-    "stratified",
-    "tokenize",
-]

@@ -10,22 +10,10 @@ import jax
 import numpy as np
 
 from jfcl.core import Clients, check, check_at_most_clients, check_choice, check_count, free_host_memory, padded_zeros
+from jfcl.data import pools
 from jfcl.data.dataset import Dataset
 from jfcl.data.heterogeneity import RELABELLING, SELECTIVE
 from jfcl.data.partition import PARTITIONS, by_writer, iid
-from jfcl.data.split import (
-    NEWCOMERS,
-    Examples,
-    Rules,
-    Split,
-    clients_of,
-    divide,
-    divide_test,
-    of_cluster,
-    split_dataset,
-    take,
-    transform_of,
-)
 
 Rows = list[np.ndarray]  # of each client the rows of its examples in a data set
 
@@ -139,17 +127,16 @@ def build(
         check_count("newcomer_examples", newcomer_examples)
     fits = distribution is None or partition == "distribution"
     check(fits, "distribution", distribution, f"left out for partition={partition!r}")
-    options = {"labels_per_client": labels_per_client, "alpha": alpha, "exponent": exponent, "min_size": min_size}
-    options |= {"distribution": distribution}
-    rules = Rules(
-        num_clients, num_clusters, heterogeneity, partition, examples_per_client, test_fraction, seed, options
-    )
-    split = split_dataset(dataset, rules, PARTITIONS, data_dir)
-    dataset, transform = split.dataset, transform_of(split)
+    clients = num_clients, num_clusters, heterogeneity, partition, examples_per_client, test_fraction, seed
+    rules = pools.Rules(*clients, labels_per_client, alpha, exponent, min_size, distribution)
+    split = pools.split_dataset(dataset, rules, PARTITIONS, data_dir)
+    dataset, transform = split.dataset, pools.transform_of(split)
     if num_clients is None:
-        num_clients = len(clients_of(split))
+        num_clients = len(pools.clients_of(split))
         check_at_most_clients("num_clusters", num_clusters, num_clients)
-    _check_room(dataset, num_clients)
+    needed, free = num_clients * (dataset.train["x"][:1].nbytes + 256), free_host_memory()  # 256: for its list of rows
+    accepted = f"at most what memory holds, of which {free / 1e9:.1f} GB are free; use fewer clients, or generate_store"
+    check(needed < free, "num_clients", num_clients, accepted)
 
     # Which client has which rows of the data set.
     cluster = (np.arange(num_clients) % num_clusters).astype(np.int32)
@@ -159,36 +146,33 @@ def build(
         new, new_cluster, new_examples = _newcomers(split, newcomer_examples)
 
     # Stack, and transform each client's examples on the way.
-    own = slice(None) if rows is None else rows(num_clients)
+    here = slice(None) if rows is None else rows(num_clients)
     writer = split.train.kind[[part[0] for part in train]] if partition == "writer" else None
-    sizes = np.array([len(part) for part in train])
-    each = f"{sizes.min()}" if sizes.min() == sizes.max() else f"{sizes.min()} to {sizes.max()}"
+    named = writer is not None and dataset.writer_names is not None
+    each = " to ".join(map(str, sorted({min(map(len, train)), max(map(len, train))})))
+    description = (
+        f"{dataset.name}: {num_clients} clients of {each} examples ({partition}), {num_clusters} cluster(s)"
+        f" ({heterogeneity}), {split.tested_on}{split.left_out and f'; left out: {split.left_out}'}"
+    )
+    settings = [dataset.name, heterogeneity, num_clusters, seed, *_beyond_rows(dataset, heterogeneity)]
     return Federation(
-        train=_stacked(train, cluster, transform, dataset.train, own),
-        test=_stacked(test, cluster, transform, split.test.examples, own),
+        train=_stacked(train, cluster, transform, dataset.train, here),
+        test=_stacked(test, cluster, transform, split.test.examples, here),
         cluster=cluster,
         num_clusters=num_clusters,
         num_classes=dataset.num_classes,
         input_shape=tuple(dataset.train["x"].shape[1:]),
-        split_hash=split_hash(
-            [dataset.name, heterogeneity, num_clusters, seed, *_beyond_rows(dataset, heterogeneity)],
-            cluster,
-            [*train, *test, *new],
-        ),
-        description=(
-            f"{dataset.name}: {num_clients} clients of {each} examples ({partition}), "
-            f"{num_clusters} cluster(s) ({heterogeneity}), {split.held}"
-            + (f"; left out: {split.left_out}" if split.left_out else "")
-        ),
+        split_hash=split_hash(settings, cluster, [*train, *test, *new]),
+        description=description,
         newcomers=_stacked(new, new_cluster, transform, new_examples) if new else None,
         newcomer_cluster=new_cluster,
         writer=writer,
-        names=None if writer is None or dataset.writer_names is None else [dataset.writer_names[i] for i in writer],
+        names=[dataset.writer_names[i] for i in writer] if named else None,
         table=dataset.table,
     )
 
 
-def _divided(split: Split, cluster: np.ndarray, reuse: str) -> tuple[Rows, Rows]:
+def _divided(split: pools.Split, cluster: np.ndarray, reuse: str) -> tuple[Rows, Rows]:
     """Returns the rows of every client's training and test examples."""
     rules, num_clients = split.rules, len(cluster)
     if reuse == "auto":
@@ -200,55 +184,50 @@ def _divided(split: Split, cluster: np.ndarray, reuse: str) -> tuple[Rows, Rows]
     groups = [np.flatnonzero(cluster == k) for k in range(rules.num_clusters)] if per_cluster else [range(num_clients)]
     train, test = ([np.empty(0, np.int64)] * num_clients for _ in range(2))
     for group, clients in enumerate(groups):
-        own = of_cluster(split, group)
+        shared = pools.of_cluster(split, group)
         if rules.partition == "distribution":  # the rows of these clients
-            table = {"distribution": rules.options["distribution"][clients]}
-            own = own._replace(rules=rules._replace(options=rules.options | table))
-        parts = divide(own, len(clients), group)
-        for i, part, share in zip(clients, parts, divide_test(own, parts, group), strict=True):
+            shared = shared._replace(rules=rules._replace(distribution=rules.distribution[clients]))
+        parts = pools.divide(shared, len(clients), group)
+        for i, part, share in zip(clients, parts, pools.divide_test(shared, parts, group), strict=True):
             train[i], test[i] = part, share
     return train, test
 
 
-def _newcomers(split: Split, count: int) -> tuple[Rows, np.ndarray, Examples]:
+def _newcomers(split: pools.Split, count: int) -> tuple[Rows, np.ndarray, pools.Examples]:
     """Returns the rows and the clusters of new clients of `count` test examples, and the examples of these rows."""
     rules, dataset, parts, cluster = split.rules, split.dataset, [], []
     if rules.partition == "writer":
-        if dataset.test is None:
-            raise ValueError(f"newcomer_examples: {dataset.name!r} has no test split with writers of its own")
+        accepted = f"left out for {dataset.name!r}: it has no test split with writers of its own"
+        check(dataset.test is not None, "newcomer_examples", count, accepted)
         known = np.isin(dataset.writer["test"], dataset.writer["train"])
         accepted = "left out: all writers of the test split are in training, too"
         check(not known.all(), "newcomer_examples", count, accepted)
-        rng = np.random.default_rng((rules.seed, NEWCOMERS))
+        rng = np.random.default_rng((rules.seed, pools.NEWCOMERS))
         parts = by_writer(np.where(known, -1, dataset.writer["test"]), seed=0)
         parts = [np.sort(rng.permutation(part)[:count]) for part in parts]
         cluster = np.arange(len(parts)) % rules.num_clusters
         return parts, cluster.astype(np.int32), dataset.test
     for k in range(rules.num_clusters):
-        own = of_cluster(split, k).test.rows
-        clients = len(own) // count
-        check(clients > 0, "newcomer_examples", count, f"at most {len(own)}, the test examples of cluster {k}")
-        new = iid(len(own), clients, seed=(rules.seed, NEWCOMERS, k), examples_per_client=count)
-        parts += [own[part] for part in new]
+        pool = pools.of_cluster(split, k).test.rows
+        clients = len(pool) // count
+        check(clients > 0, "newcomer_examples", count, f"at most {len(pool)}, the test examples of cluster {k}")
+        new = iid(len(pool), clients, seed=(rules.seed, pools.NEWCOMERS, k), examples_per_client=count)
+        parts += [pool[part] for part in new]
         cluster += [k] * clients
     return parts, np.array(cluster, np.int32), split.test.examples
 
 
 def _stacked(
-    rows: Rows,
-    cluster: np.ndarray,
-    transform: Callable[[Examples, int], Examples],
-    examples: Examples,
-    own: slice = slice(None),
+    rows: Rows, cluster: np.ndarray, transform: Callable, examples: pools.Examples, here=slice(None)
 ) -> Clients:
-    """Returns `Clients` of rows `own` of all clients, padded to the largest client of all."""
+    """Returns `Clients` of rows `here` of all clients, padded to the largest client of all."""
     length, count = max(map(len, rows)), len(rows)
-    ids, rows, cluster = np.arange(count, dtype=np.int32)[own], rows[own], cluster[own]
+    ids, rows, cluster = np.arange(count, dtype=np.int32)[here], rows[here], cluster[here]
     size = np.array([len(part) for part in rows], np.int32)
     stacked = jax.tree.map(lambda x: padded_zeros(size, length, x.shape[1:], x.dtype), examples)
     for i, part in enumerate(rows):
-        made = transform(take(examples, part), int(cluster[i]))
-        for out, values in zip(jax.tree.leaves(stacked), jax.tree.leaves(made), strict=True):
+        transformed = transform(pools.take(examples, part), int(cluster[i]))
+        for out, values in zip(jax.tree.leaves(stacked), jax.tree.leaves(transformed), strict=True):
             out[i, : size[i]] = values
     return Clients(stacked, size, None if len(ids) == count else ids)
 
@@ -271,13 +250,3 @@ def split_hash(settings: list, cluster, parts) -> str:
         digest.update(np.int64(len(part)).astype("<i8").tobytes())
         digest.update(np.asarray(part, "<i8").tobytes())
     return digest.hexdigest()[:16]
-
-
-def _check_room(dataset: Dataset, num_clients: int) -> None:
-    """Raises `ValueError` for more clients than fit in memory with one example each, before anything is allocated."""
-    needed, free = num_clients * (dataset.train["x"][:1].nbytes + 256), free_host_memory()  # 256: for its list of rows
-    if needed > free:
-        raise ValueError(
-            f"num_clients: {num_clients} clients need {num_clients} examples and {needed / 1e9:.1f} GB, but"
-            f" {free / 1e9:.1f} GB are free; use fewer clients, or a population of them in a store"
-        )

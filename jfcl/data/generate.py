@@ -17,10 +17,10 @@ from rich.progress import track
 
 from jfcl.core import check, check_count
 from jfcl.core.files import new_folder
+from jfcl.data import pools
 from jfcl.data.dataset import Dataset
 from jfcl.data.heterogeneity import SELECTIVE
 from jfcl.data.partition import OF_ONE_DIVISION, PARTITIONS
-from jfcl.data.split import Examples, Rules, Split, divide, divide_test, of_cluster, split_dataset, take, transform_of
 from jfcl.data.store import ClientStore
 
 BLOCK = 4096  # examples that are transformed at once
@@ -82,81 +82,73 @@ def generate_store(
     """
     check_count("num_clients", num_clients)
     check_count("examples_per_client", examples_per_client)
-    options = {"labels_per_client": labels_per_client, "alpha": alpha, "exponent": exponent, "min_size": min_size}
-    rules = Rules(
-        num_clients, num_clusters, heterogeneity, partition, examples_per_client, test_fraction, seed, options
-    )
-    partitions = [name for name in PARTITIONS if name not in OF_ONE_DIVISION]
-    split = split_dataset(dataset, rules, partitions, data_dir)
+    clients = num_clients, num_clusters, heterogeneity, partition, examples_per_client, test_fraction, seed
+    rules = pools.Rules(*clients, labels_per_client, alpha, exponent, min_size)
+    split = pools.split_dataset(dataset, rules, [name for name in PARTITIONS if name not in OF_ONE_DIVISION], data_dir)
     dataset = split.dataset
     nested = [name for name, part in dataset.train.items() if not isinstance(part, np.ndarray)]
     check(not nested, "dataset", nested, "of single arrays, since each is a file of the store")
-    _check_room(Path(path), split, num_clients)
-    made = {name: value for name, value in rules._asdict().items() if name != "options"}
+    _check_room(Path(path), split)
+    settings = {name: value for name, value in rules._asdict().items() if name != "distribution"}
     known = {
         "num_classes": dataset.num_classes,
         "num_clusters": num_clusters,
         **({} if dataset.table is None else {"table": dataset.table}),
         "description": f"{dataset.name}: {num_clients} clients of {examples_per_client} examples ({partition}),"
         f" {num_clusters} cluster(s) ({heterogeneity})",
-        "made": {"dataset": dataset.name} | made | options | (about or {}),
+        "made": {"dataset": dataset.name} | settings | (about or {}),
     }
-    splits = [of_cluster(split, k) for k in range(num_clusters)]
+    splits = [pools.of_cluster(split, k) for k in range(num_clusters)]
     fewest, k = min((len(part.train.rows), k) for k, part in enumerate(splits))
     accepted = f"at most {fewest}, the training examples of cluster {k}"
     check(examples_per_client <= fewest, "examples_per_client", examples_per_client, accepted)
-
-    console = Console(stderr=True)
-    bar = {"console": console, "transient": True, "disable": not (progress and console.is_interactive)}
     with new_folder(Path(path)) as folder:
         for part in ("train", "test"):
-            _write(folder, part, splits, num_clients, known, bar)
+            _write(folder, part, splits, known, progress)
     return open_stores(path)
 
 
-def _write(
-    folder: Path, part: str, splits: list[Split], num_clients: int, known: dict[str, Any], bar: dict[str, Any]
-) -> None:
+def _write(folder: Path, part: str, splits: list[pools.Split], known: dict[str, Any], progress: bool) -> None:
     """Writes the store `part` of a population: the pool of every cluster, transformed, and clients as rows of it."""
+    num_clients, transform = splits[0].rules.num_clients, pools.transform_of(splits[0])
     cluster = (np.arange(num_clients) % len(splits)).astype(np.int32)
-    pools, transform, sizes = [getattr(split, part) for split in splits], transform_of(splits[0]), np.bincount(cluster)
+    of_part = [getattr(split, part) for split in splits]
 
-    def base() -> Iterator[Examples]:
-        for k, pool in enumerate(pools):
+    def base() -> Iterator[pools.Examples]:
+        for k, pool in enumerate(of_part):
             for first in range(0, len(pool.rows), BLOCK):
-                yield transform(take(pool.examples, pool.rows[first : first + BLOCK]), k)
+                yield transform(pools.take(pool.examples, pool.rows[first : first + BLOCK]), k)
 
-    starts = np.concatenate([[0], np.cumsum([len(pool.rows) for pool in pools])])
+    starts, sizes = np.cumsum([0, *(len(pool.rows) for pool in of_part)]), np.bincount(cluster)
     streams = [_deals(split, k, int(sizes[k]), part == "test") for k, split in enumerate(splits)]
-    rows = (starts[k] + np.searchsorted(pools[k].rows, next(streams[k])) for k in cluster.tolist())
+    rows = (starts[k] + np.searchsorted(of_part[k].rows, next(streams[k])) for k in cluster.tolist())
+    console = Console(stderr=True)
+    bar = {"console": console, "transient": True, "disable": not (progress and console.is_interactive)}
     rows = track(rows, f"building the {part} store", total=num_clients, **bar)
     ClientStore.create_indexed(folder / part, base(), rows, stored=_compact(base()), cluster=cluster, **known)
 
 
-def _deals(split: Split, cluster: int, num_clients: int, of_test: bool) -> Iterator[np.ndarray]:
+def _deals(split: pools.Split, cluster: int, num_clients: int, of_test: bool) -> Iterator[np.ndarray]:
     """Yields the rows of the clients of a cluster one by one, from as many divisions of its pool as they need."""
     at_once = len(split.train.rows) // split.rules.examples_per_client
     for deal in itertools.count():
         count = min(at_once, num_clients) if deal == 0 else at_once
         group = cluster + split.rules.num_clusters * deal
-        parts = divide(split, count, group)
-        yield from (divide_test(split, parts, group) if of_test else parts)[:num_clients]
+        parts = pools.divide(split, count, group)
+        yield from (pools.divide_test(split, parts, group) if of_test else parts)[:num_clients]
         num_clients -= count
         if num_clients <= 0:
             return
 
 
-def _check_room(path: Path, split: Split, num_clients: int) -> None:
+def _check_room(path: Path, split: pools.Split) -> None:
     """Raises `ValueError` for a store larger than the disk, at a byte for each number of its base and each row."""
-    there = next(folder for folder in path.absolute().parents if folder.exists())
-    copies = 0 if split.rules.heterogeneity in SELECTIVE else split.rules.num_clusters
+    there, rules = next(folder for folder in path.absolute().parents if folder.exists()), split.rules
+    copies = 0 if rules.heterogeneity in SELECTIVE else rules.num_clusters
     values = copies * split.dataset.train["x"].size // 2  # at least, without tests
-    needed, free = values + num_clients * (8 + split.rules.examples_per_client), shutil.disk_usage(there).free
-    if needed > free:
-        raise ValueError(
-            f"num_clients: a store of {num_clients} clients needs {needed / 1e9:.1f} GB in {there}, of which"
-            f" {free / 1e9:.1f} GB are free; use fewer clients, clusters or examples"
-        )
+    needed, free = values + rules.num_clients * (8 + rules.examples_per_client), shutil.disk_usage(there).free
+    accepted = f"at most what {there} holds: the store needs {needed / 1e9:.1f} GB, of which {free / 1e9:.1f} are free"
+    check(needed <= free, "num_clients", rules.num_clients, accepted)
 
 
 def open_stores(path: str | Path) -> tuple[ClientStore, ClientStore]:

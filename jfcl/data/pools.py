@@ -1,10 +1,10 @@
 """A data set split into the pools that clients of training and of tests divide.
 
-The order of the steps keeps test data out of training. First the *base* examples are split into a training and a test
-pool: the official test split where there is one, else `test_fraction` of the examples, stratified by label. If clients
-are writers, a writer's test examples are those of the official test split; a writer without any there is tested on
-`test_fraction` of its own. Only then are examples divided among clients and transformed. So a base example in the
-training data of a client is in no client's test data, under any transformation.
+The order of the steps keeps test data out of training. First the examples are split into a training and a test pool:
+the official test split where there is one, else `test_fraction` of the examples, stratified by label. If clients are
+writers, a writer's test examples are those of the official test split; a writer without any there is tested on
+`test_fraction` of its own. Only then are examples divided among clients and transformed. So an example of the data set
+that a client trains on is in no client's test data, under any transformation.
 
 `jfcl.data.build` stacks the clients in memory; `jfcl.data.generate_store` writes them to a folder.
 """
@@ -12,13 +12,13 @@ training data of a client is in no client's test data, under any transformation.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
-from jfcl.core import check, check_at_most_clients, check_choice, check_count
+from jfcl.core import Clients, check, check_at_most_clients, check_choice, check_count, client_ids, stack_clients
 from jfcl.data.dataset import Dataset, labels_of, normalised
 from jfcl.data.heterogeneity import HETEROGENEITY, OF_PLANE, RELABELLING, SELECTIVE
 from jfcl.data.partition import OF_LABELS, PARTITIONS, as_distribution, parts_of
@@ -31,7 +31,7 @@ Examples = dict[str, Any]  # {"x": [n, ...], "y": [n]}, and further arrays [n, .
 
 
 class Rules(NamedTuple):
-    """The rules of a division: arguments of `jfcl.data.build`; `options` are those of partitions by name."""
+    """The rules of a division: arguments of `jfcl.data.build` under their names."""
 
     num_clients: int | None
     num_clusters: int
@@ -40,7 +40,11 @@ class Rules(NamedTuple):
     examples_per_client: int | None
     test_fraction: float
     seed: int
-    options: dict[str, Any]
+    labels_per_client: int
+    alpha: float
+    exponent: float
+    min_size: int
+    distribution: Any = None
 
 
 class Pool(NamedTuple):
@@ -56,7 +60,7 @@ class Split(NamedTuple):
 
     Attributes:
       train, test: the pools, of disjoint examples.
-      held: where the test pool comes from, in words.
+      tested_on: where the test pool comes from, in words.
       left_out: which writers cannot be clients, in words; "" where all can.
     """
 
@@ -64,7 +68,7 @@ class Split(NamedTuple):
     rules: Rules
     train: Pool
     test: Pool
-    held: str = ""
+    tested_on: str
     left_out: str = ""
 
 
@@ -75,31 +79,28 @@ def split_dataset(dataset: Dataset | str, rules: Rules, partitions: Iterable[str
       ValueError: an unknown name; a count out of range; more clusters than clients; clusters that do not differ; a
         data set that the partition or the heterogeneity does not support, or with errors of its own (`normalised`).
     """
-    num_clients, num_clusters, heterogeneity, partition, each, fraction, seed, options = rules
+    heterogeneity, partition, each = rules.heterogeneity, rules.partition, rules.examples_per_client
     check_choice("heterogeneity", heterogeneity, HETEROGENEITY)
     check_choice("partition", partition, partitions)
-    check_count("num_clusters", num_clusters)
-    check_count("seed", seed, least=0, most=2**63 - 1)
-    check(0 < fraction < 1, "test_fraction", fraction, "strictly between 0 and 1")
+    check_count("num_clusters", rules.num_clusters)
+    check_count("seed", rules.seed, least=0, most=2**63 - 1)
+    check(0 < rules.test_fraction < 1, "test_fraction", rules.test_fraction, "strictly between 0 and 1")
     if each is not None:
         check_count("examples_per_client", each)
     if isinstance(dataset, str):
         dataset = load(dataset, data_dir)
-    if num_clients is not None or partition != "writer":
-        check_count("num_clients", num_clients)
-        check_at_most_clients("num_clusters", num_clusters, num_clients)
-    if num_clusters > 1 and heterogeneity == "none" and partition != "distribution":
+    if rules.num_clients is not None or partition != "writer":
+        check_count("num_clients", rules.num_clients)
+        check_at_most_clients("num_clusters", rules.num_clusters, rules.num_clients)
+    if rules.num_clusters > 1 and heterogeneity == "none" and partition != "distribution":
         differing = ", ".join(name for name in HETEROGENEITY if name != "none")
         raise ValueError(
-            f"heterogeneity must be given for num_clusters={num_clusters}, one of {differing}: with 'none' the clusters"
-            " do not differ (leave out num_clusters)"
+            f"heterogeneity must be given for num_clusters={rules.num_clusters}, one of {differing}: with 'none' the"
+            " clusters do not differ (leave out num_clusters)"
         )
     dataset = normalised(dataset)
-    if partition == "writer" and dataset.writer is None:
-        raise ValueError(
-            f"partition 'writer' needs writer ids, which {dataset.name!r} does not have; try 'mnist_writers', or, for"
-            " data of your own, Dataset.writer (by= of jfcl.data.from_frame)"
-        )
+    accepted = f"another one for {dataset.name!r}, without writer ids (Dataset.writer; by= of jfcl.data.from_frame)"
+    check(partition != "writer" or dataset.writer is not None, "partition", partition, accepted)
     divided = partition == "writer" and heterogeneity in SELECTIVE
     accepted = f"another one with {heterogeneity!r}: the examples of a writer would be in several clusters"
     check(not divided, "partition", partition, accepted)
@@ -108,50 +109,51 @@ def split_dataset(dataset: Dataset | str, rules: Rules, partitions: Iterable[str
         accepted = f"a classification data set for {what}, which goes by single labels"
         check(dataset.num_classes is not None, "dataset", dataset.name, accepted)
     for option in ("min_size", "labels_per_client"):
-        check_count(option, options[option])
-        fits = each is None or options[option] <= each or option not in _options_of(partition)
-        check(fits, option, options[option], f"at most {each}, the examples_per_client")
+        value = getattr(rules, option)
+        check_count(option, value)
+        fits = each is None or value <= each or option not in _arguments_of(partition)
+        check(fits, option, value, f"at most {each}, the examples_per_client")
     if partition == "distribution":
-        table = as_distribution(options["distribution"], num_clients, dataset.num_classes)
-        rules = rules._replace(options=options | {"distribution": table})
-    if partition != "writer":
-        return Split(dataset, rules, *_pools(dataset, labels_of(dataset, "train"), fraction, seed))
-    split = Split(dataset, rules, *_pools_of_writers(dataset, fraction, seed))
-    return split._replace(left_out=_left_out(split))
+        table = as_distribution(rules.distribution, rules.num_clients, dataset.num_classes)
+        rules = rules._replace(distribution=table)
+    if partition == "writer":
+        split = Split(dataset, rules, *_pools_of_writers(dataset, rules))
+        return split._replace(left_out=_left_out(split))
+    return Split(dataset, rules, *_pools(dataset, rules, labels_of(dataset, "train")))
 
 
-def _options_of(partition: str) -> Container[str]:
-    return inspect.signature(PARTITIONS[partition][0]).parameters
+def _arguments_of(partition: str) -> set[str]:
+    return set(inspect.signature(PARTITIONS[partition][0]).parameters)
 
 
-def _pools(dataset: Dataset, kind: np.ndarray, fraction: float, seed: int) -> tuple[Pool, Pool, str]:
+def _pools(dataset: Dataset, rules: Rules, kind: np.ndarray) -> tuple[Pool, Pool, str]:
     """Returns the training and test pools, and where the second comes from: the official split, if there is one."""
     if dataset.test is not None:
         rows, of_test = (np.arange(len(part["y"])) for part in (dataset.train, dataset.test))
         test = Pool(dataset.test, of_test, labels_of(dataset, "test"))
         return Pool(dataset.train, rows, kind), test, "official test split"
-    rows, held = hold_out(kind, fraction, seed=(seed, HOLD_OUT))
-    return Pool(dataset.train, rows, kind), Pool(dataset.train, held, kind), f"{fraction:g} held out"
+    rows, held = stratified_hold_out(kind, rules.test_fraction, seed=(rules.seed, HOLD_OUT))
+    test = Pool(dataset.train, held, kind)
+    return Pool(dataset.train, rows, kind), test, f"{rules.test_fraction:g} held out"
 
 
-def _pools_of_writers(dataset: Dataset, fraction: float, seed: int) -> tuple[Pool, Pool, str]:
+def _pools_of_writers(dataset: Dataset, rules: Rules) -> tuple[Pool, Pool, str]:
     """Returns `_pools` where clients are writers: those without official test examples are tested on some of their own.
 
     The official test examples of writers that are not in training are for newcomers.
     """
-    writer = np.asarray(dataset.writer["train"])
+    writer, fraction = np.asarray(dataset.writer["train"]), rules.test_fraction
     of_test = np.asarray(dataset.writer["test"]) if dataset.test is not None else np.empty(0, np.int64)
     tested = np.flatnonzero(np.isin(of_test, writer) & (of_test >= 0))
     if not len(tested):
-        return _pools(dataset._replace(test=None), writer, fraction, seed)
+        return _pools(dataset._replace(test=None), rules, writer)
     others = np.flatnonzero(~np.isin(writer, of_test[tested]) & (writer >= 0))
     test, held, words = Pool(dataset.test, tested, of_test), np.empty(0, np.int64), "official test split"
     if (np.unique(writer[others], return_counts=True)[1] > 1).any():
-        held = others[hold_out(writer[others], fraction, seed=(seed, HOLD_OUT))[1]]
+        held = others[stratified_hold_out(writer[others], fraction, seed=(rules.seed, HOLD_OUT))[1]]
         both = take(dataset.test, tested), take(dataset.train, held)
-        both = jax.tree.map(lambda *parts: np.concatenate(parts), *both)
         kind = np.concatenate([of_test[tested], writer[held]])
-        test = Pool(both, np.arange(len(kind)), kind)
+        test = Pool(jax.tree.map(lambda *parts: np.concatenate(parts), *both), np.arange(len(kind)), kind)
         count = len(np.unique(writer[held]))
         words += f", and {fraction:g} held out of {count} writer(s) that are not in it"
     return Pool(dataset.train, np.setdiff1d(np.arange(len(writer)), held), writer), test, words
@@ -172,9 +174,8 @@ def _left_out(split: Split) -> str:
     if not len(alone):
         return ""
     names = split.dataset.writer_names
-    named = ", ".join(str(i if names is None else names[i]) for i in alone[:3].tolist())
-    more = ", ..." if len(alone) > 3 else ""
-    return f"{len(alone)} of {len(writers)} writers, which have one example and none to be tested on ({named}{more})"
+    listed = ", ".join(str(i if names is None else names[i]) for i in alone[:3].tolist()) + ", ..." * (len(alone) > 3)
+    return f"{len(alone)} of {len(writers)} writers, which have one example and none to be tested on ({listed})"
 
 
 def of_cluster(split: Split, cluster: int) -> Split:
@@ -182,11 +183,11 @@ def of_cluster(split: Split, cluster: int) -> Split:
     rules = split.rules
     if rules.heterogeneity not in SELECTIVE:
         return split
-    choose = HETEROGENEITY[rules.heterogeneity][0]
+    select = HETEROGENEITY[rules.heterogeneity][0]
 
     def part(pool: Pool) -> Pool:
         labels = pool.examples["y"][pool.rows]
-        return pool._replace(rows=choose(pool.rows, labels, cluster, rules.num_clusters, split.dataset.num_classes)[0])
+        return pool._replace(rows=select(pool.rows, labels, cluster, rules.num_clusters, split.dataset.num_classes)[0])
 
     return split._replace(train=part(split.train), test=part(split.test))
 
@@ -198,15 +199,15 @@ def transform_of(split: Split) -> Callable[[Examples, int], Examples]:
     """
     rules = split.rules
     function = HETEROGENEITY["none" if rules.heterogeneity in SELECTIVE else rules.heterogeneity][0]
-    clusters, classes, seed = rules.num_clusters, split.dataset.num_classes, (rules.seed, TRANSFORM)
+    options = rules.num_clusters, split.dataset.num_classes, (rules.seed, TRANSFORM)
 
     def transform(examples: Examples, cluster: int) -> Examples:
-        x, others = examples["x"], {name: values for name, values in examples.items() if name != "x"}
         if rules.heterogeneity in OF_PLANE:
-            x, others = function(x, others, cluster, clusters, classes, seed)
-        else:
-            x, others["y"] = function(x, examples["y"], cluster, clusters, classes, seed)
-        return {"x": x, **others}
+            others = {name: values for name, values in examples.items() if name != "x"}
+            x, others = function(examples["x"], others, cluster, *options)
+            return {"x": x, **others}
+        x, y = function(examples["x"], examples["y"], cluster, *options)
+        return {**examples, "x": x, "y": y}
 
     return transform
 
@@ -230,32 +231,25 @@ def divide(split: Split, num_clients: int, group: int) -> list[np.ndarray]:
     stream, rng = (rules.seed, PARTITION, group), np.random.default_rng((rules.seed, SUBSAMPLE, group))
     if rules.partition == "writer":
         able = clients_of(split)
-        without = f", without {split.left_out}" if split.left_out else ""
-        accepted = f"at most {len(able)}, the number of writers{without}"
+        accepted = f"at most {len(able)}, the number of writers{split.left_out and f', without {split.left_out}'}"
         check(num_clients <= len(able), "num_clients", num_clients, accepted)
-        writer = np.where(np.isin(train.kind[rows], able), train.kind[rows], -1)
-        parts = partition(writer, num_clients, seed=stream)
+        parts = partition(np.where(np.isin(train.kind[rows], able), train.kind[rows], -1), num_clients, seed=stream)
         return [rows[part if each is None else np.sort(rng.permutation(part)[:each])] for part in parts]
     needed = num_clients * (each or 1)
-    if needed > len(rows):
-        per_client = "" if each is None else f" with {each} examples each"
-        remedies = ["fewer clients"] if (each or 1) <= len(rows) else []
-        remedies += [f"examples_per_client of at most {len(rows) // num_clients}"] if num_clients <= len(rows) else []
-        raise ValueError(
-            f"num_clients: {num_clients} clients{per_client} need {needed} examples, but {split.dataset.name!r} has"
-            f" {len(rows)} training examples for them; use {' or '.join(remedies) or 'more examples'}"
-        )
-    options = {"examples_per_client": each, "examples_seed": (*stream, 1), **rules.options}
-    taken = {name: value for name, value in options.items() if name in _options_of(rules.partition)}
-    if each is not None and "examples_per_client" not in taken:  # as many on average
+    accepted = f"at most {len(rows)}, the training examples of {split.dataset.name!r} for these clients"
+    check(needed <= len(rows), "num_clients" + " times examples_per_client" * (each is not None), needed, accepted)
+    options = {"examples_seed": (*stream, 1), **rules._asdict()}
+    options = {name: options[name] for name in _arguments_of(rules.partition) & options.keys()}
+    if each is not None and "examples_per_client" not in options:  # as many on average
         rows = rows[np.sort(rng.permutation(len(rows))[:needed])]
-    return [rows[part] for part in partition(train.kind[rows], num_clients, seed=stream, **taken)]
+    parts = partition(train.kind[rows], **options | {"num_clients": num_clients, "seed": stream})
+    return [rows[part] for part in parts]
 
 
 def divide_test(split: Split, parts: list[np.ndarray], group: int) -> list[np.ndarray]:
-    """Divides the test pool among the clients that `divide` has given the `parts` of the training pool.
+    """Divides the test pool among the clients of which `divide` returned `parts` of the training pool.
 
-    A client's test examples are of its own labels or writers where the partition decides on them. Otherwise all clients
+    A client's test examples are of its labels or writers where the partition decides on them. Otherwise all clients
     draw from one distribution: labels that are frequent in a client's training data by chance are not so in its tests.
 
     Raises:
@@ -271,27 +265,23 @@ def divide_test(split: Split, parts: list[np.ndarray], group: int) -> list[np.nd
     if rules.partition not in (*OF_LABELS, "writer"):
         train, test = np.zeros_like(train), np.zeros_like(test)
     tested = np.unique(test[split.test.rows])
-    untested = next((i for i, part in enumerate(parts) if not np.isin(train[part], tested).any()), None)
-    if untested is not None:
-        official = split.test.examples is not split.train.examples
+    untested = [i for i, part in enumerate(parts) if not np.isin(train[part], tested).any()]
+    if untested:
         here = train[np.concatenate(parts)]
         lost = np.setdiff1d(here, tested)
-        why = "none in the official test split" if official else "one, and none to hold out"
-        listed = ", ".join(map(str, lost[:8].tolist())) + (", ..." if len(lost) > 8 else "")
         remedies = ["leave their examples out of the training data"] if np.isin(here, tested).any() else []
-        remedies.append("use partition='iid'")
         least = int(np.isin(here, lost).sum()) + 1  # so many examples are not all of these labels
         if rules.partition == "dirichlet" and least * len(parts) <= len(here):
             remedies.append(f"set min_size={least} of jfcl.data.build")
+        listed = ", ".join(map(str, lost[:8].tolist())) + ", ..." * (len(lost) > 8)
         raise ValueError(
-            f"partition {rules.partition!r}: client {untested} has no test examples, since of its labels there is"
-            f" {why}: {listed}; {', or '.join(remedies)}"
+            f"partition {rules.partition!r}: client {untested[0]} has no test examples, since the test pool has none of"
+            f" these labels: {listed}; {', or '.join([*remedies, 'use partition=' + repr('iid')])}"
         )
-    kinds = [train[part] for part in parts]
-    return allot(split.test.rows, test, kinds, seed=(rules.seed, ALLOT, group))
+    return allot(split.test.rows, test, [train[part] for part in parts], seed=(rules.seed, ALLOT, group))
 
 
-def hold_out(kind, fraction: float, *, seed) -> tuple[np.ndarray, np.ndarray]:
+def stratified_hold_out(kind, fraction: float, *, seed) -> tuple[np.ndarray, np.ndarray]:
     """Splits indices into train and test, stratified by `kind`.
 
     Of every kind with `n > 1` examples, `round(fraction n)` are held out, at least 1 and at most `n - 1`. The only
@@ -305,20 +295,23 @@ def hold_out(kind, fraction: float, *, seed) -> tuple[np.ndarray, np.ndarray]:
       `(train, test)`, sorted index arrays that together hold `0 .. n-1`.
 
     Example:
-      >>> train, test = hold_out(np.array([0, 0, 0, 0, 1, 1, 2]), 0.25, seed=0)
+      >>> train, test = stratified_hold_out(np.array([0, 0, 0, 0, 1, 1, 2]), 0.25, seed=0)
       >>> len(train), len(test)
       (5, 2)
     """
     rng = np.random.default_rng(seed)
     held = np.zeros(len(kind), bool)
+
+    def hold(rows: np.ndarray) -> None:
+        count = int(np.clip(round(fraction * len(rows)), 1, max(len(rows) - 1, 1)))
+        held[rng.permutation(rows)[:count]] = True
+
     starts = np.cumsum(np.unique(kind, return_counts=True)[1])[:-1]
     for of_kind in np.split(np.argsort(kind, kind="stable"), starts):
         if len(of_kind) > 1:
-            count = int(np.clip(round(fraction * len(of_kind)), 1, len(of_kind) - 1))
-            held[rng.permutation(of_kind)[:count]] = True
+            hold(of_kind)
     if not held.any():  # every kind occurs once: no stratification
-        count = int(np.clip(round(fraction * len(kind)), 1, max(len(kind) - 1, 1)))
-        held[rng.permutation(len(kind))[:count]] = True
+        hold(np.arange(len(kind)))
     return np.flatnonzero(~held), np.flatnonzero(held)
 
 
@@ -331,13 +324,10 @@ def allot(pool, kind, train_kinds, *, seed) -> list[np.ndarray]:
 
     Args:
       pool: `[P]` indices of test examples; `kind[pool]` are their labels (or writers).
-      train_kinds: a list of `N` arrays: the kinds of each client's training examples.
+      train_kinds: a list of `N` arrays: the kinds of each client's training examples, some of which are in the pool.
 
     Returns:
       List of `N` sorted index arrays, none empty.
-
-    Raises:
-      ValueError: a client without any of its kinds in the pool.
 
     Example:
       >>> parts = allot(np.arange(6), np.array([0, 0, 0, 0, 1, 1]), [[0, 0, 0, 0], [1, 1]], seed=0)
@@ -351,10 +341,8 @@ def allot(pool, kind, train_kinds, *, seed) -> list[np.ndarray]:
     owner = np.full(len(kind), -1)
     pool = pool[np.argsort(kind[pool], kind="stable")]
     begin, end = (np.searchsorted(kind[pool], kinds, side=side) for side in ("left", "right"))
-    by_kind = np.argsort(train_kind, kind="stable")
-    cuts = np.searchsorted(train_kind[by_kind], np.arange(len(kinds) + 1))
-    for c in range(len(kinds)):
-        clients, count = np.unique(row[by_kind[cuts[c] : cuts[c + 1]]], return_counts=True)
+    for c, of_kind in enumerate(parts_of(train_kind, range(len(kinds)))):
+        clients, count = np.unique(row[of_kind], return_counts=True)
         examples = rng.permutation(pool[begin[c] : end[c]])
         share = count / count.sum() * len(examples)
         whole = np.floor(share + 1e-9).astype(np.int64)
@@ -365,10 +353,39 @@ def allot(pool, kind, train_kinds, *, seed) -> list[np.ndarray]:
     parts = parts_of(owner, range(len(train_kinds)))
     for i, part in enumerate(parts):
         if not len(part):
-            own = pool[np.isin(kind[pool], train_kinds[i])]
-            if not len(own):
-                raise ValueError(
-                    f"no test examples for client {i}: the pool has none of the kinds of its training data"
-                )
-            parts[i] = rng.choice(own, 1)
+            parts[i] = rng.choice(pool[np.isin(kind[pool], train_kinds[i])], 1)
     return parts
+
+
+def hold_out(clients: Clients, share: float, *, seed: int = 0) -> tuple[Clients, Clients]:
+    """Divides every client's examples at random into those to train on and those held out, to choose hyperparameters.
+
+    Args:
+      clients: `[N, M, ...]`, on the host.
+      share: of each client's examples that are held out, in (0, 1): rounded down, at least one, and never all of them.
+        A client with a single example keeps it for training.
+      seed: of the draws. They depend on the client's id too, but not on other clients.
+
+    Returns:
+      `(train, held_out)`, `Clients` with the same ids in the same order, as NumPy arrays. Cost: a copy of the data.
+
+    Raises:
+      ValueError: a share outside (0, 1), no client with two examples.
+
+    Example:
+      >>> clients = Clients({"x": np.arange(20.0).reshape(2, 10, 1)}, np.array([10, 3], np.int32))
+      >>> train, held_out = hold_out(clients, 0.2)
+      >>> train.size.tolist(), held_out.size.tolist(), train.examples["x"].shape, held_out.examples["x"].shape
+      ([8, 2], [2, 1], (2, 8, 1), (2, 2, 1))
+    """
+    check(0 < share < 1, "share", share, "in (0, 1)")
+    check_count("seed", seed, least=0, most=2**32 - 1)
+    size, ids = np.asarray(clients.size), np.asarray(client_ids(clients))
+    counts = np.where(size > 1, np.clip((share * size + 1e-9).astype(int), 1, np.maximum(size - 1, 1)), 0)
+    check((counts > 0).any(), "clients", f"{size.max()} examples in the largest", "of two examples or more each")
+    examples, train, held_out = jax.tree.map(np.asarray, clients.examples), [], []
+    for i, count in enumerate(counts):
+        drawn = np.random.default_rng([seed, int(ids[i])]).permutation(size[i])[:count]
+        for part, rows in ((train, np.setdiff1d(np.arange(size[i]), drawn)), (held_out, np.sort(drawn))):
+            part.append(jax.tree.map(lambda x, i=i, rows=rows: x[i, rows], examples))
+    return stack_clients(train)._replace(id=ids), stack_clients(held_out)._replace(id=ids)
