@@ -444,7 +444,7 @@ def test_tasks_are_cached_and_named():
 @pytest.mark.parametrize("name", ["resnet18_gn", "vgg"])
 @pytest.mark.parametrize("shape", [(3, 32, 32), (1, 28, 28)])
 def test_networks_refuse_channels_first(name, shape):
-    with pytest.raises(ValueError, match=r"input_shape .* has the channels first, but .* reads images \[H, W, C\]"):
+    with pytest.raises(ValueError, match=r"input_shape must be \[H, W, C\] for \w+; .* channels that are first"):
         jfcl.models.classification(jfcl.models.MODELS[name][0](10), shape, 10)
 
 
@@ -455,7 +455,7 @@ class WithBatchNorm(nn.Module):
 
 
 def test_refuses():
-    with pytest.raises(ValueError, match=r"must give 10 logits an example"):
+    with pytest.raises(ValueError, match=r"must be 10 logits an example"):
         classification(jfcl.models.MLP(9), (8, 8, 1), 10)
     with pytest.raises(ValueError, match=r"WithBatchNorm behaves differently in training.*training_argument"):
         classification(WithBatchNorm(), (4,), 2)

@@ -11,7 +11,7 @@ import numpy as np
 from jfcl.core import Clients, check, named_leaves, stack_clients
 from jfcl.data.columns import INPUTS, TARGETS
 from jfcl.data.tables import row_numbers
-from jfcl.data.values import as_numpy, as_type, inputs_of, is_table, kept
+from jfcl.data.values import array_beside, as_numpy, as_type, inputs_of, is_table
 
 
 def from_arrays(clients: Iterable[Any], *, channels_first: bool | None = None, pad_to: int | None = None) -> Clients:
@@ -99,49 +99,45 @@ def _stacked(clients: Iterable[dict[str, Any]], channels_first: bool | None, pad
             x = parts.pop("x")
             others.append(parts)
             columns.append(list(x.columns) if is_table(x) else None)
-            accepted = f"{columns[0]}, as in client 0"
-            check(columns[i] == columns[0], f"client {i}: x: columns", columns[i], accepted)
+            check(columns[i] == columns[0], f"client {i}: x: columns", columns[i], f"{columns[0]}, as in client 0")
             yield f"client {i}: x", x
 
     xs, moved = inputs_of(inputs(), channels_first)
     if columns and columns[0]:
-        table = np.concatenate(xs)
-        numbers = row_numbers({name: [table[:, j]] for j, name in enumerate(columns[0])})
+        numbers = row_numbers({name: [values] for name, values in zip(columns[0], np.concatenate(xs).T, strict=True)})
         accepted = "of inputs: these number the rows of all clients; drop them, or give arrays (frame.to_numpy())"
         check(not numbers, "x: columns", numbers, accepted)
-    made = [_client(f"client {i}", x, parts, moved) for i, (x, parts) in enumerate(zip(xs, others, strict=True))]
-    made = stack_clients(made, pad_to=pad_to)
-    as_float32 = jax.tree.map(lambda x: x.astype(np.float32) if x.dtype == np.float64 else x, made.examples)
-    return made._replace(examples=as_float32)
+    parts = [_client(f"client {i}", x, parts, moved) for i, (x, parts) in enumerate(zip(xs, others, strict=True))]
+    stacked = stack_clients(parts, pad_to=pad_to)
+    as_float32 = jax.tree.map(lambda x: x.astype(np.float32) if x.dtype == np.float64 else x, stacked.examples)
+    return stacked._replace(examples=as_float32)
 
 
 def _parts(where: str, value: Any) -> dict[str, Any]:
     """Returns the inputs, the targets and the further arrays of a client (or of a row)."""
     if isinstance(value, dict):
-        found = [[name for name in names if name in value] for names in (INPUTS, TARGETS)]
-        fits = all(len(names) == 1 for names in found)
+        names = [[name for name in usual if name in value] for usual in (INPUTS, TARGETS)]
         accepted = f"of one of {', '.join(INPUTS)} and one of {', '.join(TARGETS)}"
-        check(fits, f"{where}: the names", list(value), accepted)
-        (x,), (y,) = found
+        check(list(map(len, names)) == [1, 1], f"{where}: the names", list(value), accepted)
+        (x,), (y,) = names
         return {"x": value[x], "y": value[y], **{name: value[name] for name in value if name not in (x, y)}}
-    fits = isinstance(value, tuple | list) and len(value) == 2
-    size = f" of {len(value)}" if isinstance(value, tuple | list) else ""
+    is_sequence = isinstance(value, tuple | list)
+    what = f"{type(value).__name__}{f' of {len(value)}' if is_sequence else ''}"
     accepted = "a pair (x, y), or a dict with 'x' and 'y', and other names for further arrays"
-    check(fits, where, f"{type(value).__name__}{size}", accepted)
+    check(is_sequence and len(value) == 2, where, what, accepted)
     return {"x": value[0], "y": value[1]}
 
 
 def _client(where: str, x: np.ndarray, parts: dict[str, Any], moved: bool) -> dict[str, Any]:
     """Returns the arrays of a client with the types of the library; `moved`: images had their channels first."""
     check(x.dtype != object, f"{where}: x", x[0], "numbers; texts become numbers by jfcl.data.tokenize")
-    made = {name: kept(values, f"{where}: {name}", moved=moved, plane=x.shape[1:3]) for name, values in parts.items()}
-    y = made["y"]
+    arrays = {n: array_beside(values, f"{where}: {n}", moved=moved, plane=x.shape[1:3]) for n, values in parts.items()}
+    y = arrays["y"]
     check(not isinstance(y, dict), f"{where}: y", y, "an array of numbers [m, ...]")
-    made["y"] = y if y.dtype.kind == "f" else as_type(np.int32, y, f"{where}: y")
-    for name, leaf in named_leaves(made).items():
-        accepted = f"of as many as the {len(x)} inputs"
-        check(len(leaf) == len(x), f"{where}: {name}", f"{len(leaf)} entries", accepted)
-    return {"x": x, **made}
+    arrays["y"] = y if y.dtype.kind == "f" else as_type(np.int32, y, f"{where}: y")
+    for name, leaf in named_leaves(arrays).items():
+        check(len(leaf) == len(x), f"{where}: {name}", f"{len(leaf)} entries", f"of as many as the {len(x)} inputs")
+    return {"x": x, **arrays}
 
 
 def _is_array(value: Any) -> bool:

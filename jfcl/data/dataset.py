@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jfcl.core import check, check_apart, check_held, named_leaves
+from jfcl.core import check, check_apart, check_count, check_held, named_leaves
 from jfcl.data.values import array_of, as_numpy, is_sparse, is_table
 
 _NUMBERS_TEXTS = "; np.unique(labels, return_inverse=True) numbers labels of all splits together, as from_frame does"
@@ -56,22 +56,25 @@ def normalised(dataset: Any, *, texts: bool = False) -> Dataset:
         JAX's types or equal in float32; labels outside `0..num_classes-1`.
     """
     check(isinstance(dataset, Dataset), "dataset", type(dataset).__name__, "a jfcl.data.Dataset")
-    count = dataset.num_classes
-    whole = count is None or (isinstance(count, (int, np.integer)) and not isinstance(count, bool) and count >= 1)
-    check(whole, f"data set {dataset.name!r}: num_classes", count, "an integer of at least 1, or None")
-    names = ["train"] if dataset.test is None else ["train", "test"]
-    wheres = {name: f"data set {dataset.name!r} ({name})" for name in names}
-    splits = {name: _split(getattr(dataset, name), where, count, texts) for name, where in wheres.items()}
-    here, there = ({of: v.shape[1:] for of, v in named_leaves(splits[name]).items()} for name in (names[-1], "train"))
-    check(here == there, f"{wheres[names[-1]]}: the shapes of its arrays", here, f"those of training, {there}")
-    writer = dataset.writer
+    name, count, writer = f"data set {dataset.name!r}", dataset.num_classes, dataset.writer
+    if count is not None:
+        check_count(f"{name}: num_classes (None for a regression)", count)
+    wheres = {of: f"{name} ({of})" for of in ("train", "test")[: 1 if dataset.test is None else 2]}
+    splits = {of: _split(getattr(dataset, of), where, count, texts) for of, where in wheres.items()}
+    shapes = [{of: values.shape[1:] for of, values in named_leaves(split).items()} for split in splits.values()]
+    check(
+        shapes[-1] == shapes[0],
+        f"{name} (test): the shapes of its arrays",
+        shapes[-1],
+        f"those of training, {shapes[0]}",
+    )
     if writer is not None:
         accepted = 'a dict with the writer ids of each split, such as {"train": ids}'
-        writers = isinstance(writer, dict) and all(name in writer for name in names)
-        check(writers, f"{wheres['train']}: writer", type(writer).__name__, accepted)
-        writer = {name: as_numpy(ids, f"data set {dataset.name!r}: writer") for name, ids in writer.items()}
-        for name, where in wheres.items():
-            ids, n = np.asarray(writer[name]), len(splits[name]["x"])
+        fits = isinstance(writer, dict) and all(of in writer for of in wheres)
+        check(fits, f"{wheres['train']}: writer", type(writer).__name__, accepted)
+        writer = {of: as_numpy(ids, f"{name}: writer") for of, ids in writer.items()}
+        for of, where in wheres.items():
+            ids, n = np.asarray(writer[of]), len(splits[of]["x"])
             fits = ids.shape == (n,) and ids.dtype.kind in "iu"
             check(fits, f"{where}: writer", f"{ids.dtype} {ids.shape}", f"a vector of {n} integers, one for each input")
     return dataset._replace(**splits, writer=writer)
@@ -97,13 +100,23 @@ def _split(split: Any, where: str, num_classes: int | None, texts: bool) -> dict
     for of in ("x", "y"):
         check(split[of].ndim > 0, f"{where}: {of}", split[of], "an array with an entry for each example")
     check(len(x) > 0 and x.size > 0, f"{where}: the shape of the inputs", list(x.shape), "without a 0")
+
+    # Inputs.
     if x.dtype.kind in "fiu":
-        _check_images(x, where)
-    elif not texts or x.dtype.kind not in "OSU":
-        raise ValueError(
-            f"{where}: inputs must be numbers, got {x.dtype}; turn text into ids with jfcl.data.tokenize, images of"
-            " PIL into arrays with jfcl.data.from_frame, and other types into float32"
+        is_bytes = x.dtype.kind in "iu" and (x.ndim > 2 or x.dtype == np.uint8)
+        what = f"{x.dtype} {list(x.shape[1:])} in {x.min()}..{x.max()}" if is_bytes else ""
+        accepted = "of floating-point numbers, such as x / 255; token ids are int32 [n, L]"
+        check(not is_bytes, f"{where}: images", what, accepted)
+        is_first = x.ndim == 4 and x.shape[1] <= 4 < min(x.shape[2:])
+        accepted = (
+            "[n, H, W, C], with their channels last (np.moveaxis(x, 1, -1) moves them; volumes have a fifth axis)"
         )
+        check(not is_first, f"{where}: images", list(x.shape), accepted)
+    else:
+        accepted = "numbers; jfcl.data.tokenize turns texts into ids, jfcl.data.from_frame images of PIL into arrays"
+        check(texts and x.dtype.kind in "OSU", f"{where}: inputs", str(x.dtype), accepted)
+
+    # All arrays.
     for of, values in named_leaves(split).items():
         values, of = np.asarray(values), {"['x']": "inputs", "['y']": "targets"}.get(of, of)
         fits = values.ndim > 0 and len(values) == len(x) and (values.dtype.kind in "biuf" or of == "inputs")
@@ -113,26 +126,12 @@ def _split(split: Any, where: str, num_classes: int | None, texts: bool) -> dict
         if values.ndim <= 2 and (values.dtype.kind == "f" or (of == "inputs" and values.ndim == 1)):
             check_apart(f"{where}: {of}", values)
     if num_classes is not None:
-        accepted = "a vector of integers, a label for each input: y.astype(np.int32) makes whole numbers so, and"
-        accepted += " num_classes=None is for a regression"
+        accepted = "a vector of integers, a label for each input (y.astype(np.int32) makes whole numbers so), or"
+        accepted += " num_classes=None for a regression"
         check(y.ndim == 1 and y.dtype.kind in "iu", f"{where}: y", f"{y.dtype} {list(y.shape)}", accepted)
         fits = y.min() >= 0 and y.max() < num_classes
         check(fits, f"{where}: labels", [int(y.min()), int(y.max())], f"in 0..{num_classes - 1}")
     return split
-
-
-def _check_images(x: np.ndarray, where: str) -> None:
-    """Raises `ValueError` for images of integers, and for images with their channels first."""
-    if x.dtype.kind in "iu" and (x.ndim > 2 or x.dtype == np.uint8):
-        raise ValueError(
-            f"{where}: images must be of floating-point numbers, such as x / 255, got {x.dtype} {list(x.shape[1:])} in"
-            f" {x.min()}..{x.max()}; token ids are int32 [n, L]"
-        )
-    if x.ndim == 4 and x.shape[1] <= 4 < min(x.shape[2:]):
-        raise ValueError(
-            f"{where}: images must have their channels last, [n, H, W, C], got {list(x.shape)};"
-            " np.moveaxis(x, 1, -1) moves them (volumes have a fifth axis)"
-        )
 
 
 def labels_of(dataset: Dataset, split: str) -> np.ndarray:

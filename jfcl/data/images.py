@@ -37,26 +37,24 @@ def picture(image: Any, where: str) -> np.ndarray:
         image.load()
     except (OSError, ValueError, SyntaxError) as error:
         raise ValueError(f"{where} is an image that cannot be read ({error})") from None
-    if 0 in image.size:
-        raise ValueError(f"{where} is an image without pixels, of size {image.size}")
-    if getattr(image, "is_animated", False) and image.format != "MPO":
-        raise ValueError(f"{where} is an image of {image.n_frames} frames; give one of them (image.seek, image.copy)")
+    check(0 not in image.size, where, f"one of size {image.size}", "an image with pixels")
+    frames = image.n_frames if getattr(image, "is_animated", False) and image.format != "MPO" else 1
+    check(frames == 1, where, f"{frames} frames", "one of the frames (image.seek, image.copy)")
     image = _upright(image)
-    mode = image.mode
     transparent = getattr(image, "has_transparency_data", "transparency" in image.info)
-    if mode in _SHOWN_IN:
-        shown = _SHOWN_IN[mode]
-        values = _divided(np.asarray(image.convert(_TRANSPARENT.get(shown, shown) if transparent else shown)))
-    elif mode.startswith("I;16") and not transparent:
+    if image.mode in _SHOWN_IN:
+        mode = _SHOWN_IN[image.mode]
+        values = _divided(np.asarray(image.convert(_TRANSPARENT.get(mode, mode) if transparent else mode)))
+    elif image.mode.startswith("I;16") and not transparent:
         values = _divided(np.asarray(image))
     else:
         values = np.asarray(image)
-        if mode != "F" or not (values >= 0).all() or not (values <= 1).all():
-            why = "with transparency" if transparent else f"with values from {values.min():g} to {values.max():g}"
-            raise ValueError(
-                f"{where} is an image of mode {mode!r} {why}, of unknown white; give an array in [0, 1], such as"
-                " np.asarray(image) / 65535 for 16 bits"
-            )
+        known = image.mode == "F" and (values >= 0).all() and (values <= 1).all()
+        what = (
+            f"an image of mode {image.mode!r}, of unknown white, with values from {values.min():g} to {values.max():g}"
+        )
+        accepted = "an array in [0, 1], such as np.asarray(image) / 65535 for 16 bits"
+        check(known, where, what + " and transparency" * transparent, accepted)
     return values if values.ndim == 3 else values[..., None]
 
 
@@ -75,13 +73,13 @@ def pictures(rows: list[Any], where: str) -> np.ndarray:
     Raises:
       ValueError: those of `picture`; images of different sizes; a row that is no image.
     """
-    made = []
+    shown = []
     for i, row in enumerate(rows):
         check(is_picture(row), f"{where}: row {i}", type(row).__name__, "an image, as other rows are")
-        made.append(picture(row, f"{where}: row {i}"))
-        sizes = [one.shape[:2] for one in (made[i], made[0])]
-        check(sizes[0] == sizes[1], f"{where}: the size of row {i}", sizes[0], f"{sizes[1]}, that of row 0")
-    return np.stack(alike(made))
+        shown.append(picture(row, f"{where}: row {i}"))
+        size, first = shown[i].shape[:2], shown[0].shape[:2]
+        check(size == first, f"{where}: the size of row {i}", size, f"{first}, that of row 0")
+    return np.stack(alike(shown))
 
 
 def alike(parts: Iterable[np.ndarray]) -> list[np.ndarray]:
@@ -114,12 +112,9 @@ def labels_shown(image: Any, where: str) -> np.ndarray:
     Raises:
       ValueError: a mode of colours, or of floats.
     """
-    if image.mode in _LABELS:
-        return np.asarray(_upright(image))
-    raise ValueError(
-        f"{where} is an image of mode {image.mode!r}, but images beside the inputs hold labels, in one of the modes"
-        f" {', '.join(_LABELS)}; give other images as arrays"
-    )
+    accepted = f"labels, as an image of one of the modes {', '.join(_LABELS)}; give other images as arrays"
+    check(image.mode in _LABELS, where, f"an image of mode {image.mode!r}", accepted)
+    return np.asarray(_upright(image))
 
 
 def images_or_ids(array: np.ndarray, where: str) -> np.ndarray:
@@ -130,19 +125,15 @@ def images_or_ids(array: np.ndarray, where: str) -> np.ndarray:
     Raises:
       ValueError: images of integers of unknown white; rows of bytes, which may be flat images or token ids.
     """
-    shape = list(array.shape[1:])
-    if array.ndim == 2 and array.dtype == np.uint8:
-        raise ValueError(
-            f"{where}: rows of {shape[0]} bytes may be flat images, features or token ids. Give images as"
-            " [n, H, W] or divided by 255, features as float32, and token ids as int32 (x.astype(np.int32))"
-        )
+    what = f"{array.dtype} of shape {list(array.shape[1:])} an example"
+    accepted = (
+        "images as [n, H, W] or divided by 255, features as float32, or token ids as int32; bytes may be any of them"
+    )
+    check(array.ndim != 2 or array.dtype != np.uint8, where, what, accepted)
     if array.dtype.kind not in "biu" or array.ndim <= 2:
         return array
-    if array.dtype.name not in WHITE:
-        raise ValueError(
-            f"{where}: {array.dtype} of shape {shape} an example are images of unknown white (token ids have"
-            " one axis). Give them as uint8 (white is 255) or uint16 (65535), or divide them by their white"
-        )
+    accepted = "uint8 (white is 255), uint16 (65535), or divided by its white, for images (token ids have one axis)"
+    check(array.dtype.name in WHITE, where, f"images of unknown white, {what}", accepted)
     return _divided(array if array.ndim > 3 else array[..., None])
 
 
@@ -158,17 +149,13 @@ def has_channels_first(shape: tuple[int, ...], where: str, given: bool | None) -
         accepted = f"left out: the examples of {where} have shape {list(shape[1:])}, not [C, H, W]"
         check(not given, "channels_first", given, accepted)
         return False
-    if given is not None:
-        return given
     first, middle, last = shape[1:]
-    if last <= 4 < first:
-        return False
-    if first <= 4 < min(middle, last):
-        return True
-    raise ValueError(
-        f"channels_first must be given: {where} has shape {[first, middle, last]} an example, which does not show"
-        " whether it is [C, H, W] (channels_first=True) or [H, W, C] (channels_first=False)"
+    is_first = first <= 4 < min(middle, last)
+    accepted = (
+        f"True for [C, H, W], or False for [H, W, C]: {where} has shape {[first, middle, last]}, which may be both"
     )
+    check(given is not None or is_first or last <= 4 < first, "channels_first", None, accepted)
+    return is_first if given is None else given
 
 
 def channels_last(array: np.ndarray) -> np.ndarray:

@@ -2,8 +2,9 @@
 
 A partition has the signature `f(labels, num_clients, *, seed, **options)`. `labels` is `[n]` integers, one for each
 example (for `by_writer`, its writer); partitions that do not depend on labels also take the number `n`. It returns a
-list of `N` disjoint, sorted `np.int64` arrays of indices in `0 .. n-1`, none empty. The result is a function of the
-arguments alone; `seed` is an integer or a sequence of integers, for `np.random.default_rng`.
+list of `N` disjoint, sorted `np.int64` arrays of indices in `0 .. n-1`, none empty, and raises `ValueError` for fewer
+examples than the clients need. The result is a function of the arguments alone; `seed` is an integer or a sequence of
+integers, for `np.random.default_rng`.
 """
 
 from __future__ import annotations
@@ -23,21 +24,15 @@ def iid(num_examples, num_clients: int, *, seed: Seed, examples_per_client: int 
 
     Args:
       num_examples: `n`, or the labels `[n]`.
-      examples_per_client: every client gets exactly that many and the rest stays unused; `None`: all examples are
+      examples_per_client: every client gets exactly that many and the others stay unused; `None`: all examples are
         divided, and sizes differ by at most one.
-
-    Returns:
-      List of `N` sorted index arrays. Cost: O(examples).
-
-    Raises:
-      ValueError: fewer examples than the clients need.
 
     Example:
       >>> [len(part) for part in iid(10, 3, seed=0)]
       [4, 3, 3]
     """
-    num_examples = _count_of(num_examples)
-    check_enough(num_examples, num_clients, examples_per_client)
+    num_examples = np.size(num_examples) if np.ndim(num_examples) else num_examples
+    _check_enough(num_examples, num_clients, examples_per_client)
     return by_sizes(num_examples, _equal_sizes(num_examples, num_clients, examples_per_client), seed=seed)
 
 
@@ -48,23 +43,15 @@ def stratified(labels, num_clients: int, *, seed: Seed, examples_per_client: int
     differ by at most one between clients, and each client has every label with a share of at least one example.
 
     Args:
-      labels: `[n]` integers.
       examples_per_client: every client gets exactly that many, evenly spaced in that order; `None`: all examples are
         divided, and sizes differ by at most one.
-
-    Returns:
-      List of `N` sorted index arrays. Cost: O(examples log examples).
-
-    Raises:
-      ValueError: fewer examples than the clients need.
 
     Example:
       >>> labels = np.repeat([0, 1, 2], [60, 30, 30])
       >>> [np.bincount(labels[part]).tolist() for part in stratified(labels, 2, seed=0, examples_per_client=8)]
       [[4, 2, 2], [4, 2, 2]]
     """
-    labels = _as_labels(labels)
-    check_enough(len(labels), num_clients, examples_per_client)
+    labels = _as_labels(labels, num_clients, examples_per_client)
     rng = np.random.default_rng(seed)
     order = _sorted_by(labels, rng)
     if examples_per_client is not None:
@@ -82,9 +69,6 @@ def by_writer(writer, num_clients: int | None = None, *, seed: Seed) -> list[np.
 
     Returns:
       List of `N` sorted index arrays; the writer of client `i` is `writer[parts[i][0]]`.
-
-    Raises:
-      ValueError: more clients than writers.
 
     Example:
       >>> [part.tolist() for part in by_writer([7, 3, 7, -1], seed=0)]
@@ -105,10 +89,7 @@ def by_sizes(num_examples: int, sizes, *, seed: Seed) -> list[np.ndarray]:
     """Divides a random permutation into parts of the given sizes.
 
     Args:
-      sizes: `[N]` positive integers with a sum of at most `num_examples`; the rest stays unused.
-
-    Raises:
-      ValueError: a client without examples; a sum of sizes above `num_examples`.
+      sizes: `[N]` positive integers with a sum of at most `num_examples`; the other examples stay unused.
 
     Example:
       >>> [len(part) for part in by_sizes(10, [5, 1, 2], seed=0)]
@@ -137,23 +118,17 @@ def power_law(
       num_examples: `n`, or the labels `[n]`.
       exponent: at least 0; 0 gives equal sizes.
       seed: of the order of the sizes among the clients.
-      min_size: the examples that every client gets first; the rest is divided by the power law.
+      min_size: the examples that every client gets first; the others are divided by the power law.
       examples_seed: of the division of the examples; default: `seed`.
-
-    Returns:
-      List of `N` sorted index arrays that together hold every example.
-
-    Raises:
-      ValueError: negative or infinite `exponent`; fewer than `N * min_size` examples.
 
     Example:
       >>> sorted(len(part) for part in power_law(110, 4, exponent=1.0, seed=0, min_size=5))
       [16, 19, 27, 48]
     """
-    num_examples = _count_of(num_examples)
+    num_examples = np.size(num_examples) if np.ndim(num_examples) else num_examples
     check(np.isfinite(exponent) and exponent >= 0, "exponent", exponent, "at least 0 and finite")
     check_count("min_size", min_size)
-    check_enough(num_examples, num_clients, min_size)
+    _check_enough(num_examples, num_clients, min_size)
     weight = np.arange(1, num_clients + 1, dtype=np.float64) ** -float(exponent)
     sizes = _apportioned(num_examples - num_clients * min_size, weight) + min_size
     sizes = np.random.default_rng(seed).permutation(sizes)
@@ -166,15 +141,7 @@ def by_label(labels, num_clients: int, *, labels_per_client: int = 2, seed: Seed
     A shard at the border between two labels holds both, so a client may have a few labels more than
     `labels_per_client`. With classes of equal size, and a number of shards that divides them, it has no more.
 
-    Args:
-      labels: `[n]` integers.
-
-    Returns:
-      List of `N` sorted index arrays that together hold every example; sizes differ by at most
-      `labels_per_client`.
-
-    Raises:
-      ValueError: fewer examples than shards.
+    All examples are divided, and sizes differ by at most `labels_per_client`.
 
     Source: McMahan et al. 2017, section 3 ("pathological non-iid").
 
@@ -183,9 +150,8 @@ def by_label(labels, num_clients: int, *, labels_per_client: int = 2, seed: Seed
       >>> sorted({int(i % 4) for i in part}.pop() for part in parts)
       [0, 1, 2, 3]
     """
-    labels = _as_labels(labels)
     check_count("labels_per_client", labels_per_client)
-    check_enough(len(labels), num_clients, labels_per_client)
+    labels = _as_labels(labels, num_clients, labels_per_client)
     rng = np.random.default_rng(seed)
     shards = np.array_split(_sorted_by(labels, rng), num_clients * labels_per_client)
     dealt = rng.permutation(len(shards)).reshape(num_clients, labels_per_client)
@@ -199,12 +165,8 @@ def pathological(labels, num_clients: int, *, labels_per_client: int = 2, seed: 
     clients are large. The clients' first labels are dealt in turn, in a random order; further ones are drawn at random.
     With fewer clients than labels, the labels that no client has yet are dealt first.
 
-    Args:
-      labels: `[n]` integers.
-
-    Returns:
-      List of `N` sorted index arrays. They hold every example if `N * labels_per_client` is at least the number of
-      labels; else the examples of labels without a client stay unused. Cost: O(examples log examples + N * labels).
+    All examples are divided if `N * labels_per_client` is at least the number of labels; otherwise the examples of
+    labels without a client stay unused.
 
     Raises:
       ValueError: more `labels_per_client` than labels; a label with fewer examples than clients.
@@ -216,9 +178,8 @@ def pathological(labels, num_clients: int, *, labels_per_client: int = 2, seed: 
       >>> [len(np.unique(labels[part])) for part in pathological(labels, 7, labels_per_client=3, seed=0)]
       [3, 3, 3, 3, 3, 3, 3]
     """
-    labels = _as_labels(labels)
     check_count("labels_per_client", labels_per_client)
-    check_enough(len(labels), num_clients, labels_per_client)
+    labels = _as_labels(labels, num_clients, labels_per_client)
     values, label, counts = np.unique(labels, return_inverse=True, return_counts=True)
     k = len(values)
     check(labels_per_client <= k, "labels_per_client", labels_per_client, f"at most {k}, the number of labels")
@@ -232,11 +193,8 @@ def pathological(labels, num_clients: int, *, labels_per_client: int = 2, seed: 
         owners = np.flatnonzero((held == j).any(axis=1))
         if len(owners) > len(examples):
             few = ", ".join(map(str, values[counts < num_clients].tolist()))
-            raise ValueError(
-                f"labels_per_client, num_clients: label {values[j]} has {len(examples)} examples for the {len(owners)}"
-                f" clients that should have it; use at most {counts.min()} clients, or leave out the examples of labels"
-                f" {few}"
-            )
+            said = f"label {values[j]} has {len(examples)} examples for the {len(owners)} clients that should have it"
+            raise ValueError(f"{said}; use at most {counts.min()} clients, or leave out the examples of labels {few}")
         if len(owners):
             owner[examples] = np.repeat(owners, _equal_sizes(len(examples), len(owners)))
     return parts_of(owner, range(num_clients))
@@ -250,15 +208,8 @@ def dirichlet(labels, num_clients: int, *, alpha: float = 0.5, seed: Seed, min_s
     Proportions are as drawn except for these few examples, and the division always terminates.
 
     Args:
-      labels: `[n]` integers.
       alpha: positive; a small one is skewed (one client holds nearly all of a label), a large one is iid.
       min_size: the least number of examples of a client.
-
-    Returns:
-      List of `N` sorted index arrays that together hold every example. Cost: O(examples + labels * N).
-
-    Raises:
-      ValueError: `alpha` not positive and finite; fewer than `N * min_size` examples.
 
     Source: Hsu, Qi, Brown 2019 ("Measuring the effects of non-identical data distribution").
 
@@ -266,10 +217,9 @@ def dirichlet(labels, num_clients: int, *, alpha: float = 0.5, seed: Seed, min_s
       >>> sum(len(part) for part in dirichlet([0, 1] * 50, 20, alpha=1e-3, seed=0))
       100
     """
-    labels = _as_labels(labels)
     check(np.isfinite(alpha) and alpha > 0, "alpha", alpha, "positive and finite")
     check_count("min_size", min_size)
-    check_enough(len(labels), num_clients, min_size)
+    labels = _as_labels(labels, num_clients, min_size)
     rng = np.random.default_rng(seed)
     owner = np.empty(len(labels), np.int64)
     for label in np.unique(labels):
@@ -315,8 +265,7 @@ def by_distribution(labels, num_clients: int, *, distribution, seed: Seed) -> li
       >>> [np.bincount(labels[part], minlength=2).tolist() for part in parts]
       [[6, 0], [2, 4]]
     """
-    labels = _as_labels(labels)
-    check_enough(len(labels), num_clients)
+    labels = _as_labels(labels, num_clients)
     table = as_distribution(distribution, num_clients)
     in_table = labels.min() >= 0 and labels.max() < table.shape[1]
     check(in_table, "labels", [labels.min(), labels.max()], f"in 0..{table.shape[1] - 1}, a column of the table each")
@@ -332,12 +281,11 @@ def by_distribution(labels, num_clients: int, *, distribution, seed: Seed) -> li
     return parts
 
 
-def check_enough(num_examples: int, num_clients: int, examples_per_client: int | None = None) -> None:
+def _check_enough(num_examples: int, num_clients: int, examples_per_client: int | None = None) -> None:
     """Raises `ValueError` unless every client can have `examples_per_client` (default: 1) of the examples."""
     each = 1 if examples_per_client is None else examples_per_client
-    check_count("examples_per_client", each)
-    check_count("num_clients", num_clients)
-    check_count("num_examples", num_examples)
+    for name, count in {"examples_per_client": each, "num_clients": num_clients, "num_examples": num_examples}.items():
+        check_count(name, count)
     accepted = f"at most {num_examples // each} ({num_examples} examples, at least {each} a client)"
     check(num_clients * each <= num_examples, "num_clients", num_clients, accepted)
 
@@ -354,25 +302,22 @@ def as_distribution(distribution, num_clients: int, num_labels: int | None = Non
     try:
         table = np.asarray(distribution, np.float64)
     except (TypeError, ValueError):
-        raise ValueError("distribution must be a table of numbers, a row per client, a column per label") from None
+        table = np.full((), np.nan)
     columns = num_labels or (table.shape[-1] if table.ndim == 2 else 1)
-    wanted = f"of shape ({num_clients}, {columns}): a row per client, a column per label"
-    check(table.shape == (num_clients, columns), "distribution", table.shape, wanted)
+    accepted = f"a table of numbers of shape ({num_clients}, {columns}): a row per client, a column per label"
+    check(table.shape == (num_clients, columns), "distribution", np.shape(table), accepted)
     valid = np.isfinite(table).all() and (table >= 0).all() and table.any()
     check(valid, "distribution", table, "a table of finite numbers, at least 0, and not all 0")
     return table
 
 
-def _as_labels(labels) -> np.ndarray:
+def _as_labels(labels, num_clients: int, examples_per_client: int | None = None) -> np.ndarray:
+    """Returns labels as an array, enough of them for all clients."""
     labels = np.asarray(labels)
     fits = labels.ndim == 1 and labels.dtype.kind in "iu"
     check(fits, "labels", f"{labels.dtype} {labels.shape}", "a vector of integers")
+    _check_enough(len(labels), num_clients, examples_per_client)
     return labels
-
-
-def _count_of(examples) -> int:
-    """Returns the number of examples, given that number or their labels."""
-    return examples if np.ndim(examples) == 0 else len(examples)
 
 
 def _sorted_by(labels: np.ndarray, rng: np.random.Generator) -> np.ndarray:

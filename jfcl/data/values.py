@@ -1,7 +1,7 @@
 """Values of examples as users have them (lists, arrays, tensors, frames, images) as arrays in the types of the library.
 
 Every way in reads a column of any kind here: `plain` takes off what hides it, `array_of` makes it an array, `inputs_of`
-makes it inputs, and `kept` an array beside them.
+makes it inputs, and `array_beside` an array beside them.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ def inputs_of(parts: Iterable[tuple[str, Any]], channels_first: bool | None) -> 
       The inputs (of texts: objects), images with the same channels in all parts, which are last; and whether they were
       first.
     """
-    made, pictured, moved = [], [], False
+    inputs, pictured, moved = [], [], False
     for where, values in parts:
         rows = plain(values, where)
         pictured.append(isinstance(rows, list) and any(map(images.is_picture, rows)))
         if pictured[-1]:
             check(not channels_first, "channels_first", True, f"left out: {where} holds images of PIL")
-            made.append(images.pictures(rows, where))
+            inputs.append(images.pictures(rows, where))
             continue
         array = stacked(rows, where)
         if array.dtype != object:
@@ -49,20 +49,20 @@ def inputs_of(parts: Iterable[tuple[str, Any]], channels_first: bool | None) -> 
                 x = as_type(np.int32 if array.dtype.kind in "iu" and array.ndim > 1 else np.float32, array, where)
             check(x.size > 0, f"{where}: the shape of an input", list(x.shape[1:]), "without a 0")
             array = x[:, None] if x.ndim == 1 else x
-        made.append(array)
-    return (images.alike(made) if made and all(pictured) else made), moved
+        inputs.append(array)
+    return (images.alike(inputs) if inputs and all(pictured) else inputs), moved
 
 
-def kept(values: Any, where: str, *, moved: bool = False, plane: tuple[int, ...] = ()) -> Any:
+def array_beside(values: Any, where: str, *, moved: bool = False, plane: tuple[int, ...] = ()) -> Any:
     """Returns an array `[n, ...]` beside the inputs, or a dict of them, with its values in a type of JAX.
 
     Images of PIL hold labels. Arrays `[n, C, H, W]` in the `plane` of images that were `moved` become `[n, H, W, C]`.
     """
     if isinstance(values, dict):
-        return {name: kept(part, f"{where}[{name!r}]", moved=moved, plane=plane) for name, part in values.items()}
+        parts = {name: (part, f"{where}[{name!r}]") for name, part in values.items()}
+        return {name: array_beside(*part, moved=moved, plane=plane) for name, part in parts.items()}
     array = array_of(values, where)
-    accepted = "numbers; jfcl.data.from_frame numbers texts, of all clients alike"
-    check(array.dtype != object, where, "texts", accepted)
+    check(array.dtype != object, where, "texts", "numbers; jfcl.data.from_frame numbers texts, of all clients alike")
     if is_table(values) and array.shape[1] == 1:
         array = array[:, 0]
     if moved and array.ndim == 4 and array.shape[2:] == plane:
@@ -84,37 +84,41 @@ def plain(values: Any, where: str) -> Any:
       ValueError: not several values; none; missing ones; dates; a frame with a column of other than numbers.
     """
     if is_table(values):
-        return side_by_side({name: values[name] for name in _names_of(values, where)}, where)
+        names = list(values.columns)
+        differ = names and len(set(names)) == len(names)
+        check(differ, f"{where}: columns", names, "names that differ, one at least")
+        return side_by_side({name: values[name] for name in names}, where)
     values = values.toarray() if is_sparse(values) else as_numpy(values, where)
     several = np.ndim(values) > 0 if isinstance(values, np.ndarray) else hasattr(values, "__iter__")
-    several = several and not images.is_picture(values)
     check(several, where, values, "an array or a list with an entry for each example")
-    is_numeric = isinstance(values, np.ndarray) and values.dtype.kind in "biuf"
-    rows = values if is_numeric else list(values)
+    rows = values if isinstance(values, np.ndarray) and values.dtype.kind in "biuf" else list(values)
     check(len(rows) > 0, where, "0 examples", "of at least one (clients without examples are left out)")
-    if is_numeric:
+    if isinstance(rows, np.ndarray):
         return rows
     accepted = "numbers in the place of dates and times, such as the days since the first one (.dt.days) or the hour"
     check(not isinstance(rows[0], _DATES), where, type(rows[0]).__name__, accepted)
-    bad = [i for i, v in enumerate(rows) if v is None or type(v).__name__ in ("NAType", "NaTType") or _is_nan(v)]
-    if bad:
-        raise ValueError(f"{where}: {len(bad)} missing values, first in row {bad[0]}; drop or fill them")
-    if isinstance(rows[0], decimal.Decimal | fractions.Fraction):
-        return np.array([float(value) for value in rows])
-    return rows
+
+    def is_missing(value: Any) -> bool:
+        is_nan = isinstance(value, float | np.floating) and value != value
+        return value is None or is_nan or type(value).__name__ in ("NAType", "NaTType")
+
+    missing = [i for i, value in enumerate(rows) if is_missing(value)]
+    if missing:
+        raise ValueError(f"{where}: {len(missing)} missing values, first in row {missing[0]}; drop or fill them")
+    return np.array(rows, np.float64) if isinstance(rows[0], decimal.Decimal | fractions.Fraction) else rows
 
 
 def side_by_side(columns: Mapping[Any, Any], where: str = "") -> np.ndarray:
     """Returns `[n, columns]` float32; raises `ValueError` for a column of other than single numbers or truths."""
-    made = []
-    for name, values in columns.items():
-        of = f"{where}{': ' if where else ''}column {name!r}"
+
+    def vector(name: Any, values: Any) -> np.ndarray:
+        of = f"{where}{where and ': '}column {name!r}"
         array = array_of(values, of)
         accepted = "one column of numbers; jfcl.data.from_frame reads texts and categories, of all clients alike"
-        fits = array.ndim == 1 and array.dtype.kind in "biuf"
-        check(fits, of, f"{array.dtype} {array.shape}", accepted)
-        made.append(as_type(np.float32, array, of))
-    return np.stack(made, axis=1)
+        check(array.ndim == 1 and array.dtype.kind in "biuf", of, f"{array.dtype} {array.shape}", accepted)
+        return as_type(np.float32, array, of)
+
+    return np.stack([vector(*column) for column in columns.items()], axis=1)
 
 
 def stacked(rows: Any, where: str) -> np.ndarray:
@@ -131,18 +135,18 @@ def stacked(rows: Any, where: str) -> np.ndarray:
     def one(i, row):
         if images.is_picture(row):
             return images.labels_shown(row, f"{where}: row {i}")
-        nested = isinstance(row, list | tuple) and len(row) > 0 and images.is_picture(row[0])
-        return np.asarray(None if nested else as_numpy(row))
+        holds_images = isinstance(row, list | tuple) and len(row) > 0 and images.is_picture(row[0])
+        return np.asarray(None if holds_images else as_numpy(row))
 
     arrays = [one(i, row) for i, row in enumerate(rows)]
+    first = arrays[0]
     for i, array in enumerate(arrays):
         if array.dtype.kind not in "biuf":
             raise ValueError(f"{where}: must hold numbers, arrays, images or texts, got {shown(rows[i])} in row {i}")
-        if array.shape != arrays[0].shape:
-            raise ValueError(f"{where}: row {i} has shape {array.shape}, row 0 has {arrays[0].shape}")
-        kinds = {array.dtype.kind, arrays[0].dtype.kind}
-        if array.ndim > 1 and array.dtype != arrays[0].dtype and kinds != {"f"}:
-            raise ValueError(f"{where}: row {i} is of {array.dtype}, row 0 of {arrays[0].dtype}; give one type")
+        if array.shape != first.shape:
+            raise ValueError(f"{where}: row {i} has shape {array.shape}, row 0 has {first.shape}")
+        if array.ndim > 1 and array.dtype != first.dtype and {array.dtype.kind, first.dtype.kind} != {"f"}:
+            raise ValueError(f"{where}: row {i} is of {array.dtype}, row 0 of {first.dtype}; give one type")
     return np.stack(arrays)
 
 
@@ -175,21 +179,17 @@ def as_numpy(values: Any, where: str = "examples") -> Any:
 def as_type(dtype: type, array: np.ndarray, where: str) -> np.ndarray:
     """Returns numbers `[n, ...]` as float32 or int32; raises `ValueError` for those that it cannot hold."""
     with np.errstate(over="ignore", invalid="ignore"):
-        made = array.astype(dtype)
-        rows = made.reshape(len(made), -1)
-        if dtype == np.int32:
-            good = (rows == array.reshape(rows.shape)).all(axis=1)
-        else:  # a sum in float64 of numbers in float32 is finite exactly when all of them are
-            good = np.isfinite(rows.sum(axis=1, dtype=np.float64))
-    if dtype == np.float32 and good.all() and array.ndim <= 2:
-        check_apart(where, array)
-    bad = np.flatnonzero(~good)
+        converted = array.astype(dtype)
+    held = converted == array if dtype == np.int32 else np.isfinite(converted)
+    bad = np.flatnonzero(~held.reshape(len(held), -1).all(axis=1))
     if len(bad):
         finite = np.isfinite(array[bad[0]]).all()
-        what = f"numbers beyond {made.dtype}" if finite else "NaN or infinity"
+        what = f"numbers beyond {converted.dtype}" if finite else "NaN or infinity"
         remedy = "make them smaller, or texts where they are names" if finite else "drop or fill them"
         raise ValueError(f"{where}: {len(bad)} rows with {what}, first row {bad[0]}; {remedy}")
-    return made
+    if dtype == np.float32 and array.ndim <= 2:
+        check_apart(where, array)
+    return converted
 
 
 def is_table(values: Any) -> bool:
@@ -197,16 +197,6 @@ def is_table(values: Any) -> bool:
     return hasattr(values, "columns") and hasattr(values, "__getitem__") and not isinstance(values, dict)
 
 
-def _names_of(table: Any, where: str) -> list[Any]:
-    names = list(table.columns)
-    check(names and len(set(names)) == len(names), f"{where}: columns", names, "names that differ, one at least")
-    return names
-
-
 def is_sparse(values: Any) -> bool:
     """Returns whether values are a sparse matrix of SciPy."""
     return hasattr(values, "tocsr") and hasattr(values, "toarray")
-
-
-def _is_nan(value: Any) -> bool:
-    return isinstance(value, float | np.floating) and bool(np.isnan(value))

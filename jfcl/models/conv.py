@@ -52,13 +52,12 @@ def _padded(x, padding):
 
 def _windows(x, kernel: tuple[int, int], strides: tuple[int, int]) -> list[jax.Array]:
     """Returns, for each place of the kernel, row by row, what it is multiplied with: `kh * kw` of `[B, H', W', C]`."""
-    (kh, kw), (sh, sw) = kernel, strides
-    height, width = (x.shape[1] - kh) // sh + 1, (x.shape[2] - kw) // sw + 1
-    return [
-        x[:, i : i + (height - 1) * sh + 1 : sh, j : j + (width - 1) * sw + 1 : sw]
-        for i in range(kh)
-        for j in range(kw)
-    ]
+
+    def spans(size, side, stride):
+        return [slice(i, i + (size - side) // stride * stride + 1, stride) for i in range(side)]
+
+    rows, columns = map(spans, x.shape[1:3], kernel, strides)
+    return [x[:, i, j] for i in rows for j in columns]
 
 
 def patches(x: jax.Array, kernel: tuple[int, int], strides: tuple[int, int], padding: Padding) -> jax.Array:
@@ -72,12 +71,13 @@ def _input_gradient(g, w, shape, strides, padding):
     With more rows in `x` than in `g`, many of the products would be with zeros outside `g`. Then every row of `g` is
     multiplied by every row of the kernel once, and the products are added at their places.
     """
-    (kh, kw), channels = w.shape[:2], w.shape[2]
+    kh, kw, channels, _ = w.shape
+
+    def pads(size, side, stride, out, low):
+        return side - 1 - low, size - (out - 1) * stride - 1 + low
+
     (top, _), (left, _) = padding
-    reach = [(s - 1) * stride + 1 for s, stride in zip(g.shape[1:3], strides, strict=True)]
-    rows, columns = (
-        (k - 1 - low, n - r + low) for k, low, n, r in zip((kh, kw), (top, left), shape, reach, strict=True)
-    )
+    rows, columns = map(pads, shape, (kh, kw), strides, g.shape[1:3], (top, left))
     if strides != (1, 1) or shape[0] <= g.shape[1]:
         mirrored = w[::-1, ::-1].transpose(0, 1, 3, 2)
         return _plain(g, mirrored, (1, 1), (rows, columns), lhs_dilation=strides)
@@ -119,12 +119,6 @@ def _weight_gradient(x, g, kernel, strides, padding):
     return total.transpose(1, 2, 0, 3).astype(x.dtype)
 
 
-def _weight_gradient_patches(x, g, kernel, strides, padding):
-    rows = patches(x, kernel, strides, padding)
-    rows, g = rows.reshape(-1, rows.shape[-1]), g.reshape(-1, g.shape[-1])
-    return (rows.T @ g).reshape(*kernel, x.shape[-1], g.shape[-1])
-
-
 def _of_few_channels(x, w, strides, padding):
     """Convolves `x` of few channels as patches times weights.
 
@@ -152,14 +146,9 @@ def _of_columns(x, w, strides, padding):
 
 def _of_fewest_numbers(x, w, strides, padding):
     """Convolves as patches or columns times weights, whichever has fewer numbers in memory."""
-    (kh, kw, channels, features), (top, bottom) = w.shape, padding[0]
-    height, width = (
-        (n + sum(pad) - k) // stride + 1
-        for n, pad, k, stride in zip(x.shape[1:3], padding, (kh, kw), strides, strict=True)
-    )
-    of_patches = kh * kw * channels * height * width
-    of_columns = (kw * channels + kh * features) * (x.shape[1] + top + bottom) * width
-    if of_columns < of_patches:
+    (kh, kw, channels, features), rows = w.shape, x.shape[1] + sum(padding[0])
+    _, height, width, _ = jax.eval_shape(partial(_plain, strides=strides, padding=padding), x, w).shape
+    if (kw * channels + kh * features) * rows * width < kh * kw * channels * height * width:
         return _of_columns(x, w, strides, padding)
     return patches(x, (kh, kw), strides, padding) @ w.reshape(-1, features)
 
@@ -209,35 +198,28 @@ def _canonical(shape: tuple[int, int], kernel: tuple[int, int], strides: tuple[i
         form = _of_few_channels if few(x.shape[-1], g.shape[-1]) else _of_fewest_numbers
         return to_weights(partial(form, strides=strides, padding=padding), x, g)
 
+    def to_weights_of_patches(x, g):
+        rows, columns = patches(x, kernel, strides, padding), g.reshape(-1, g.shape[-1])
+        return (rows.reshape(-1, rows.shape[-1]).T @ columns).reshape(*kernel, x.shape[-1], g.shape[-1])
+
     def choose(cpu, tpu, gpu):
         return lambda a, b: by_platform(a, b, cpu=cpu, accelerator=gpu, tpu=tpu)
 
     of_accelerator = partial(to_input, plain)  # one object, so that it is traced once
     shared_weights = lambda batched: batched[0] and not batched[1]  # noqa: E731
     forward = choose(_by_mapping(plain, of_patches, shared_weights), plain, _by_mapping(plain, of_gpu, shared_weights))
-    input_gradient = choose(
-        _by_mapping(
-            lambda g, w: _input_gradient(g, w, shape, strides, padding),
-            # The transpose of "patches times weights": batched matrix product, then patches added where they overlap.
-            partial(to_input, of_patches),
-            shared_weights,
-        ),
-        of_accelerator,
-        of_accelerator,
+    # The transpose of "patches times weights": batched matrix product, then patches added where they overlap.
+    of_one, of_many = (
+        partial(_input_gradient, shape=shape, strides=strides, padding=padding),
+        partial(to_input, of_patches),
     )
+    input_gradient = choose(_by_mapping(of_one, of_many, shared_weights), of_accelerator, of_accelerator)
+    of_one = partial(_weight_gradient, kernel=kernel, strides=strides, padding=padding)
+    of_accelerator = partial(to_weights, plain)
     weight_gradient = choose(
-        _by_mapping(
-            lambda x, g: _weight_gradient(x, g, kernel, strides, padding),
-            lambda x, g: _weight_gradient_patches(x, g, kernel, strides, padding),
-        ),
-        partial(to_weights, plain),
-        _by_mapping(partial(to_weights, plain), to_weights_of_gpu),
+        _by_mapping(of_one, to_weights_of_patches), of_accelerator, _by_mapping(of_accelerator, to_weights_of_gpu)
     )
-
-    @jax.custom_vjp
-    def convolve(x, w):
-        return forward(x, w)
-
+    convolve = jax.custom_vjp(forward)
     convolve.defvjp(
         lambda x, w: (forward(x, w), (x, w)),
         lambda saved, g: (input_gradient(g, saved[1]), weight_gradient(saved[0], g)),
@@ -295,26 +277,15 @@ def conv(
       >>> layer.init_with_output(jax.random.key(0), jnp.ones((2, 8, 8, 1)))[0].shape
       (2, 8, 8, 4)
     """
-    spatial = lhs.ndim - 2
     dilated = any(d != 1 for d in (*(lhs_dilation or ()), *(rhs_dilation or ())))
     numbers = lax.conv_dimension_numbers(lhs.shape, rhs.shape, dimension_numbers)
-    canonical = spatial == 2 and numbers == lax.conv_dimension_numbers(lhs.shape, rhs.shape, NHWC)
+    canonical = lhs.ndim == 4 and numbers == lax.conv_dimension_numbers(lhs.shape, rhs.shape, NHWC)
     plain_types = lhs.dtype == rhs.dtype and all(option is None for option in options.values())
     depthwise = feature_group_count == lhs.shape[-1] > 1
     grouped = (feature_group_count != 1 and not depthwise) or batch_group_count != 1
     if not canonical or dilated or grouped or not plain_types:
-        return lax.conv_general_dilated(
-            lhs,
-            rhs,
-            window_strides,
-            padding,
-            lhs_dilation,
-            rhs_dilation,
-            dimension_numbers,
-            feature_group_count,
-            batch_group_count,
-            **options,
-        )
+        others = lhs_dilation, rhs_dilation, dimension_numbers, feature_group_count, batch_group_count
+        return lax.conv_general_dilated(lhs, rhs, window_strides, padding, *others, **options)
     strides = tuple(int(s) for s in window_strides)
     if isinstance(padding, str):
         padding = lax.padtype_to_pads(lhs.shape[1:3], rhs.shape[:2], strides, padding)

@@ -13,7 +13,7 @@ import numpy as np
 from jfcl.core import Clients, Task, check, check_count, is_concrete, mask
 from jfcl.core.platforms import in_parts
 from jfcl.data.text import PAD
-from jfcl.models.tasks import check_logits, cross_entropy, mixed_logits, network, remembered
+from jfcl.models.tasks import check_logits, cross_entropy, is_right, mixed_logits, network, remembered
 from jfcl.training.losses import masked_mean
 
 MOST_LOGITS = 2**27  # half a gigabyte: 433 texts of 32 words under a vocabulary of 10,000
@@ -84,9 +84,6 @@ def _language_model(module: Any, length: int, vocab_size: int, training_argument
 
         return mean
 
-    def right(logits, targets):
-        return (jnp.argmax(logits, axis=-1) == targets).astype(jnp.float32)
-
     def train_loss(key, params, batch, real):
         def losses(rows, part):
             x, batch = rows
@@ -95,24 +92,15 @@ def _language_model(module: Any, length: int, vocab_size: int, training_argument
 
         return in_parts(losses, (inputs(batch), batch), made.at_once), params
 
-    made = Task(
-        net.init,
-        net.apply,
-        of_words(cross_entropy),
-        of_words(right),
-        mixed_logits,
-        perplexity=True,
-        head=net.head,
-        reads=("x",),
-        inputs=inputs,
-        at_once=max(1, MOST_LOGITS // ((length - 1) * vocab_size)),
-    )
+    functions = net.init, net.apply, of_words(cross_entropy), of_words(is_right), mixed_logits
+    at_once = max(1, MOST_LOGITS // ((length - 1) * vocab_size))
+    made = Task(*functions, perplexity=True, head=net.head, reads=("x",), inputs=inputs, at_once=at_once)
     return made if net.train is None else made._replace(train_loss=train_loss)
 
 
 def _check_ids(x: jax.Array, length: int, vocab_size: int) -> None:
-    integers = jnp.issubdtype(x.dtype, jnp.integer)
-    check(integers, "x", x.dtype, "token ids, which are integers (jfcl.data.tokenize makes them from texts)")
+    accepted = "token ids, which are integers (jfcl.data.tokenize makes them from texts)"
+    check(jnp.issubdtype(x.dtype, jnp.integer), "x", x.dtype, accepted)
     check(x.ndim == 2 and x.shape[1] == length, "x", x.shape, f"token ids of shape (B, {length})")
     if is_concrete(x) and x.size:
         low, high = int(x.min()), int(x.max())
@@ -137,12 +125,9 @@ def check_tokens(clients: Clients, vocab_size: int, *, name: str = "clients") ->
     real = np.asarray(mask(clients))
     bad = ((x < 0) | (x >= vocab_size)) & real[:, :, None]
     if bad.any():
-        row = int(np.flatnonzero(bad.any(axis=(1, 2)))[0])
-        raise ValueError(f"{name}: token ids must lie in 0..{vocab_size - 1}, got {x[bad][0]} at client {row}")
+        client = np.argwhere(bad)[0, 0]
+        raise ValueError(f"{name}: token ids must lie in 0..{vocab_size - 1}, got {x[bad][0]} at client {client}")
     short = (x[:, :, 1:] == PAD).all(axis=2) & real
     if short.any():
-        row = int(np.flatnonzero(short.any(axis=1))[0])
-        raise ValueError(
-            f"{name}: {short.sum()} text(s) without a second word, first at client {row}, leave nothing to predict;"
-            " drop them"
-        )
+        what = f"{short.sum()} text(s) without a second word, first at client {np.argwhere(short)[0, 0]}"
+        raise ValueError(f"{name}: {what}, leave nothing to predict; drop them")

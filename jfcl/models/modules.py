@@ -8,13 +8,12 @@ import inspect
 import re
 import zlib
 from collections.abc import Callable
-from functools import partial
 from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from flax import errors, traverse_util
+from flax import traverse_util
 from jax.extend.core import get_opaque_trace_state
 
 from jfcl.core import PyTree, check
@@ -65,18 +64,17 @@ def training_flag(module: Any, name: str, given: str | None) -> tuple[dict[str, 
     arguments = inspect.signature(module.__call__).parameters
     if given is not None:
         check(given in arguments, "training_argument", given, f"an argument of {name}: {', '.join(arguments)}")
-    found = next((a for a in (given, *FLAGS) if a in arguments), None)
-    needed = [a for a, p in list(arguments.items())[1:] if p.default is p.empty and p.kind not in VARIADIC]
-    unknown = next((a for a in needed if a != found), None)
-    if unknown is not None:
+    flag = next((a for a in (given, *FLAGS) if a in arguments), None)
+    needed = [
+        a for a, p in list(arguments.items())[1:] if p.default is p.empty and p.kind not in VARIADIC and a != flag
+    ]
+    if needed:
         raise ValueError(
-            f"{name}.__call__ needs the argument {unknown!r}: give it a default, or, if it says whether the module"
-            f" trains, name it by training_argument={unknown!r}"
+            f"{name}.__call__ needs the argument {needed[0]!r}: give it a default, or, if it says whether the module"
+            f" trains, name it by training_argument={needed[0]!r}"
         )
-    if found is None:
-        return {}, {}
-    trains = found not in IS_NOT_TRAINING
-    return {found: not trains}, {found: trains}
+    trains = flag not in IS_NOT_TRAINING
+    return ({}, {}) if flag is None else ({flag: not trains}, {flag: trains})
 
 
 def _booleans(module: Any) -> dict[str, bool]:
@@ -104,10 +102,10 @@ def check_flag(module: Any, name: str, training: dict[str, bool], draws: Callabl
 
 
 def _no_flag(module: Any, name: str) -> str:
-    own = [f"training_argument={argument!r}" for argument, default in _booleans(module).items() if not default]
+    names = [f"training_argument={argument!r}" for argument, default in _booleans(module).items() if not default]
     return (
         f"{name} behaves differently in training (dropout, batch statistics), and its __call__ has no argument for it:"
-        f" add one of {', '.join(FLAGS)}, or name yours by {' or '.join(own) or 'training_argument'}"
+        f" add one of {', '.join(FLAGS)}, or name yours by {' or '.join(names) or 'training_argument'}"
     )
 
 
@@ -145,21 +143,19 @@ def _joined_collections(variables: dict[str, PyTree], name: str) -> tuple[PyTree
 
 def of_linen(module: nn.Module, input_shape: tuple[int, ...], dtype: Any, given: str | None) -> Network:
     """Returns the functions of a linen module; see `jfcl.models.tasks.network`."""
-    name = module_name(module)
+    name, x = module_name(module), jax.ShapeDtypeStruct((2, *input_shape), dtype)
     evaluating, training = training_flag(module, name, given)
     head = None
 
     def variables(key):
-        return module.init(key, jnp.zeros((1, *input_shape), dtype), **evaluating)
-
-    def noted(key):
         nonlocal head
-        found, head, _ = _last_dense(lambda: variables(key))
+        found, head, _ = _last_dense(lambda: module.init(key, jnp.zeros((1, *input_shape), dtype), **evaluating))
         return found
 
+    # What it holds, and whether it trains otherwise than it is evaluated.
     try:
         with explained(name, jax.ShapeDtypeStruct((1, *input_shape), dtype)):
-            shapes = jax.eval_shape(noted, jax.random.key(0))
+            shapes = jax.eval_shape(variables, jax.random.key(0))
     except ValueError as error:
         if not evaluating and ("deterministic" in str(error) or "use_running_average" in str(error)):
             raise ValueError(_no_flag(module, name)) from error
@@ -167,15 +163,28 @@ def of_linen(module: nn.Module, input_shape: tuple[int, ...], dtype: Any, given:
     has_state = set(shapes) > {"params"}
     if has_state and not training:
         raise ValueError(_no_flag(module, name))
-    x = jax.ShapeDtypeStruct((2, *input_shape), dtype)
-    program = partial(_traced, module, shapes, x)
-    trains = _draws(program, training)
-    if given is None and not trains:
-        check_flag(module, name, training, partial(_draws, program))
+    mutable = sorted(set(shapes) - {"params"})
+
+    def program(arguments, **streams):
+        """Returns the traced program as text."""
+        traced = jax.make_jaxpr(lambda v, x: module.apply(v, x, **arguments, **streams, mutable=mutable))(shapes, x)
+        return re.sub(r" at 0x\w+", "", str(traced))
+
+    rngs = {"params": jax.random.key(0), "dropout": jax.random.key(0)}
     with explained(name, x):
-        trains = trains or has_state or not _is_same(program, evaluating, training)
+        evaluated = program(evaluating)
+        trains = has_state or program(training, rngs=rngs) != evaluated
+
+    def draws(arguments):
+        try:
+            return program(arguments, rngs=rngs).count("random_bits") > evaluated.count("random_bits")
+        except Exception:  # with arguments that are none of training
+            return False
+
+    if not draws(training) and given is None:
+        check_flag(module, name, training, draws)
     _, collections = _joined_collections(shapes, name)
-    names = frozenset("/".join(path) for path, collection in collections.items() if collection != "params")
+    statistics = frozenset("/".join(path) for path, collection in collections.items() if collection != "params")
 
     def apart(params):
         trees = {collection: {} for collection in collections.values()}
@@ -201,7 +210,6 @@ def of_linen(module: nn.Module, input_shape: tuple[int, ...], dtype: Any, given:
 
         # A stream of another name falls back to that of "params", and must not draw the numbers of dropout.
         rngs = {"params": jax.random.fold_in(key, OTHER_STREAMS), "dropout": key}
-        mutable = sorted(set(collections.values()) - {"params"})
         with at_layers(nn.BatchNorm, masked):
             outputs, state = module.apply(apart(params), x, rngs=rngs, mutable=mutable, **training)
         new = _joined_collections({"params": apart(params)["params"], **state}, name)[0]
@@ -213,7 +221,7 @@ def of_linen(module: nn.Module, input_shape: tuple[int, ...], dtype: Any, given:
         apply=apply,
         train=train if trains else None,  # it is not with dropout of 0, too
         represent=represent,
-        statistics=names.__contains__ if names else None,
+        statistics=statistics.__contains__ if statistics else None,
         head=head,
     )
 
@@ -250,34 +258,6 @@ def _last_dense(run: Callable[[], Any]) -> tuple[Any, str | None, jax.Array | No
 
     with at_layers(nn.Dense, note):
         return run(), *last
-
-
-def _traced(module: nn.Module, shapes: PyTree, x: jax.ShapeDtypeStruct, flag: dict, **streams: Any) -> str:
-    """Returns the program of `module.apply` on `x` as text."""
-    mutable = sorted(set(shapes) - {"params"})
-    program = jax.make_jaxpr(lambda v, x: module.apply(v, x, **flag, **streams, mutable=mutable))(shapes, x)
-    return re.sub(r" at 0x\w+", "", str(program))
-
-
-def _draws(program: Callable[..., str], flag: dict[str, bool]) -> bool:
-    """Returns whether a module draws random numbers from streams; False where it fails with these arguments."""
-    key = jax.random.key(0)
-    try:
-        drawn = program(flag, rngs={"params": key, "dropout": key})
-    except Exception:
-        return False
-    try:
-        return "random_bits" in drawn and drawn != program(flag)  # equal: numbers from a key of the module's own
-    except errors.InvalidRngError:
-        return True
-
-
-def _is_same(program: Callable[..., str], evaluating: dict[str, bool], training: dict[str, bool]) -> bool:
-    """Returns whether a module without random streams computes the same in training as in evaluation."""
-    try:
-        return evaluating == training or program(evaluating) == program(training)
-    except errors.InvalidRngError:
-        return False
 
 
 def _with_running_average(layer: nn.BatchNorm, call: Callable, x: jax.Array, kwargs: dict) -> jax.Array:

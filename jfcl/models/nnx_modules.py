@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextvars
-from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
@@ -49,8 +48,13 @@ def _changed(kind: type, by: type) -> type:
     return by if kind is nnx.BatchNorm else type(kind)(kind.__name__, (kind, by), {})
 
 
-def _abstract(build: Callable[[jax.Array], Any], name: str) -> Any:
-    """Returns the module with shapes for arrays."""
+def of_nnx(module: Any, input_shape: tuple[int, ...], dtype: Any, given: str | None) -> Network:
+    """Returns the functions of an nnx module, or of one that `module(rngs=...)` makes, see `tasks.network`."""
+    name = module_name(module)
+
+    def build(key):
+        return module if isinstance(module, nnx.Module) else module(rngs=nnx.Rngs(key))
+
     try:
         abstract = nnx.eval_shape(lambda: build(jax.random.key(0)))
     except TypeError as error:
@@ -59,43 +63,7 @@ def _abstract(build: Callable[[jax.Array], Any], name: str) -> Any:
             f" arguments); {name}(rngs=...) fails: {error}"
         ) from error
     check(isinstance(abstract, nnx.Module), "module", name, "a flax.nnx module, or a function of rngs that returns one")
-    return abstract
-
-
-def _check_dropout(abstract: Any, name: str, training: dict, given: str | None, program: Callable) -> None:
-    """Refuses dropout that never acts: without a random stream, or behind an argument of unknown name.
-
-    Args:
-      training: the arguments in training.
-      given: `training_argument`.
-      program: `(arguments) -> jaxpr`, of the module in training.
-    """
-
-    def draws(arguments):
-        try:
-            return "random_bits" in str(program(arguments))
-        except ValueError as error:
-            if "rngs" not in str(error):
-                return False
-            advice = "give nnx.Dropout rngs=rngs, and nnx.MultiHeadAttention keep_rngs=True"
-            raise ValueError(f"dropout of {name} has no random numbers: {advice}") from error
-        except Exception:
-            return False
-
-    if not draws(training) and given is None:
-        check_flag(abstract, name, training, draws)
-
-
-def of_nnx(module: Any, input_shape: tuple[int, ...], dtype: Any, given: str | None) -> Network:
-    """Returns the functions of an nnx module, or of one that `module(rngs=...)` makes, see `tasks.network`."""
-    made = isinstance(module, nnx.Module)
-    name = module_name(module)
-
-    def build(key):
-        return module if made else module(rngs=nnx.Rngs(key))
-
     kinds = (nnx.Param, nnx.BatchStat, nnx.RngState, ...)
-    abstract = _abstract(build, name)
     evaluating, training = training_flag(abstract, name, given)
     graph, of_params, of_statistics, of_rngs, others = nnx.split(abstract, *kinds)
     left = [str(path) for path, _ in jax.tree_util.tree_leaves_with_path(others)]
@@ -103,13 +71,13 @@ def of_nnx(module: Any, input_shape: tuple[int, ...], dtype: Any, given: str | N
     statistics = traverse_util.flatten_dict(nnx.to_pure_dict(of_statistics))
     differs = bool(statistics) or bool(jax.tree.leaves(of_rngs)) or bool(training)
 
-    def together(params, batch_stats):
-        flat = traverse_util.flatten_dict(params) | traverse_util.flatten_dict(batch_stats)
-        return traverse_util.unflatten_dict(flat)
+    def together(*trees):
+        flat = [traverse_util.flatten_dict(tree) for tree in trees]
+        return traverse_util.unflatten_dict(flat[0] | flat[1])
 
     def init(key):
-        _, params, batch_stats, _, _ = nnx.split(build(key), *kinds)
-        return together(*map(nnx.to_pure_dict, (params, batch_stats)))
+        _, *states, _, _ = nnx.split(build(key), *kinds)
+        return together(*map(nnx.to_pure_dict, states))
 
     def filled(state, values):
         """Returns the nnx state `state` with the arrays of the flat dict `values`."""
@@ -149,10 +117,20 @@ def of_nnx(module: Any, input_shape: tuple[int, ...], dtype: Any, given: str | N
         new = nnx.to_pure_dict(nnx.split(whole, nnx.BatchStat, ...)[1])
         return outputs, in_types_of(params, together(params, new))
 
-    def program(arguments):
+    def draws(arguments):
         key, x, real = jax.random.key(0), jax.ShapeDtypeStruct((2, *input_shape), dtype), jnp.ones(2, bool)
-        return jax.make_jaxpr(lambda params, x: train(key, params, x, real, arguments))(jax.eval_shape(init, key), x)
+        try:
+            program = jax.make_jaxpr(lambda params, x: train(key, params, x, real, arguments))
+            return "random_bits" in str(program(jax.eval_shape(init, key), x))
+        except ValueError as error:
+            if "rngs" in str(error):
+                advice = "give nnx.Dropout rngs=rngs, and nnx.MultiHeadAttention keep_rngs=True"
+                raise ValueError(f"dropout of {name} has no random numbers: {advice}") from error
+        except Exception:  # with arguments that are none of training; `network` names the errors of others
+            pass
+        return False
 
-    _check_dropout(abstract, name, training, given, program)
+    if not draws(training) and given is None:
+        check_flag(abstract, name, training, draws)
     names = frozenset("/".join(map(str, path)) for path in statistics)
     return Network(name, init, apply, train if differs else None, None, names.__contains__ if names else None)

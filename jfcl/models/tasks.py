@@ -86,18 +86,19 @@ def task(
       [2.0]
     """
     if (kind is None) == (cost is None):
-        given = "both are given" if cost is not None else "none is given"
-        raise ValueError(f"Give either kind ({' or '.join(map(repr, KINDS))}) or cost, a function; {given}.")
+        raise ValueError(f"Give either kind ({' or '.join(map(repr, KINDS))}) or cost, a function of the outputs.")
     if kind is not None:
         check_choice("kind", kind, KINDS)
     for name, function in {"cost": cost, "correct": correct, "mix": mix}.items():
         check(function is None or callable(function), name, function, "a function of the model's outputs")
     check(kind == "regression" or not half, "half", half, 'False without kind="regression", which has a squared error')
-    fits = statistics is None or train is not None
-    check(fits, "statistics", statistics, "left out without train, which renews them")
+    check(
+        train is not None or statistics is None, "statistics", statistics, "left out without train, which renews them"
+    )
     if kind == "classification":
         cost = lambda outputs, batch: cross_entropy(outputs, batch["y"])  # noqa: E731
-        correct, mix = correct or _is_right, mix or mixed_logits
+        correct = correct or (lambda outputs, batch: is_right(outputs, batch["y"]))
+        mix = mix or mixed_logits
     elif kind == "regression":
         factor = 0.5 if half else 1.0
         cost, mix = lambda outputs, batch: factor * _squared_error(outputs, batch), mix or _mean
@@ -106,16 +107,9 @@ def task(
         outputs, params = train(key, params, batch["x"], real)
         return cost(outputs, batch), params
 
-    return Task(
-        init,
-        apply,
-        cost,
-        correct,
-        mix,
-        train_loss=None if train is None else train_loss,
-        statistics=statistics,
-        reads=("x",) if kind is None else ("x", "y"),
-    )
+    train_loss = None if train is None else train_loss
+    reads = ("x",) if kind is None else ("x", "y")
+    return Task(init, apply, cost, correct, mix, train_loss=train_loss, statistics=statistics, reads=reads)
 
 
 def _squared_error(outputs: jax.Array, batch: Batch) -> jax.Array:
@@ -126,8 +120,9 @@ def _squared_error(outputs: jax.Array, batch: Batch) -> jax.Array:
     return error.reshape(len(error), -1).sum(axis=1)
 
 
-def _is_right(logits: jax.Array, batch: Batch) -> jax.Array:
-    return (jnp.argmax(logits, axis=-1) == batch["y"]).astype(jnp.float32)
+def is_right(logits: jax.Array, labels: jax.Array) -> jax.Array:
+    """Returns 1.0 where the label has the largest logit, else 0.0."""
+    return (jnp.argmax(logits, axis=-1) == labels).astype(jnp.float32)
 
 
 def mixed_logits(logits: jax.Array, weights: jax.Array) -> jax.Array:
@@ -205,20 +200,19 @@ def network(
         needs one; state other than statistics of real numbers; a module
         that fails on a batch of inputs, or returns more than one array.
     """
-    if isinstance(module, type) and issubclass(module, nn.Module):
-        name = module_name(module)
-        raise ValueError(f"module must be an instance of a flax.linen module, got the class {name}: give {name}(...)")
-    first = len(input_shape) == 3 and input_shape[0] <= 4 < min(input_shape[1:])
-    if first and type(module).__module__.startswith("jfcl.models") and type(module) not in DENSE_FIRST:
-        raise ValueError(
-            f"input_shape {input_shape} has the channels first, but {module_name(type(module))} reads images [H, W, C];"
-            " jfcl.data.from_torch and from_arrays move them (channels_first)"
-        )
+    name, kind = module_name(module), type(module)
+    is_class = isinstance(module, type) and issubclass(module, nn.Module)
+    check(not is_class, "module", f"the class {name}", f"an instance of a flax.linen module, such as {name}(...)")
+    of_images = kind.__module__.startswith("jfcl.models") and kind not in DENSE_FIRST
+    is_first = len(input_shape) == 3 and input_shape[0] <= 4 < min(input_shape[1:])
+    accepted = (
+        f"[H, W, C] for {name}; jfcl.data.from_torch and from_arrays move channels that are first (channels_first)"
+    )
+    check(not (is_first and of_images), "input_shape", input_shape, accepted)
     if isinstance(module, nn.Module):
         net = of_linen(module, input_shape, dtype, training_argument)
     else:
-        accepted = "a flax.linen module, a flax.nnx module, or a function of rngs"
-        check(callable(module), "module", type(module).__name__, accepted)
+        check(callable(module), "module", name, "a flax.linen module, a flax.nnx module, or a function of rngs")
         from jfcl.models.nnx_modules import of_nnx  # flax.nnx takes long to import
 
         net = of_nnx(module, input_shape, dtype, training_argument)
@@ -241,8 +235,7 @@ def check_logits(net: Network, shape: tuple[int, ...], what: str) -> None:
     """
     found = net.outputs.shape
     gives = ("B", *found[1:]) if found[:1] == (2,) else f"{found} for a batch of 2"
-    if found != shape:
-        raise ValueError(f"{net.name} must give {what}; it gives {gives}")
+    check(found == shape, f"the outputs of {net.name}", gives, what)
     if net.is_softmax:
         warnings.warn(
             f"{net.name} ends in a softmax, and the loss applies one to its outputs: return the logits instead",
@@ -264,11 +257,8 @@ def _dense_start(module: nn.Module, made: Task) -> DenseStart | None:
         with at_layers(nn.Dense, take):
             return module.apply({"params": params}, x)
 
-    def inputs(x):
-        return x.reshape(len(x), -1)
-
     bias = "Dense_0/bias" if getattr(module, "use_bias", True) else None
-    return DenseStart("Dense_0/kernel", inputs, apply, made.apply, bias)
+    return DenseStart("Dense_0/kernel", lambda x: x.reshape(len(x), -1), apply, made.apply, bias)
 
 
 def remembered(make: Callable[..., Task], module: Any, *options: Any) -> Task:
@@ -284,10 +274,9 @@ def remembered(make: Callable[..., Task], module: Any, *options: Any) -> Task:
 def _from_module(
     module: Any,
     input_shape: tuple[int, ...],
-    kind: str,
-    half: bool,
     training_argument: str | None,
-    num_classes: int | None = None,
+    num_classes: int | None,
+    half: bool = False,
 ) -> Task:
     net = network(module, input_shape, training_argument=training_argument)
     if num_classes is not None:
@@ -305,6 +294,7 @@ def _from_module(
         return net.train(key, params, shaped(x), real)
 
     trains = None if net.train is None else train
+    kind = KINDS[0] if num_classes is not None else KINDS[1]
     made = task(net.init, of_inputs(net.apply), kind=kind, half=half, train=trains, statistics=net.statistics)
     made = made._replace(represent=of_inputs(net.represent), num_classes=num_classes, input_shape=input_shape)
     return made._replace(head=net.head, dense_start=_dense_start(module, made))
@@ -347,14 +337,14 @@ def classification(
       >>> sum(p.size for p in jax.tree.leaves(mlp.init(jax.random.key(0))))
       15010
     """
-    if num_classes is None:
-        raise ValueError(
-            "num_classes must be the number of labels, got None: the data set has targets of a regression; use"
-            " jfcl.models.regression, or make its targets labels (integers from 0, kind='classification')"
-        )
+    accepted = (
+        "the number of labels; a data set without has targets of a regression: use jfcl.models.regression, or make"
+    )
+    accepted += " its targets labels (integers from 0, kind='classification')"
+    check(num_classes is not None, "num_classes", num_classes, accepted)
     check_count("num_classes", num_classes)
-    options = check_shape("input_shape", input_shape), "classification", False, training_argument, num_classes
-    return remembered(_from_module, module, *options)
+    shape = check_shape("input_shape", input_shape)
+    return remembered(_from_module, module, shape, training_argument, num_classes)
 
 
 def regression(
@@ -377,7 +367,7 @@ def regression(
       True
     """
     shape = check_shape("input_shape", input_shape)
-    return remembered(_from_module, module, shape, "regression", half, training_argument)
+    return remembered(_from_module, module, shape, training_argument, None, half)
 
 
 @lru_cache(maxsize=64)
