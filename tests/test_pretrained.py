@@ -461,7 +461,7 @@ PARAMS = pretrained(PLAIN)
         ),
         (
             lambda: jfcl.models.lora(PLAIN, jax.tree.map(lambda x: x[:1], PARAMS), rank=1),
-            r"Dense_0/bias has shape \(1,\), not \(5,\)",
+            r"Dense_0/bias is \(1,\), where the task has \(5,\)",
         ),
         (lambda: jfcl.models.frozen(PLAIN, jax.tree.map(lambda x: x / 0, PARAMS), trainable=is_head), "finite"),
         (
@@ -482,7 +482,10 @@ PARAMS = pretrained(PLAIN)
             lambda: jfcl.models.frozen(PLAIN, jax.tree.map(lambda p: p.astype(complex), PARAMS), trainable=is_head),
             "must be real numbers, as the task's, got 'complex numbers'",
         ),
-        (lambda: jfcl.models.from_flax({"params": np.ones(3)}), r"variables\['params'\] must be a nested dict"),
+        (
+            lambda: jfcl.models.from_flax({"params": np.ones(3)}),
+            "variables must be a dict of flax's collections, nested dicts",
+        ),
         (lambda: jfcl.models.from_flax({"Dense_0": {}}), 'variables must be a dict of flax.*"params" among'),
     ],
 )

@@ -71,36 +71,33 @@ def lora(
       ['Dense_0/kernel/a', 'Dense_0/kernel/b']
     """
     params = fitting(task, params)
-    shapes = {name: x.shape for name, x in named_parameters(params).items()}
-    names = _targets(task, shapes, targets)
-    check_count("rank", rank, most=min(min(shapes[name]) for name in names))
+    shapes = _targets(task, params, targets)
+    check_count("rank", rank, most=min(map(min, shapes.values())))
     positive = alpha is None or (is_number(alpha) and 0 < alpha < math.inf)
     check(positive, "alpha", alpha, "positive and finite, or left out for the rank")
     check(is_number(spread) and 0 <= spread < math.inf, "spread", spread, "0 or more, and finite")
     check(trainable is not None or not fresh, "fresh", fresh, "left out without trainable: only adapters are trained")
     if trainable is not None:
         check_trainable(task, params, trainable)
-        both = [name for name in names if trainable(name)]
+        both = [name for name in shapes if trainable(name)]
         check(not both, "targets, trainable", ", ".join(both), "true in one of them at most for a parameter")
     whole, fixed = parts(path_flags(trainable or (lambda path: False), params), params)
     scale = (rank if alpha is None else float(alpha)) / rank
-    is_target = path_flags(lambda path: path in names, params)
 
     def init(key):
         """Returns adapters in the place of their kernels, and the parameters that are trained as they are."""
         drawn = task.init(key) if fresh else whole
 
-        def one(path, wanted, base, start):
-            if not wanted:
+        def one(path, base, start):
+            if path_name(path) not in shapes:
                 return start if base is None else None
-            number = names.index(path_name(path))
+            number, (d, h) = [*shapes].index(path_name(path)), base.shape
             of_a, of_b = jax.random.split(jax.random.fold_in(jax.random.fold_in(key, ADAPTERS), number))
-            d, h = base.shape
             a = jax.random.normal(of_a, (d, rank), base.dtype) / math.sqrt(d)
             b = spread * jax.random.normal(of_b, (rank, h), base.dtype) if spread else jnp.zeros((rank, h), base.dtype)
             return {"a": a, "b": b}
 
-        return jax.tree_util.tree_map_with_path(one, is_target, fixed, drawn)
+        return jax.tree_util.tree_map_with_path(one, fixed, drawn, is_leaf=_is_none)
 
     def merge(own, but=()):
         """Returns the whole model; the kernels of the layers in `but` without their adapters."""
@@ -108,9 +105,7 @@ def lora(
         def one(path, base, part):
             if part is None or base is None:
                 return part if base is None else base
-            if path_name(path) in but:
-                return base
-            return base + scale * (part["a"] @ part["b"]).astype(base.dtype)
+            return base if path_name(path) in but else base + scale * (part["a"] @ part["b"]).astype(base.dtype)
 
         return jax.tree_util.tree_map_with_path(one, fixed, own, is_leaf=_is_none)
 
@@ -119,7 +114,7 @@ def lora(
         return jax.tree.map(lambda base, part, x: x if base is None else part, fixed, own, new, is_leaf=_is_none)
 
     base = with_frozen_statistics(task, whole)
-    beside = _beside({name: shapes[name] for name in names}, merge, scale) if task.head is not None else None
+    beside = _beside(shapes, merge, scale) if task.head is not None else None
 
     def adapted(function):
         """Returns `function` `(params, ...)` of whole models as one of adapters."""
@@ -139,19 +134,19 @@ def _is_none(x: Any) -> bool:
     return x is None
 
 
-def _targets(task: Task, shapes: dict[str, tuple], targets: Callable[[str], bool] | None) -> list[str]:
-    """Returns the names of the adapted kernels."""
+def _targets(task: Task, params: PyTree, targets: Callable[[str], bool] | None) -> dict[str, tuple]:
+    """Returns the shapes of the adapted kernels by their names."""
     is_statistic = task.statistics or (lambda path: False)
-    matrices = [name for name, shape in shapes.items() if len(shape) == 2 and not is_statistic(name)]
-    if targets is None:
-        names = [name for name in matrices if name.rpartition("/")[2] == "kernel"]
-    else:
-        check(callable(targets), "targets", targets, "a function of a parameter's path, such as 'Dense_0/kernel'")
-        names = [name for name in shapes if targets(name)]
-    listed = ", ".join(f"{name} {shapes[name]}" for name in matrices) or "none in this model"
-    found = ", ".join(name for name in names if name not in matrices) or "no parameter"
-    check(names and set(names) <= set(matrices), "targets", found, f"true for some of the matrices alone: {listed}")
-    return names
+    shapes = {name: x.shape for name, x in named_parameters(params).items()}
+    matrices = {name: shape for name, shape in shapes.items() if len(shape) == 2 and not is_statistic(name)}
+    accepted = "a function of a parameter's path, such as 'Dense_0/kernel'"
+    check(targets is None or callable(targets), "targets", targets, accepted)
+    is_kernel = lambda name: name in matrices and name.rpartition("/")[2] == "kernel"  # noqa: E731
+    names = list(filter(targets or is_kernel, shapes))
+    accepted = "true for some of the matrices alone: " + ", ".join(f"{n} {shape}" for n, shape in matrices.items())
+    others = ", ".join(name for name in names if name not in matrices) or "no parameter"
+    check(names and set(names) <= set(matrices), "targets", others, accepted)
+    return {name: shapes[name] for name in names}
 
 
 def _beside(shapes: dict[str, tuple], merge: Callable, scale: float) -> Callable:
@@ -182,8 +177,7 @@ def _beside(shapes: dict[str, tuple], merge: Callable, scale: float) -> Callable
 
         with at_layers(nn.Dense, note), at_layers((nn.WeightNorm, nn.SpectralNorm), normalise):
             jax.eval_shape(lambda own, *rest: function(merge(own), *rest), own, *rest)
-        names.discard(None)
-        return names - used_elsewhere(names, function, own, *rest)
+        return names - {None} - used_elsewhere(names - {None}, function, own, *rest)
 
     def used_elsewhere(names, function, own, *rest):
         """Returns the kernels on which the outputs depend without their layers, as in a decoder with tied weights."""

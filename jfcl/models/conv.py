@@ -205,20 +205,16 @@ def _canonical(shape: tuple[int, int], kernel: tuple[int, int], strides: tuple[i
     def choose(cpu, tpu, gpu):
         return lambda a, b: by_platform(a, b, cpu=cpu, accelerator=gpu, tpu=tpu)
 
-    of_accelerator = partial(to_input, plain)  # one object, so that it is traced once
-    shared_weights = lambda batched: batched[0] and not batched[1]  # noqa: E731
-    forward = choose(_by_mapping(plain, of_patches, shared_weights), plain, _by_mapping(plain, of_gpu, shared_weights))
+    geometry = {"strides": strides, "padding": padding}
+    input_alone, input_plain = partial(_input_gradient, shape=shape, **geometry), partial(to_input, plain)
+    weight_alone, weight_plain = partial(_weight_gradient, kernel=kernel, **geometry), partial(to_weights, plain)
+    shared = lambda batched: batched[0] and not batched[1]  # noqa: E731
+    forward = choose(_by_mapping(plain, of_patches, shared), plain, _by_mapping(plain, of_gpu, shared))
     # The transpose of "patches times weights": batched matrix product, then patches added where they overlap.
-    of_one, of_many = (
-        partial(_input_gradient, shape=shape, strides=strides, padding=padding),
-        partial(to_input, of_patches),
-    )
-    input_gradient = choose(_by_mapping(of_one, of_many, shared_weights), of_accelerator, of_accelerator)
-    of_one = partial(_weight_gradient, kernel=kernel, strides=strides, padding=padding)
-    of_accelerator = partial(to_weights, plain)
-    weight_gradient = choose(
-        _by_mapping(of_one, to_weights_of_patches), of_accelerator, _by_mapping(of_accelerator, to_weights_of_gpu)
-    )
+    input_together = partial(to_input, of_patches)
+    input_gradient = choose(_by_mapping(input_alone, input_together, shared), input_plain, input_plain)
+    weight_gpu = _by_mapping(weight_plain, to_weights_of_gpu)
+    weight_gradient = choose(_by_mapping(weight_alone, to_weights_of_patches), weight_plain, weight_gpu)
     convolve = jax.custom_vjp(forward)
     convolve.defvjp(
         lambda x, w: (forward(x, w), (x, w)),

@@ -109,17 +109,14 @@ def _no_flag(module: Any, name: str) -> str:
     )
 
 
-def some_real(real: jax.Array) -> jax.Array:
-    """Returns `real` with its first row true where none is, so that the statistics of no examples are finite."""
-    return real | (~real.any() & (jnp.arange(len(real)) == 0))
-
-
 def row_mask(real: jax.Array, x: jax.Array) -> jax.Array | None:
     """Returns `real` `[B]` in the shape of a mask for `x` `[rows, ...]`, with as many rows of each example in turn.
 
-    None for other numbers of rows, which are not those of examples.
+    Where no example is real, the first one counts, so that statistics are finite. None for other numbers of rows, which
+    are not those of examples.
     """
     each, left = divmod(len(x), len(real))
+    real = real | (~real.any() & (jnp.arange(len(real)) == 0))
     return None if left else jnp.repeat(real, each).reshape(-1, *[1] * (x.ndim - 1))
 
 
@@ -200,8 +197,6 @@ def of_linen(module: nn.Module, input_shape: tuple[int, ...], dtype: Any, given:
         return (outputs if inputs is None else inputs).reshape(len(x), -1)
 
     def train(key, params, x, real):
-        real = some_real(real)
-
         def masked(layer, call, x, *args, **kwargs):
             """Gives batch normalisation the rows that are no padding, or its running statistics if they are frozen."""
             if "/".join(layer.path) in FROZEN_LAYERS.get():
@@ -215,15 +210,11 @@ def of_linen(module: nn.Module, input_shape: tuple[int, ...], dtype: Any, given:
         new = _joined_collections({"params": apart(params)["params"], **state}, name)[0]
         return outputs, in_types_of(params, new)
 
-    return Network(
-        name,
-        init=lambda key: _joined_collections(variables(key), name)[0],
-        apply=apply,
-        train=train if trains else None,  # it is not with dropout of 0, too
-        represent=represent,
-        statistics=statistics.__contains__ if statistics else None,
-        head=head,
-    )
+    def init(key):
+        return _joined_collections(variables(key), name)[0]
+
+    is_statistic = statistics.__contains__ if statistics else None
+    return Network(name, init, apply, train if trains else None, represent, is_statistic, head)
 
 
 def at_layers(kind: type | tuple[type, ...], visit: Callable) -> contextlib.AbstractContextManager:

@@ -89,10 +89,9 @@ class Conv(nn.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         kernel = self.param("kernel", self.kernel_init, (self.size, self.size, x.shape[-1], self.features))
         bias = self.param("bias", self.bias_init, (self.features,))
+        padding = ((self.padding, self.padding),) * 2
         if isinstance(self.padding, str):
             padding = lax.padtype_to_pads(x.shape[1:3], kernel.shape[:2], (1, 1), self.padding)
-        else:
-            padding = ((self.padding, self.padding),) * 2
         if self.pool is True:
             out = [n + low + high - self.size + 1 for n, (low, high) in zip(x.shape[1:3], padding, strict=True)]
             dropped = [n % 2 if n > 1 else 0 for n in out]

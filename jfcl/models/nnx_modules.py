@@ -11,16 +11,7 @@ import jax.numpy as jnp
 from flax import nnx, traverse_util
 
 from jfcl.core import check
-from jfcl.models.modules import (
-    FROZEN_LAYERS,
-    Network,
-    check_flag,
-    in_types_of,
-    module_name,
-    row_mask,
-    some_real,
-    training_flag,
-)
+from jfcl.models.modules import FROZEN_LAYERS, Network, check_flag, in_types_of, module_name, row_mask, training_flag
 
 _REAL = contextvars.ContextVar("real", default=None)  # the examples that are no padding, for `_MaskedBatchNorm`
 
@@ -109,7 +100,7 @@ def of_nnx(module: Any, input_shape: tuple[int, ...], dtype: Any, given: str | N
                 is_frozen = "/".join(map(str, path)) in FROZEN_LAYERS.get()
                 kind = _changed(type(part), _FrozenBatchNorm if is_frozen else _MaskedBatchNorm)
                 object.__setattr__(part, "__class__", kind)
-        token = _REAL.set(some_real(real))
+        token = _REAL.set(real)
         try:
             outputs = whole(x, **arguments)
         finally:

@@ -11,37 +11,15 @@ import numpy as np
 from flax import traverse_util
 from flax.core import unfreeze
 
-from jfcl.core import (
-    Clients,
-    PyTree,
-    Task,
-    check,
-    check_clients,
-    check_count,
-    check_examples,
-    check_finite,
-    check_task,
-    joined,
-    mask,
-    of_rest,
-    parameter_names,
-    parts,
-    path_flags,
-    shown,
-    trained_part,
-)
-from jfcl.core.parameters import check_predicate, named_parameters
+from jfcl.core.checks import check, check_count, check_finite
+from jfcl.core.clients import check_clients, check_examples, mask
+from jfcl.core.parameters import check_predicate, joined, named_parameters, of_rest, parts, path_flags, trained_part
+from jfcl.core.types import Clients, PyTree, Task, check_task
 from jfcl.mapping.jitted import jitted
 from jfcl.models.modules import FROZEN_LAYERS
 
 
-def frozen(
-    task: Task,
-    params: PyTree,
-    *,
-    trainable: Callable[[str], bool],
-    fresh: bool = False,
-) -> Task:
+def frozen(task: Task, params: PyTree, *, trainable: Callable[[str], bool], fresh: bool = False) -> Task:
     """Returns the task of a part of a model's parameters; the others are frozen, and kept once for all clients.
 
     A method's `state.params` then has the trained parameters alone, `[K, ...]`, with `None` in the place of the others;
@@ -81,10 +59,10 @@ def frozen(
     params = fitting(task, params)
     check_trainable(task, params, trainable)
     chosen, fixed = parts(path_flags(trainable, params), params)
-    made = of_rest(with_frozen_statistics(task, chosen), fixed)
+    part = of_rest(with_frozen_statistics(task, chosen), fixed)
     before = task.merge or (lambda params: params)
-    made = made._replace(merge=lambda p: before(joined(p, fixed)))
-    return made if fresh else made._replace(init=lambda key: chosen)
+    part = part._replace(merge=lambda p: before(joined(p, fixed)))
+    return part if fresh else part._replace(init=lambda key: chosen)
 
 
 def merged(task: Task, params: PyTree) -> PyTree:
@@ -180,15 +158,11 @@ def from_flax(variables: PyTree) -> PyTree:
     """
     variables = unfreeze(variables)
     is_flax = isinstance(variables, dict) and "params" in variables
-    found = shown(list(variables)) if isinstance(variables, dict) else type(variables).__name__
-    check(is_flax, "variables", found, 'a dict of flax\'s collections, with "params" among them')
-    flat = {}
-    for name, tree in variables.items():
-        check(isinstance(tree, Mapping), f"variables[{name!r}]", type(tree).__name__, "a nested dict")
-        for path, leaf in traverse_util.flatten_dict(tree).items():
-            check(path not in flat, "variables", "/".join(path), "of one collection each")
-            flat[path] = leaf
-    return traverse_util.unflatten_dict(flat)
+    is_flax = is_flax and all(isinstance(tree, dict) for tree in variables.values())
+    check(is_flax, "variables", variables, 'a dict of flax\'s collections, nested dicts, with "params" among them')
+    flat = [pair for tree in variables.values() for pair in traverse_util.flatten_dict(tree).items()]
+    check(len(dict(flat)) == len(flat), "variables", list(variables), "collections without a path in common")
+    return traverse_util.unflatten_dict(dict(flat))
 
 
 def to_flax(task: Task, params: PyTree) -> PyTree:
@@ -235,18 +209,15 @@ def fitting(task: Task, params: PyTree) -> PyTree:
     params = unfreeze(params)
     like = jax.eval_shape(task.init, jax.random.key(0))
     wanted, found = ({n: np.shape(x) for n, x in named_parameters(tree).items()} for tree in (like, params))
-    wrong = [f"{name} is missing" for name in wanted if name not in found]
-    wrong += [f"{name} is not one of them" for name in found if name not in wanted]
-    wrong += [f"{n} has shape {found[n]}, not {wanted[n]}" for n in wanted if n in found and found[n] != wanted[n]]
-    fits = not wrong and jax.tree.structure(like) == jax.tree.structure(params)
-    if not fits:
+    wrong = [n for n in {**wanted, **found} if found.get(n) != wanted.get(n)]
+    if wrong or jax.tree.structure(like) != jax.tree.structure(params):
         is_flax = isinstance(params, dict) and "params" in params and "params" not in like
         hint = "; jfcl.models.from_flax(variables) makes them from flax's variables" if is_flax else ""
-        what = "; ".join(wrong[:4]) or "other containers"
+        each = [f"{n} is {found.get(n, 'missing')}, where the task has {wanted.get(n, 'none')}" for n in wrong[:4]]
+        what = "; ".join(each) or "other containers"
         raise ValueError(f"params must have the structure and shapes of the task's parameters{hint}: {what}")
-    for name, leaf in named_parameters(params).items():
-        narrows = jnp.iscomplexobj(leaf) and not jnp.issubdtype(named_parameters(like)[name].dtype, jnp.complexfloating)
-        check(not narrows, f"params: {name}", "complex numbers", "real numbers, as the task's")
+    narrows = jax.tree.map(lambda x, s: jnp.iscomplexobj(x) and jnp.issubdtype(s.dtype, jnp.floating), params, like)
+    check(not any(jax.tree.leaves(narrows)), "params", "complex numbers", "real numbers, as the task's")
     check_finite(params, "params")
     return jax.tree.map(lambda x, s: jnp.asarray(x, s.dtype), params, like)
 
@@ -257,7 +228,7 @@ def check_trainable(task: Task, params: PyTree, trainable: Any) -> None:
     Raises:
       ValueError: it does not; with the list of paths.
     """
-    names, trained = parameter_names(params), parameter_names(trained_part(task, params))
+    names, trained = (list(named_parameters(tree)) for tree in (params, trained_part(task, params)))
     check_predicate("trainable", trainable, names, some=trained, rest=names)
 
 
@@ -265,10 +236,9 @@ def with_frozen_statistics(task: Task, trained: PyTree) -> Task:
     """Returns `task` with running statistics, also in training, in layers with statistics that `trained` is without."""
     if task.statistics is None:
         return task
-    moving = set(parameter_names(trained))
-    names = parameter_names(jax.eval_shape(task.init, jax.random.key(0)))
+    moving, names = (named_parameters(tree) for tree in (trained, jax.eval_shape(task.init, jax.random.key(0))))
     layers = frozenset(n.rpartition("/")[0] for n in names if task.statistics(n) and n not in moving)
-    remain = any(task.statistics(name) for name in moving)
+    remain = any(map(task.statistics, moving))
 
     def train_loss(*args):
         token = FROZEN_LAYERS.set(FROZEN_LAYERS.get() | layers)

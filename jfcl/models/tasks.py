@@ -13,22 +13,10 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jfcl.core import (
-    Batch,
-    DenseStart,
-    PyTree,
-    Task,
-    by_platform,
-    check,
-    check_choice,
-    check_count,
-    check_shape,
-    check_task,
-    dense_start,
-    divided,
-    joined,
-    parameter_names,
-)
+from jfcl.core.checks import check, check_choice, check_count, check_shape
+from jfcl.core.parameters import divided, joined, parameter_names
+from jfcl.core.platforms import by_platform
+from jfcl.core.types import Batch, DenseStart, PyTree, Task, check_task, dense_start
 from jfcl.models.modules import Network, at_layers, module_name, of_linen
 from jfcl.models.networks import MLP, Linear
 from jfcl.models.traces import ends_in_softmax, explained
