@@ -10,10 +10,10 @@ import numpy as np
 
 from jfcl.core import check, check_choice
 from jfcl.data.dataset import Dataset
-from jfcl.data.tables import column_of, described, fit_inputs, frame_of, names_in, read_inputs, row_numbers
+from jfcl.data.tables import columns_of, described, fit_inputs, frame_of, names_in, read_inputs, row_numbers
 from jfcl.data.targets import KINDS, numbered, targets_of
 from jfcl.data.text import TOKENS
-from jfcl.data.values import inputs_of, kept, side_by_side
+from jfcl.data.values import array_beside, inputs_of, side_by_side
 
 INPUTS = ("x", "image", "img", "text", "features")  # names of columns that are found
 TARGETS = ("y", "label", "labels", "target", "character", "fine_label")
@@ -100,11 +100,7 @@ def from_frame(
     in_index = by is not None and by in getattr(train.index, "names", ()) and by not in train.columns
     check(not in_index, "by", by, "a column, not the index: frame.reset_index() makes it one")
     categorical = [column for column in train.columns if hasattr(train[column].dtype, "categories")]
-
-    def read(table: Any, wanted: list[Any]) -> Columns:
-        return {column: column_of(table, column) for column in wanted}
-
-    tables = {s: Table(list(t.columns), partial(read, t), categorical=categorical) for s, t in splits.items()}
+    tables = {s: Table(list(t.columns), partial(columns_of, t), categorical=categorical) for s, t in splits.items()}
     options = {"by": by, "x": x, "y": y, "kind": kind, "scale": scale, "extra": extra, "tokens": tokens, "name": name}
     return as_dataset(tables, channels_first=channels_first, all_columns=True, **options)
 
@@ -148,12 +144,8 @@ def from_huggingface(dataset: Any, *, name: str = "huggingface", **options: Any)
     tables = {}
     for split in [split for split in SPLITS if split in splits]:
         table = splits[split]
-        check(
-            hasattr(table, "column_names"),
-            "dataset",
-            type(table),
-            "of Hugging Face's datasets (datasets.load_dataset, load_from_disk)",
-        )
+        accepted = "of Hugging Face's datasets (datasets.load_dataset, load_from_disk)"
+        check(hasattr(table, "column_names"), "dataset", type(table), accepted)
         names = list(table.column_names or next(iter(table), ()))  # a stream may not know them
         tables[split] = Table(names, partial(_read, table), getattr(table, "features", None) or {})
     return as_dataset(tables, name=name, **options)
@@ -161,34 +153,27 @@ def from_huggingface(dataset: Any, *, name: str = "huggingface", **options: Any)
 
 def _read(table: Any, wanted: list[str]) -> Columns:
     """Returns columns of a data set of Hugging Face, or of a stream."""
-    kinds = getattr(table, "features", None) or {}
+    kinds, columns = getattr(table, "features", None) or {}, {}
     if not (hasattr(table, "with_format") and hasattr(table, "__len__")):
         rows = [{column: row[column] for column in wanted} for row in table]
         return {column: [_typed(row[column], kinds.get(column)) for row in rows] for column in wanted}
-    found = {}
     for column in wanted:  # NumPy's format reads the palette's numbers of an image
-        form = None if _holds_images(kinds.get(column)) else "numpy"
-        found[column] = _typed(table.select_columns([column]).with_format(form)[:][column], kinds.get(column))
-    return found
+        form = None if type(_leaf(kinds.get(column))).__name__ == "Image" else "numpy"
+        columns[column] = _typed(table.select_columns([column]).with_format(form)[:][column], kinds.get(column))
+    return columns
 
 
-def _inner(feature: Any) -> Any:
-    """Returns the feature that a list of Hugging Face holds, or None."""
-    return feature[0] if isinstance(feature, list) else getattr(feature, "feature", None)
-
-
-def _holds_images(feature: Any) -> bool:
-    """Returns whether a feature of Hugging Face holds images, maybe in lists."""
-    return feature is not None and (type(feature).__name__ == "Image" or _holds_images(_inner(feature)))
+def _leaf(feature: Any) -> Any:
+    """Returns the feature that a list of Hugging Face holds, at any depth, or the feature itself."""
+    while (inner := feature[0] if isinstance(feature, list) else getattr(feature, "feature", None)) is not None:
+        feature = inner
+    return feature
 
 
 def _typed(values: Any, feature: Any) -> Any:
     """Returns arrays with the type of integers that their feature names: Hugging Face reads all as 64 bits or lists."""
-    single = _inner(feature) is None and not hasattr(feature, "shape")
-    while _inner(feature) is not None:
-        feature = _inner(feature)
-    kind = getattr(feature, "dtype", None)
-    if single or kind not in ("bool", "uint8", "uint16", "int8", "int16"):
+    kind, is_array = getattr(_leaf(feature), "dtype", None), _leaf(feature) is not feature or hasattr(feature, "shape")
+    if not is_array or kind not in ("bool", "uint8", "uint16", "int8", "int16"):
         return values
     if isinstance(values, np.ndarray):
         return values if values.dtype == object else values.astype(kind)
@@ -196,30 +181,26 @@ def _typed(values: Any, feature: Any) -> Any:
 
 
 def _choose(names: list[Any], by: Any, x: Any, y: Any, *, all_columns: bool) -> tuple[list[Any], list[Any]]:
-    """Returns the columns `(inputs, targets)`, found by their usual names where they are not given.
+    """Returns the columns `(inputs, targets)`, by their usual names where `x` or `y` is `None`.
 
-    With `all_columns`, the inputs that are not given are all columns that are left.
+    With `all_columns`, the inputs are then all columns that are left.
     """
     ys, xs = ([one] if isinstance(one, str | int) else list(() if one is None else one) for one in (y, x))
-    for argument, columns in [("by", [by] if by is not None else []), ("y", ys), ("x", xs)]:
+    for argument, given, columns in [("by", None, [by] if by is not None else []), ("y", y, ys), ("x", x, xs)]:
+        check(given is None or columns, argument, given, "one column at least")
         for column in columns:
             check_choice(f"column for {argument}", column, names)
         check(len(set(columns)) == len(columns), argument, columns, "of different columns")
-    for argument, given, columns in [("x", x, xs), ("y", y, ys)]:
-        check(given is None or columns, argument, given, "one column at least")
     if y is None:
         ys = [name for name in TARGETS if name in names and name not in (by, *xs)]
-        # The others would be inputs.
-        clear = xs or not all_columns or len(ys) < 2
         accepted = f"given (--target on the command line): the columns {ys} all have usual names of targets"
-        check(clear, "y", None, accepted)
+        check(xs or not all_columns or len(ys) < 2, "y", None, accepted)  # the others would be inputs
         ys = ys[:1]
     check(by not in ys, "y", ys, "another column than by")
     if x is None:
         left = [name for name in names if name not in (by, *ys)]
         xs = left if all_columns else [name for name in INPUTS if name in left][:1]
-        accepted = f"given: none of the columns {names} has a usual name ({', '.join(INPUTS)})"
-        check(xs, "x", None, accepted)
+        check(xs, "x", None, f"given: none of the columns {names} has a usual name ({', '.join(INPUTS)})")
     both = [name for name in xs if name in (by, *ys)]
     check(not both, "x", xs, f"of other columns than by and y, without {both}")
     return xs, ys
@@ -243,70 +224,65 @@ def as_dataset(
     check_choice("tokens", tokens, TOKENS)
     if kind is not None:
         check_choice("kind", kind, KINDS)
-    extra = [extra] if isinstance(extra, str) else list(extra)
-    train = splits["train"]
-    names = [column for column in train.names if column not in extra]
-    xs, ys = _choose(names, by, x, y, all_columns=all_columns)
+    extra, train = [extra] if isinstance(extra, str) else list(extra), splits["train"]
+    xs, ys = _choose([column for column in train.names if column not in extra], by, x, y, all_columns=all_columns)
     taken = [column for column in extra if column in ("x", "y", *xs, by, *ys) or extra.count(column) > 1]
     check(not taken, "extra", extra, f"of columns with names of their own, each once, without {taken}")
     wanted = list(dict.fromkeys([*xs, *ys, *([] if by is None else [by]), *extra]))
     for split, table in splits.items():
         for column in wanted:
             check_choice(f"column of the split {split!r}", column, table.names)
-    found = {split: table.read(wanted) for split, table in splits.items()}
+    columns = {split: table.read(wanted) for split, table in splits.items()}
 
     # Inputs.
-    categorical = [column for column in xs if column in train.categorical]
-    left_out = []
+    categorical, left_out = [column for column in xs if column in train.categorical], []
     if all_columns and x is None:
-        numbers = {c: [np.asarray(part[c]) for part in found.values()] for c in xs if c not in categorical}
-        left_out = row_numbers(numbers)
+        left_out = row_numbers({c: [part[c] for part in columns.values()] for c in xs if c not in categorical})
         xs = [column for column in xs if column not in left_out]
         check(xs, "x", None, f"given: the only inputs, {left_out}, number the rows")
-    columns, moved = {}, False
+    arrays, moved = {}, False
     for column in xs:
-        where, parts = f"column {column!r}", [part[column] for part in found.values()]
+        where, parts = f"column {column!r}", [part[column] for part in columns.values()]
         parts = [names_in(part, where) for part in parts] if column in categorical else parts
-        columns[column], first = inputs_of([(where, part) for part in parts], channels_first)
+        arrays[column], first = inputs_of([(where, part) for part in parts], channels_first)
         moved = moved or first
-    inputs = fit_inputs(columns, categorical, scale, "" if tokens == "characters" else " ")
+    inputs = fit_inputs(arrays, categorical, scale, "" if tokens == "characters" else " ")
     for one in inputs:
         one |= {"channels_first": channels_first} if "shape" in one else {}
-    made = {s: {"x": read_inputs([columns[c][i] for c in xs], inputs)} for i, s in enumerate(splits)}
+    read = {s: {"x": read_inputs([arrays[c][i] for c in xs], inputs)} for i, s in enumerate(splits)}
 
     # Targets, further arrays and clients.
-    labels, num_classes, names_of_labels = _targets(found, ys, kind, train.features, made["train"]["x"].dtype == object)
-    for split, part in made.items():
-        beside, plane = {"y": labels[split]} | {c: found[split][c] for c in extra}, part["x"].shape[1:3]
-        part |= {c: kept(values, f"column {c!r}", moved=moved, plane=plane) for c, values in beside.items()}
-    writer, keys = (None, None) if by is None else numbered({s: part[by] for s, part in found.items()}, by)
+    labels, num_classes, names = _targets(columns, ys, kind, train.features, read["train"]["x"].dtype == object)
+    for split, part in read.items():
+        beside, plane = {"y": labels[split]} | {c: columns[split][c] for c in extra}, part["x"].shape[1:3]
+        part |= {c: array_beside(values, f"column {c!r}", moved=moved, plane=plane) for c, values in beside.items()}
+    writer, keys = (None, None) if by is None else numbered({s: part[by] for s, part in columns.items()}, by)
 
     # How they were read.
     maps = num_classes is None and labels["train"].dtype.kind != "f"  # of labels
     kind = None if maps else "regression" if num_classes is None else "classification"
     target = ys[0] if len(ys) == 1 else ys or None
-    table = {"by": by, "target": target, "kind": kind, "inputs": inputs, "labels": names_of_labels}
+    table = {"by": by, "target": target, "kind": kind, "inputs": inputs, "labels": names}
     table |= {"num_classes": num_classes, "left_out": left_out}
-    about = [name if by is None else f"{name}, by {by}", described(table)]
-    if num_classes is not None and "test" in made:
-        of_train, of_test = (np.unique(labels[split]) for split in ("train", "test"))
-        where, accepted = f"column {target!r} of the split 'test'", "labels of which some occur in training"
-        check(np.isin(of_test, of_train).any(), where, of_test[:8].tolist(), f"{accepted}, as where labels are known")
-        new = np.setdiff1d(of_test, of_train)[:8].tolist()
-        new = [str(names_of_labels[label] if names_of_labels else label) for label in new]
-        about += [f"labels that only the test split has: {', '.join(new)}"] if new else []
-    return Dataset(name, made["train"], made.get("test"), num_classes, writer, "; ".join(about), keys, tokens, table)
+    words = [name if by is None else f"{name}, by {by}", described(table)]
+    if num_classes is not None and "test" in read:
+        known, where = np.isin(labels["test"], labels["train"]), f"column {target!r} of the split 'test'"
+        accepted = "labels of which some occur in training, as where labels are known"
+        check(known.any(), where, np.unique(labels["test"])[:8].tolist(), accepted)
+        new = [str(names[label] if names else label) for label in np.unique(labels["test"][~known])[:8].tolist()]
+        words += [f"labels that only the test split has: {', '.join(new)}"] if new else []
+    return Dataset(name, read["train"], read.get("test"), num_classes, writer, "; ".join(words), keys, tokens, table)
 
 
 def _targets(
-    found: dict[str, Columns], ys: list[Any], kind: str | None, features: Mapping[Any, Any], texts: bool
+    columns: dict[str, Columns], ys: list[Any], kind: str | None, features: Mapping[Any, Any], texts: bool
 ) -> tuple[dict[str, np.ndarray], int | None, list[Any] | None]:
     """Returns the targets of every split, the number of classes, and their names where they were numbered."""
     if not ys:
         check(texts, "y", None, f"given: no column has a usual name ({', '.join(TARGETS)})")
-        return {split: np.zeros(len(next(iter(part.values()))), np.int32) for split, part in found.items()}, None, None
+        return {s: np.zeros(len(next(iter(part.values()))), np.int32) for s, part in columns.items()}, None, None
     if len(ys) > 1:
         check(kind != "classification", "kind", kind, "regression, or left out, with several columns of targets")
-        return {split: side_by_side({c: part[c] for c in ys}) for split, part in found.items()}, None, None
+        return {split: side_by_side({c: part[c] for c in ys}) for split, part in columns.items()}, None, None
     num_classes = getattr(features.get(ys[0]), "num_classes", None)
-    return targets_of({split: part[ys[0]] for split, part in found.items()}, ys[0], num_classes, kind)
+    return targets_of({split: part[ys[0]] for split, part in columns.items()}, ys[0], num_classes, kind)

@@ -47,12 +47,10 @@ def frame_of(table: Any, argument: str, by: str | None = None) -> Any:
         except ImportError as error:
             raise ValueError(f"{argument}: a {type(table).__module__} table is read by pandas: {error}") from None
     check(is_table(table), argument, type(table), "a frame with columns")
-    if getattr(table.columns, "nlevels", 1) > 1:
-        raise ValueError(
-            f"{argument} has columns of several levels, {list(table.columns)[:3]}...; give each one name:"
-            " frame.columns = ['_'.join(map(str, names)) for names in frame.columns]"
-        )
-    _check_names(list(table.columns), argument)
+    names, levels = list(table.columns), getattr(table.columns, "nlevels", 1)
+    accepted = "of one level: frame.columns = ['_'.join(map(str, names)) for names in frame.columns]"
+    check(levels == 1, f"{argument}: columns", f"{levels} levels, {names[:3]}", accepted)
+    _check_names(names, argument)
     return table
 
 
@@ -78,8 +76,7 @@ def read_file(path: str | os.PathLike, argument: str, by: str | None = None) -> 
       ValueError: no such file, one that pandas cannot read, or no pandas.
     """
     path = Path(path)
-    if not path.is_file():
-        raise ValueError(f"{argument}: there is no file {path}")
+    check(path.is_file(), argument, str(path), "a file that exists")
     try:
         import pandas as pd
 
@@ -97,12 +94,15 @@ def read_file(path: str | os.PathLike, argument: str, by: str | None = None) -> 
     return frame
 
 
-def column_of(frame: Any, name: Any) -> Any:
-    """Returns the values of a column, those of a categorical one as they are, with None for a missing one."""
-    series = frame[name]
-    if not hasattr(series.dtype, "categories"):
-        return series
-    return [None if missing else value for value, missing in zip(series.astype(object), series.isna(), strict=True)]
+def columns_of(frame: Any, names: Sequence[Any]) -> dict[Any, Any]:
+    """Returns the values of columns, those of a categorical one as they are, with None for a missing one."""
+
+    def values(series: Any) -> Any:
+        if not hasattr(series.dtype, "categories"):
+            return series
+        return [None if missing else value for value, missing in zip(series.astype(object), series.isna(), strict=True)]
+
+    return {name: values(frame[name]) for name in names}
 
 
 def names_in(values: Any, where: str) -> list[str]:
@@ -128,10 +128,9 @@ def row_numbers(columns: dict[Any, list[np.ndarray]]) -> list[Any]:
         from_start = len(values) >= FEWEST_ROWS and values.min() in (0, 1) and np.ptp(values) == len(values) - 1
         return from_start or _INDEX.fullmatch(str(name))
 
-    single = {
-        name: parts for name, parts in columns.items() if all(p.ndim == 1 and p.dtype.kind in "iuf" for p in parts)
-    }
-    return [name for name, parts in single.items() if number(name, parts[0]) or number(name, np.concatenate(parts))]
+    parts = {name: list(map(np.asarray, values)) for name, values in columns.items()}
+    single = [name for name, each in parts.items() if all(p.ndim == 1 and p.dtype.kind in "iuf" for p in each)]
+    return [name for name in single if number(name, parts[name][0]) or number(name, np.concatenate(parts[name]))]
 
 
 def fit_inputs(columns: dict[Any, list[np.ndarray]], categorical: Collection[Any], scale: bool, between: str) -> list:
@@ -158,12 +157,9 @@ def fit_inputs(columns: dict[Any, list[np.ndarray]], categorical: Collection[Any
             inputs[-1]["between"] = between
         elif names:
             each = len(names) >= FEWEST_ROWS and len(names) == len(train)
-            if len(names) > MOST_NAMES or (each and column not in categorical):
-                raise ValueError(
-                    f"column {column!r} holds {len(names)} different texts in {len(train)} rows, too many to be inputs"
-                    " beside numbers; give the columns of the inputs without it (x, or --inputs), or fewer names, at"
-                    f" most {MOST_NAMES}"
-                )
+            fits = len(names) <= MOST_NAMES and (not each or column in categorical)
+            accepted = f"of at most {MOST_NAMES} names, to be an input beside numbers; or give x (--inputs) without it"
+            check(fits, f"column {column!r}", f"{len(names)} different texts in {len(train)} rows", accepted)
             inputs[-1]["values"] = names
         elif train.shape[1:] != (1,):
             inputs[-1]["shape"] = list(train.shape[1:])
@@ -176,13 +172,12 @@ def fit_inputs(columns: dict[Any, list[np.ndarray]], categorical: Collection[Any
 def _check_no_numbers(names: list[str], column: Any) -> None:
     """Raises `ValueError` for texts of which half are numbers or dates, which would be read as names."""
     written = [name for name in names if written_number(name)]
-    if 2 * len(written) < len(names):
-        return
-    raise ValueError(
-        f"column {column!r} holds numbers or dates written as texts, such as {shown(written[0])}; make them"
-        " numbers, as with pandas.to_numeric or read_csv(decimal=',', na_values=...), or names with"
-        " astype('category'), or leave the column out of the inputs"
-    )
+    if 2 * len(written) >= len(names):
+        raise ValueError(
+            f"column {column!r} holds numbers or dates written as texts, such as {shown(written[0])}; make them"
+            " numbers, as with pandas.to_numeric or read_csv(decimal=',', na_values=...), or names with"
+            " astype('category'), or leave the column out of the inputs"
+        )
 
 
 def read_inputs(arrays: Sequence[np.ndarray], inputs: list[dict[str, Any]]) -> np.ndarray:
@@ -195,18 +190,15 @@ def read_inputs(arrays: Sequence[np.ndarray], inputs: list[dict[str, Any]]) -> n
     Raises:
       ValueError: values of another kind or shape, or a name that training does not have.
     """
-    made = [_read(array, one, f"column {one['column']!r}") for array, one in zip(arrays, inputs, strict=True)]
-    if len(made) == 1:
-        return made[0]
+    read = [_read(array, one, f"column {one['column']!r}") for array, one in zip(arrays, inputs, strict=True)]
+    if len(read) == 1:
+        return read[0]
     if all("between" in one for one in inputs):
-        return np.array([inputs[0]["between"].join(row) for row in zip(*made, strict=True)], object)
-    wrong = {
-        one["column"]: f"{array.dtype} {array.shape[1:]}"
-        for array, one in zip(made, inputs, strict=True)
-        if array.ndim != 2 or array.dtype != np.float32
-    }
-    check(not wrong, "x", wrong, "columns of numbers, or of texts, where there are several")
-    return np.concatenate(made, axis=1)
+        return np.array([inputs[0]["between"].join(row) for row in zip(*read, strict=True)], object)
+    kinds = {one["column"]: f"{array.dtype} {array.shape[1:]}" for array, one in zip(read, inputs, strict=True)}
+    fits = all(array.ndim == 2 and array.dtype == np.float32 for array in read)
+    check(fits, "x", kinds, "columns of numbers, or of texts, where there are several")
+    return np.concatenate(read, axis=1)
 
 
 def _read(array: np.ndarray, about: dict[str, Any], where: str) -> np.ndarray:
@@ -217,29 +209,21 @@ def _read(array: np.ndarray, about: dict[str, Any], where: str) -> np.ndarray:
         return array
     if "values" in about:
         names = about["values"]
-        unknown = next((value for value in array.tolist() if value not in names), None)
-        if unknown is not None:
-            row = array.tolist().index(unknown)
-            raise ValueError(
-                f"{where}: row {row} holds {unknown!r}, which training does not have; it has {shown(names)}"
-            )
+        new = sorted({*array.tolist()} - {*names})
+        check(not new, where, new[:3], f"of names that training has, {shown(names)}")
         return (array[:, None] == np.array(names, object)).astype(np.float32)
     shape = about.get("shape", [1])
     if len(shape) == 3:  # grey images among those in colour
         array = alike([np.empty((0, *shape), np.float32), array])[1]
-    check(
-        list(array.shape[1:]) == shape,
-        f"{where}: the shape of an input",
-        list(array.shape[1:]),
-        f"{shape}, as in training",
-    )
+    found = list(array.shape[1:])
+    check(found == shape, f"{where}: the shape of an input", found, f"{shape}, as in training")
     if "mean" not in about:
         return array
     with np.errstate(over="ignore"):
-        made = ((array.astype(np.float64) - about["mean"]) / about["deviation"]).astype(np.float32)
+        scaled = ((array.astype(np.float64) - about["mean"]) / about["deviation"]).astype(np.float32)
     accepted = f"closer to those of training, of mean {about['mean']:g} and deviation {about['deviation']:g}"
-    check(np.isfinite(made).all(), f"{where}: numbers", float(np.abs(array).max()), accepted)
-    return made
+    check(np.isfinite(scaled).all(), f"{where}: numbers", float(np.abs(array).max()), accepted)
+    return scaled
 
 
 def described(table: dict[str, Any]) -> str:
@@ -248,14 +232,12 @@ def described(table: dict[str, Any]) -> str:
     def listed(names: list[Any]) -> str:
         return ", ".join(map(str, names[:8])) + (f", ... ({len(names)} in all)" if len(names) > 8 else "")
 
-    named = [f" ({listed(one['values'])})" if "values" in one else "" for one in table["inputs"]]
-    words = ["inputs " + listed([f"{one['column']}{of}" for one, of in zip(table["inputs"], named, strict=True)])]
-    if any("mean" in one for one in table["inputs"]):
-        words[0] += ", numbers scaled to mean 0 and deviation 1"
+    columns = [f"{c['column']}" + (f" ({listed(c['values'])})" if "values" in c else "") for c in table["inputs"]]
+    scaled = ", numbers scaled to mean 0 and deviation 1" * any("mean" in one for one in table["inputs"])
+    words = [f"inputs {listed(columns)}{scaled}"]
     if table["target"] is not None:
-        target, labels = table["target"], table["labels"]
-        words.append(f"target {listed(target if isinstance(target, list) else [target])}")
-        words[1] += f" ({listed(labels)})" if labels else ""
+        targets = table["target"] if isinstance(table["target"], list) else [table["target"]]
+        words.append(f"target {listed(targets)}" + (f" ({listed(table['labels'])})" if table["labels"] else ""))
     if table["left_out"]:
         words.append(f"left out, as they number the rows: {listed(table['left_out'])}")
     return "; ".join(words)
@@ -290,23 +272,20 @@ def read_rows(frame: Any, table: dict[str, Any]) -> dict[str, np.ndarray]:
     target = table["target"]
     targets = target if isinstance(target, list) else [target]
     has_target = target is not None and any(one in frame.columns for one in targets)
-    wanted = {one["column"]: "inputs" for one in table["inputs"]} | dict.fromkeys(
-        targets if has_target else (), "targets"
-    )
+    wanted = {one["column"]: "inputs" for one in table["inputs"]}
+    wanted |= dict.fromkeys(targets if has_target else (), "targets")
     for column, role in wanted.items():
-        if column not in frame.columns:
-            names = shown(list(frame.columns))
-            raise ValueError(f"frame has no column {column!r}, one of the {role} in training; it has {names}")
-    arrays = []
+        accepted = f"a frame with the column {column!r}, one of the {role} in training"
+        check(column in frame.columns, "frame", list(frame.columns), accepted)
+    columns, arrays = columns_of(frame, list(wanted)), []
     for one in table["inputs"]:
-        values, where = column_of(frame, one["column"]), f"column {one['column']!r}"
+        values, where = columns[one["column"]], f"column {one['column']!r}"
         values = names_in(values, where) if "values" in one else values
         arrays += inputs_of([(where, values)], one.get("channels_first"))[0]
     rows = {"x": read_inputs(arrays, table["inputs"])}
-    if has_target:
-        columns = {one: column_of(frame, one) for one in targets}
-        rows["y"] = side_by_side(columns) if isinstance(target, list) else _labels(columns[target], table)
-    return rows
+    if isinstance(target, list) and has_target:
+        return rows | {"y": side_by_side({one: columns[one] for one in target})}
+    return rows | ({"y": _labels(columns[target], table)} if has_target else {})
 
 
 def _labels(values: Any, table: dict[str, Any]) -> np.ndarray:
@@ -314,13 +293,13 @@ def _labels(values: Any, table: dict[str, Any]) -> np.ndarray:
     column, names, classes = table["target"], table["labels"], table["num_classes"]
     where = f"column {column!r}"
     if names is not None:
-        rows = array_of(values, where)
-        for value in rows.tolist():
-            accepted = f"one of the labels of training, {shown(names)}"
-            check(isinstance(value, str | int | float) and value in names, where, value, accepted)
-        return np.array([names.index(value) for value in rows.tolist()], np.int32)
-    made, count, renamed = targets_of({"train": values}, column, classes, table["kind"])
-    y = made["train"]
+        rows = array_of(values, where).tolist()
+        for value in rows:
+            known = isinstance(value, str | int | float) and value in names
+            check(known, where, value, f"one of the labels of training, {shown(names)}")
+        return np.array([names.index(value) for value in rows], np.int32)
+    split, count, renamed = targets_of({"train": values}, column, classes, table["kind"])
+    y = split["train"]
     fits = renamed is None and count == classes and (table["kind"] is not None or y.dtype.kind != "f")  # maps
     check(fits, where, shown(list(values)[:8]), "of targets as in training")
     return y

@@ -41,28 +41,27 @@ def targets_of(
         arrays = {s: array.astype(np.uint8) if array.dtype.kind == "b" else array for s, array in arrays.items()}
     kinds = {array.dtype.kind for array in arrays.values()}
     floats = "f" in kinds and kinds <= set("fiu")
+
+    def whole(arrays):
+        return single and all((array == np.rint(array)).all() for array in arrays.values())
+
     if kind == "regression" or (kind is None and floats):
         accepted = f"classification, or left out: {where} holds other values than numbers"
         check("O" not in kinds, "kind", kind, accepted)
         every = {split: as_type(np.float32, array, where) for split, array in arrays.items()}
-        if kind is None and single and all((array == np.rint(array)).all() for array in every.values()):
+        if kind is None and whole(every):
             some = ", ".join(map(str, np.unique(every["train"])[:4].tolist()))
-            raise ValueError(
-                f"{where} holds whole numbers as floats ({some}, ...): give kind='classification' for labels, or"
-                " kind='regression' for quantities"
-            )
+            either = "give kind='classification' for labels, or kind='regression' for quantities"
+            raise ValueError(f"{where} holds whole numbers as floats ({some}, ...): {either}")
         return every, None, None
     if kinds <= set("Ob"):
         labels, names = numbered(arrays, column)
         if kind is None and any(map(written_number, names)):
-            raise ValueError(
-                f"{where} holds numbers or dates written as texts ({shown(names[0])}): give kind='classification' where"
-                " they are names of labels, or make them numbers, as with pandas.to_numeric"
-            )
+            either = "give kind='classification' for names of labels, or make them numbers, as with pandas.to_numeric"
+            raise ValueError(f"{where} holds numbers or dates written as texts ({shown(names[0])}): {either}")
         return labels, len(names), names
     if floats:
-        whole = single and all((array == np.rint(array)).all() for array in arrays.values())
-        check(whole, f"{where}: labels", "numbers with fractions", "whole numbers, or give kind='regression'")
+        check(whole(arrays), f"{where}: labels", "numbers with fractions", "whole numbers, or give kind='regression'")
     elif kinds <= set("iu") and all(array.ndim > 2 for array in arrays.values()):  # maps of labels
         return {split: as_type(np.int32, array, where) for split, array in arrays.items()}, None, None
     accepted = "of one kind in all splits, a label or floats in each row (several labels: several columns in y)"
@@ -89,9 +88,7 @@ def numbered(splits: dict[str, Any], column: Any) -> tuple[dict[str, np.ndarray]
         names = sorted(set(itertools.chain(*rows.values())))
     except TypeError:
         kinds = " and ".join(sorted({type(name).__name__ for name in itertools.chain(*rows.values())}))
-        raise ValueError(
-            f"{where}: must be of strings, integers or other hashable keys, all of one type, got {kinds}; convert them"
-            " to str"
-        ) from None
+        accepted = "of strings, integers or other hashable keys, all of one type; convert them to str"
+        raise ValueError(f"{where}: must be {accepted}, got {kinds}") from None
     number = {name: i for i, name in enumerate(names)}
     return {split: np.array([number[v] for v in values], np.int32) for split, values in rows.items()}, names
