@@ -295,7 +295,10 @@ def test_errors_of_rounding_are_no_different_numbers():
             lambda f: store([{"x": SECONDS[:, None], "y": np.zeros(20, int)}]),
             "client 0: x must be of numbers that float32",
         ),
-        (lambda f: store([{"x": f[["age"]], "y": f["label"]}]), "client 0: x must be an array; jfcl.data.from_arrays"),
+        (
+            lambda f: store([{"x": f[["age"]], "y": f["label"]}]),
+            r"client 0: x must be an array of numbers \[m, ...\]; jfcl.data.from_arrays",
+        ),
         (lambda f: from_frame(pd.concat([f, f[["age"]]], axis=1)), "names of columns must be different.*'age'"),
         (
             lambda f: from_frame(f.set_axis(pd.MultiIndex.from_product([["a"], f.columns]), axis=1)),

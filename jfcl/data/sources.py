@@ -48,11 +48,9 @@ def load(name: str, data_dir: str | os.PathLike | None = None) -> Dataset:
     if name not in DATASETS or (data_dir is None and name in _IN_TFDS):
         official = f" in {folders[0]}/: {_HOW[folders[0]]}" if folders[0] in _HOW else ""
         return load_tfds(_IN_TFDS.get(name, name), data_dir, known=DATASETS, official=official)._replace(name=name)
-    if data_dir is None and name != "digits":
-        raise ValueError(
-            f"data set {name!r} is read from official files only: set data_dir (or JFCL_DATA_DIR) to a folder with"
-            f" {' and '.join(f'{f}/' for f in folders)} in it. {'; '.join(_HOW[f] for f in folders)}"
-        )
+    accepted = f"a folder (or JFCL_DATA_DIR) with {' and '.join(f'{f}/' for f in folders)}, since {name!r} is read from"
+    how = "; ".join(_HOW[f] for f in folders if f in _HOW)
+    check(data_dir is not None or name == "digits", "data_dir", data_dir, f"{accepted} official files only: {how}")
     loader, description = DATASETS[name]
     return loader(None if data_dir is None else Path(data_dir))._replace(name=name, description=description)
 
@@ -118,8 +116,7 @@ def _cifar10(data_dir) -> Dataset:
         images = rows[:, 1:].reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1)
         return {"x": _unit(np.ascontiguousarray(images)), "y": rows[:, 0].astype(np.int32)}
 
-    train = batches([f"data_batch_{i}.bin" for i in range(1, 6)])
-    return _dataset(train, batches(["test_batch.bin"]), 10)
+    return _dataset(batches([f"data_batch_{i}.bin" for i in range(1, 6)]), batches(["test_batch.bin"]), 10)
 
 
 def _ag_news(data_dir) -> Dataset:
@@ -147,10 +144,10 @@ def _femnist(data_dir) -> Dataset:
     splits, writers, numbers = {}, {}, {}
     for split in ("train", "test"):
         folder = data_dir / "femnist" / split
-        found = [one for path in sorted(folder.glob("*.json")) if path.is_file() for one in _leaf_writers(path)]
-        if not found:
+        people = [one for path in sorted(folder.glob("*.json")) if path.is_file() for one in _leaf_writers(path)]
+        if not people:
             raise ValueError(f"data_dir {str(data_dir)!r} does not hold writers in {folder}/*.json: {_HOW['femnist']}")
-        names, x, y = zip(*found, strict=True)
+        names, x, y = zip(*people, strict=True)
         ids = [numbers.setdefault(name, len(numbers)) for name in names]
         splits[split] = {"x": np.concatenate(x), "y": np.concatenate(y)}
         writers[split] = np.repeat(np.array(ids, np.int32), [len(labels) for labels in y])
@@ -166,8 +163,8 @@ def _leaf_writers(path: Path) -> Iterator[tuple[str, np.ndarray, np.ndarray]]:
         for name, examples in json.loads(path.read_text())["user_data"].items():
             check(set(examples) == {"x", "y"}, f"writer {name}", sorted(examples), "of examples 'x' and 'y' alone")
             pixels, labels = np.asarray(examples["x"], np.float64), np.asarray(examples["y"])
-            fits = ((pixels >= 0) & (pixels <= 1)).all()
-            check(fits, f"pixels of writer {name}", examples["x"], "lists of numbers from 0 to 1")
+            in_range = ((pixels >= 0) & (pixels <= 1)).all()
+            check(in_range, f"pixels of writer {name}", examples["x"], "lists of numbers from 0 to 1")
             fits = labels.ndim == 1 and labels.dtype.kind in "iuf" and np.isin(labels, range(62)).all()
             check(fits, f"labels of writer {name}", examples["y"], "a list of integers in 0..61")
             images = pixels.astype(np.float32).reshape(-1, 28, 28, 1)
@@ -244,11 +241,9 @@ def _read(data_dir: Path, folders: list[str], name: str) -> bytes:
     """Returns the verified content of an official file, of which no more than `_LARGEST` bytes are unpacked."""
     path, places = _find(data_dir, folders, name)
     if path is None:
-        searched = ", ".join(str(place) for place in places)
-        raise ValueError(
-            f"data_dir {str(data_dir)!r} does not hold {folders[0]}/{name}: looked for {searched}. To get "
-            f"it: {_HOW[folders[0]]}; or leave data_dir (and JFCL_DATA_DIR) unset to use tensorflow-datasets"
-        )
+        searched = f"looked for {', '.join(map(str, places))}. To get it: {_HOW[folders[0]]}"
+        otherwise = "or leave data_dir (and JFCL_DATA_DIR) unset to use tensorflow-datasets"
+        raise ValueError(f"data_dir {str(data_dir)!r} does not hold {folders[0]}/{name}: {searched}; {otherwise}")
     try:
         with _OPENERS[path.name.removeprefix(name)](path, "rb") as file:
             content = file.read(_LARGEST)
@@ -259,10 +254,8 @@ def _read(data_dir: Path, folders: list[str], name: str) -> bytes:
     if len(expected) == 40:
         kind, found = "git blob id", hashlib.sha1(b"blob %d\0" % len(content) + content, usedforsecurity=False)
     if found.hexdigest() != expected:
-        raise ValueError(
-            f"{path} is corrupted, or another version: expected content with {kind} {expected}, found"
-            f" {found.hexdigest()} ({len(content)} bytes); fetch it again"
-        )
+        what = f"expected content with {kind} {expected}, found {found.hexdigest()} ({len(content)} bytes)"
+        raise ValueError(f"{path} is corrupted, or another version: {what}; fetch it again")
     return content
 
 

@@ -14,9 +14,11 @@ import numpy as np
 from rich.console import Console
 from rich.progress import track
 
-from jfcl.core import Clients, aligned_zeros, check, check_clients, check_count, max_examples, plain, shape_struct
+from jfcl.core import Clients, aligned_zeros, check, check_clients, check_count, mask, max_examples, plain, shape_struct
 from jfcl.core.files import new_folder
 from jfcl.data.store_files import Field, StoreWriter, check_of_clients, decode, read_store
+
+Examples = dict[str, Any]  # arrays [m, ...] by name
 
 
 class ClientStore:
@@ -102,32 +104,23 @@ class ClientStore:
         """Returns a store in memory of `clients`, with examples in a dict and ids `0..N-1`."""
         clients = clients._replace(size=np.asarray(clients.size))  # a list is right here
         n = len(clients.size)
-        named = clients.id is None or np.array_equal(clients.id, np.arange(n))
-        check(named, "clients.id", clients.id, f"left out, or 0..{n - 1}, the clients' rows in the store")
-        plain = isinstance(clients.examples, dict) and all(hasattr(x, "dtype") for x in clients.examples.values())
-        check(plain, "clients.examples", jax.tree.structure(clients.examples), "a dict of single arrays")
+        rows = clients.id is None or np.array_equal(clients.id, np.arange(n))
+        check(rows, "clients.id", clients.id, f"left out, or 0..{n - 1}, the clients' rows in the store")
+        single = isinstance(clients.examples, dict) and all(hasattr(x, "dtype") for x in clients.examples.values())
+        check(single, "clients.examples", jax.tree.structure(clients.examples), "a dict of single arrays")
         check_clients(clients, allow_empty=True)
-        size, m = np.asarray(clients.size), max_examples(clients)
-        real = np.arange(m)[None, :] < size[:, None]
+        real = np.asarray(mask(clients))
         arrays = {name: np.asarray(values)[real] for name, values in clients.examples.items()}
         fields = {name: Field(a.shape[1:], a.dtype.name, a.dtype.name) for name, a in arrays.items()}
-        offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(size, dtype=np.int64)])
+        offsets = np.cumsum([0, *clients.size], dtype=np.int64)
         cluster = None if cluster is None else check_of_clients("cluster", cluster, n)
         digest = hashlib.sha256(offsets.tobytes())
         for array in (*(arrays[name] for name in sorted(arrays)), *(() if cluster is None else (cluster,))):
             digest.update(np.ascontiguousarray(array).tobytes())
-        return cls(None, fields, arrays, offsets, None, cluster, about, digest.hexdigest()[:16], m)
+        return cls(None, fields, arrays, offsets, None, cluster, about, digest.hexdigest()[:16], max_examples(clients))
 
     @classmethod
-    def create(
-        cls,
-        path: str | Path,
-        clients: Iterable[dict[str, Any]],
-        *,
-        stored: dict[str, tuple] | None = None,
-        cluster: Any = None,
-        **about: Any,
-    ) -> ClientStore:
+    def create(cls, path: str | Path, clients: Iterable[Examples], *, stored=None, cluster=None, **about):
         """Writes clients one after the other, in bounded memory; the folder appears after the last one.
 
         Args:
@@ -157,14 +150,7 @@ class ClientStore:
 
     @classmethod
     def create_indexed(
-        cls,
-        path: str | Path,
-        base: Iterable[dict[str, Any]],
-        rows: Iterable[np.ndarray],
-        *,
-        stored: dict[str, tuple] | None = None,
-        cluster: Any = None,
-        **about: Any,
+        cls, path: str | Path, base: Iterable[Examples], rows: Iterable[Any], *, stored=None, cluster=None, **about
     ) -> ClientStore:
         """Writes a store of clients that share the examples of a base.
 
@@ -184,8 +170,8 @@ class ClientStore:
             out = writer.file("rows", (), np.min_scalar_type(max(count - 1, 0)).name)
             for i, part in enumerate(rows):
                 part = np.asarray(part)
-                integers = part.ndim == 1 and (part.dtype.kind in "iu" or not len(part))
-                fits = integers and (not len(part) or (part.min() >= 0 and part.max() < count))
+                fits = part.ndim == 1 and (not len(part) or part.dtype.kind in "iu")
+                fits = fits and part.min(initial=0) >= 0 and part.max(initial=0) < count
                 check(fits, f"rows of client {i}", part, f"a vector of integers in 0..{count - 1}")
                 out.write(part.astype(out.dtype))
                 writer.client(len(part))
@@ -229,8 +215,8 @@ class ClientStore:
         digests = {name: hashlib.sha256() for name in self.about["files"]}
         parts = [(name, first) for name in digests for first in range(0, len(arrays[name]), 65536)]
         few = not progress or sum(arrays[name].nbytes for name in digests) < 2**28
-        bar = {"console": Console(stderr=True), "transient": True, "disable": few}
-        for name, first in track(parts, f"verifying {self.path}", **bar):
+        parts = track(parts, f"verifying {self.path}", console=Console(stderr=True), transient=True, disable=few)
+        for name, first in parts:
             part = np.ascontiguousarray(arrays[name][first : first + 65536])
             digests[name].update(part.reshape(-1).view(np.uint8))
         for name, digest in digests.items():

@@ -85,35 +85,21 @@ def read_store(path: Path) -> tuple[dict[str, Any], dict[str, Field], dict[str, 
     """
     about = read_json(path / "store.json", check_format=FORMAT)
     try:
-        sound, fields, arrays = True, {}, {}
-        for name, field in about["fields"].items():
-            fields[name] = field = Field(**field)._replace(shape=tuple(field["shape"]))
-            sound &= _is_free(name) and field.dtype in TYPES and field.stored in TYPES
-            sound &= 0 < field.per_unit < math.inf and abs(field.offset) < math.inf
-        named = {"offsets", *fields} | {name for name in ("rows", "cluster") if name in about["files"]}
-        sound &= bool(fields) and set(about["files"]) == named
-        sound &= all(
-            {"bytes": int, "sha256": str, "shape": list} == {k: type(v) for k, v in file.items()}
-            for file in about["files"].values()
-        )
-        for name in ("num_classes", "num_clusters"):
-            value = about.get(name)
-            sound &= value is None or (type(value) is int and 0 < value <= INT32_MAX)
-        sound &= isinstance(about.get("description", ""), str) and isinstance(about.get("made", {}), dict)
+        fields = {name: Field(**field)._replace(shape=tuple(field["shape"])) for name, field in about["fields"].items()}
+        sound = _is_sound(about, fields)
     except (AttributeError, KeyError, TypeError):
         sound = False
     if not sound:
         raise ValueError(f"{path / 'store.json'} is damaged: jfcl does not write such fields, files and counts")
-    for name, wanted in about["files"].items():
-        arrays[name] = _open_array(path / f"{name}.npy", wanted)
+    arrays = {name: _open_array(path / f"{name}.npy", wanted) for name, wanted in about["files"].items()}
 
     # Headers are not part of a file's digest.
     count, offsets, rows = len(arrays[next(iter(fields))]), arrays["offsets"], arrays.get("rows")
-    types = {"offsets": "int64", "cluster": "int32", "rows": np.min_scalar_type(max(count - 1, 0))}
-    types |= {name: field.stored for name, field in fields.items()}
-    shapes = {"offsets": (), "cluster": (), "rows": ()} | {name: field.shape for name, field in fields.items()}
+    plain = {"offsets": "int64", "cluster": "int32", "rows": np.min_scalar_type(max(count - 1, 0))}
+    wanted = {name: (np.dtype(kind), ()) for name, kind in plain.items()}
+    wanted |= {name: (np.dtype(field.stored), field.shape) for name, field in fields.items()}
     for name, array in arrays.items():
-        if array.dtype != np.dtype(types[name]) or array.shape[1:] != shapes[name]:
+        if (array.dtype, array.shape[1:]) != wanted[name]:
             raise ValueError(f"{path / name}.npy was changed: it holds {array.dtype} {array.shape}; see store.json")
     ends = count if rows is None else len(rows)
     if len(offsets) < 2 or offsets[0] != 0 or offsets[-1] != ends or (np.diff(offsets) < 0).any():
@@ -123,6 +109,26 @@ def read_store(path: Path) -> tuple[dict[str, Any], dict[str, Field], dict[str, 
     if "cluster" in arrays:
         check_of_clients(f"{path / 'cluster.npy'}", arrays["cluster"], len(offsets) - 1)
     return about, fields, arrays
+
+
+def _is_sound(about: dict[str, Any], fields: dict[str, Field]) -> bool:
+    """Returns whether the content of `store.json` is as jfcl writes it, with names of files of the store alone."""
+
+    def is_field(name: str, field: Field) -> bool:
+        real = 0 < field.per_unit < math.inf and abs(field.offset) < math.inf
+        return _is_free(name) and field.dtype in TYPES and field.stored in TYPES and real
+
+    files, of_file = about["files"], {"bytes": int, "sha256": str, "shape": list}
+    counts = [about[name] for name in ("num_classes", "num_clusters") if about.get(name) is not None]
+    return (
+        bool(fields)
+        and all(is_field(name, field) for name, field in fields.items())
+        and set(files) == {"offsets", *fields} | {name for name in ("rows", "cluster") if name in files}
+        and all({name: type(value) for name, value in file.items()} == of_file for file in files.values())
+        and all(type(count) is int and 0 < count <= INT32_MAX for count in counts)
+        and isinstance(about.get("description", ""), str)
+        and isinstance(about.get("made", {}), dict)
+    )
 
 
 def _open_array(file: Path, wanted: dict[str, Any]) -> np.ndarray:
@@ -187,9 +193,7 @@ class StoreWriter:
     """The files of a store while it is written."""
 
     def __init__(self, path: Path, stored: dict[str, tuple]):
-        self.path, self.stored = path, stored
-        self.fields: dict[str, Field] = {}
-        self.files: dict[str, _File] = {}
+        self.path, self.stored, self.fields, self.files = path, stored, {}, {}
         self.num_clients = self.total = self.largest = 0
         self.offsets = self.file("offsets", (), "int64")
         self.offsets.write(np.zeros(1, np.int64))
@@ -200,17 +204,17 @@ class StoreWriter:
 
     def examples(self, examples: dict[str, Any], where: str) -> int:
         """Writes some examples, and returns their number."""
-        found = list(examples) if isinstance(examples, dict) else type(examples).__name__
-        check(isinstance(examples, dict) and len(examples) > 0, where, found, "a dict of arrays, {'x': ..., 'y': ...}")
+        accepted = "a dict of arrays, {'x': ..., 'y': ...}"
+        check(isinstance(examples, dict) and len(examples) > 0, where, type(examples).__name__, accepted)
         arrays = {}
         for name, values in examples.items():
-            of = f"{where}: {name}"
-            check(not is_table(values), of, "a frame", "an array; jfcl.data.from_arrays takes frames")
-            arrays[name] = array = np.asarray(as_numpy(values, of))
-            fits = array.dtype.kind in "fiub" and array.ndim > 0
-            check(fits, of, f"{array.dtype} {array.shape}", "numbers [m, ...]")
+            array = np.asarray(as_numpy(values, f"{where}: {name}"))
+            fits = array.dtype.kind in "fiub" and array.ndim > 0 and not is_table(values)
+            accepted = "an array of numbers [m, ...]; jfcl.data.from_arrays takes frames"
+            check(fits, f"{where}: {name}", f"{array.dtype} {array.shape}", accepted)
             if array.dtype.kind == "f" and array.ndim <= 2:
-                check_apart(of, array)
+                check_apart(f"{where}: {name}", array)
+            arrays[name] = array
         if not self.fields:
             unknown = sorted(set(self.stored) - set(arrays))
             check(not unknown, "stored", unknown, f"among the examples' names, {sorted(arrays)}")
@@ -228,15 +232,14 @@ class StoreWriter:
     def _field(self, name: str, array: np.ndarray) -> Field:
         """Returns the field of an array of the first client."""
         dtype = JAX_TYPES.get(array.dtype.name, array.dtype.name)
-        given = self.stored.get(name, (dtype,))
-        whole = isinstance(given, tuple | list) and 1 <= len(given) <= 3 and given[0] in TYPES
-        whole = whole and all(map(is_number, given[1:])) and (*given, 1.0)[1] > 0
-        accepted = 'like ("uint8", 255.0, 0.0): a type, per_unit above 0, and offset'
-        check(whole, f"stored of {name}", given, accepted)
-        levels = np.dtype(dtype).kind == "f" and np.dtype(given[0]).kind in "iu"
+        form = self.stored.get(name, (dtype,))
+        whole = isinstance(form, tuple | list) and 1 <= len(form) <= 3 and form[0] in TYPES
+        whole = whole and all(map(is_number, form[1:])) and (*form, 1.0)[1] > 0
+        check(whole, f"stored of {name}", form, 'like ("uint8", 255.0, 0.0): a type, per_unit above 0, and offset')
+        levels = np.dtype(dtype).kind == "f" and np.dtype(form[0]).kind in "iu"
         accepted = f"a type alone: per_unit and offset are for {dtype} only where it is float kept as integers"
-        check(levels or len(given) == 1, f"stored of {name}", given, accepted)
-        return Field(array.shape[1:], dtype, *given)
+        check(levels or len(form) == 1, f"stored of {name}", form, accepted)
+        return Field(array.shape[1:], dtype, *form)
 
     def client(self, size: int) -> None:
         """Records the number of examples of the next client."""
@@ -248,8 +251,7 @@ class StoreWriter:
         check(self.num_clients > 0, "clients", "none", "at least one")
         check(self.largest > 0, "clients", f"{self.num_clients} without examples", "one with an example, at least")
         if cluster is not None:
-            cluster = check_of_clients("cluster", cluster, self.num_clients)
-            self.file("cluster", (), "int32").write(cluster)
+            self.file("cluster", (), "int32").write(check_of_clients("cluster", cluster, self.num_clients))
         known = {
             "format": FORMAT,
             "num_clients": self.num_clients,

@@ -8,7 +8,6 @@ tries an unreachable address for minutes; so a short request is made first.
 from __future__ import annotations
 
 import contextlib
-import difflib
 import importlib.util
 import io
 import json
@@ -23,6 +22,7 @@ from typing import Any
 import numpy as np
 
 from jfcl.core import check
+from jfcl.core.names import value_hint
 from jfcl.data.columns import SPLITS, Columns, Table, as_dataset
 from jfcl.data.dataset import Dataset
 
@@ -53,18 +53,14 @@ def load_tfds(name: str, data_dir, *, known: Iterable[str] = (), official: str =
         reached; no "train" split, image (or text) or label; images of different sizes.
     """
     folder = _folder(name, data_dir, known, official)
-    info = _builder(folder).info
+    with _readable(folder) as builder:
+        info = builder.info
     x = ["image"] if "image" in info.features else [key for key in _TEXTS if key in info.features]
     dataset = _read(name, folder, x=x or None, y="label")
     return dataset._replace(description=f"tensorflow-datasets {info.full_name}", table=None)
 
 
-def from_tfds(
-    name: str,
-    *,
-    data_dir: str | os.PathLike | None = None,
-    **options: Any,
-) -> Dataset:
+def from_tfds(name: str, *, data_dir: str | os.PathLike | None = None, **options: Any) -> Dataset:
     """Returns any data set of tensorflow-datasets, grouped by the feature `by`, which names the client of an example.
 
     `jfcl.data.build(dataset, partition="writer")` then makes a client of each name.
@@ -90,25 +86,17 @@ def from_tfds(
 
 def _read(name: str, folder: Path, **options: Any) -> Dataset:
     """Returns the data set of a prepared folder; `options` are those of `from_tfds`."""
-    builder = _builder(folder)
-    features, splits = dict(builder.info.features.items()), builder.info.splits
+    with _readable(folder) as builder:
+        features, splits = dict(builder.info.features.items()), builder.info.splits
     check("train" in splits, "name", name, f"a data set with a split 'train'; its splits are {sorted(splits)}")
 
     def read(split: str, wanted: list[str]) -> Columns:
-        with _readable(folder):
+        with _readable(folder) as builder:
             rows = _rows(builder, split)
-        texts = {column: [row[column] for row in rows] for column in wanted}
-        return {c: [v.decode() if isinstance(v, bytes) else v for v in values] for c, values in texts.items()}
+        return {c: [v.decode() if isinstance(v, bytes) else v for v in (row[c] for row in rows)] for c in wanted}
 
     tables = {split: Table(sorted(features), partial(read, split), features) for split in SPLITS if split in splits}
     return as_dataset(tables, name=name, **options)
-
-
-def _builder(folder: Path) -> Any:
-    import tensorflow_datasets as tfds
-
-    with _readable(folder):
-        return tfds.builder_from_directory(str(folder))
 
 
 def _rows(builder: Any, split: str) -> list[dict[str, Any]]:
@@ -133,10 +121,16 @@ def _rows(builder: Any, split: str) -> list[dict[str, Any]]:
 
 
 @contextlib.contextmanager
-def _readable(folder: Path) -> Iterator[None]:
-    """Raises `ValueError` with the folder for what the readers raise, which are errors of several libraries."""
+def _readable(folder: Path, builder: Any = None) -> Iterator[Any]:
+    """Yields the builder of a folder; raises `ValueError` for the errors of its readers, which are several libraries.
+
+    Args:
+      builder: one that prepares the folder; default: a reader of the prepared folder.
+    """
+    import tensorflow_datasets as tfds
+
     try:
-        yield
+        yield builder or tfds.builder_from_directory(str(folder))
     except (MemoryError, ImportError):
         raise
     except Exception as error:
@@ -156,23 +150,19 @@ def _folder(name: str, data_dir, known: Iterable[str] = (), official: str = "") 
 
     builders = tfds.list_builders(with_community_datasets=False)
     if name.split("/")[0] not in builders:
-        near = difflib.get_close_matches(name, [*known, *builders], n=1, cutoff=0.5)
-        hint = f": did you mean {near[0]!r}?" if near else "."
-        raise ValueError(
-            f"unknown dataset {name!r}{hint} Accepted: {', '.join(known)}, or an image data set of tensorflow-datasets"
-        )
+        hint = value_hint("dataset", name, [*known, *builders])
+        accepted = ", ".join([*known, "or an image data set of tensorflow-datasets"])
+        raise ValueError(f"unknown dataset {name!r}{hint} Accepted: {accepted}")
     # TFDS imports importlib_resources to find its builders' files, but does not declare it.
     missing = [one for one in ("tensorflow", "importlib_resources") if importlib.util.find_spec(one) is None]
     if missing:
-        searched = ", ".join(str(root / name) for root in roots)
-        raise ValueError(
-            f"data set {name!r} is not prepared (looked for array_record files under {searched}), and "
-            f"preparing it needs {' and '.join(missing)}: pip install 'jfcl[tfds]'.{otherwise}"
-        )
+        searched = f"looked for array_record files under {', '.join(str(root / name) for root in roots)}"
+        needs = f"preparing it needs {' and '.join(missing)}: pip install 'jfcl[tfds]'"
+        raise ValueError(f"data set {name!r} is not prepared ({searched}), and {needs}.{otherwise}")
     root, downloads = tfds_dir(), tfds_dir() / "downloads" / name.replace("/", "_")
     builder = tfds.builder(name, data_dir=str(root), file_format="array_record")
     check_reachable(name, builder.url_infos or {}, downloads, otherwise)
-    with _readable(root / name):
+    with _readable(root / name, builder):
         builder.download_and_prepare(download_dir=str(downloads), file_format="array_record")
     folder = prepared_folder(root, name)
     check(folder is not None, str(root / name), "none", "a folder with array_record files, prepared by TFDS")
@@ -206,11 +196,8 @@ def check_reachable(name: str, urls: Iterable[str], downloads: Path, otherwise: 
     for url in [url for url in urls if url not in have][:16]:
         request = urllib.request.Request(url, method="HEAD", headers={"User-Agent": "jfcl"})
         try:
-            urllib.request.urlopen(request, timeout=_TIMEOUT).close()
-        except urllib.error.HTTPError:  # some hosts refuse HEAD, but are reachable
-            continue
+            with contextlib.suppress(urllib.error.HTTPError):  # some hosts refuse HEAD, but are reachable
+                urllib.request.urlopen(request, timeout=_TIMEOUT).close()
         except (OSError, ValueError) as error:
-            why = getattr(error, "reason", error)
-            raise ValueError(
-                f"data set {name!r}: {url} cannot be reached ({why}). Check the network.{otherwise}"
-            ) from None
+            what = f"{url} cannot be reached ({getattr(error, 'reason', error)})"
+            raise ValueError(f"data set {name!r}: {what}. Check the network.{otherwise}") from None
