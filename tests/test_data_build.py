@@ -347,7 +347,7 @@ def test_images_must_be_scaled_first():
 def test_rotation_of_what_is_not_square():
     data = tagged()
     wide = data._replace(train={"x": data.train["x"][:, :3], "y": data.train["y"]})
-    with pytest.raises(ValueError, match="needs square images"):
+    with pytest.raises(ValueError, match="other images than square ones cannot be turned by 90 degrees"):
         build(wide, num_clients=4, num_clusters=4, heterogeneity="rotation")
     assert build(wide, num_clients=4, num_clusters=2, heterogeneity="rotation").input_shape == (3, 5, 1)
 

@@ -339,7 +339,7 @@ def test_classes_are_divided_without_rest(clusters, classes):
             1,
             4,
             10,
-            "90 degrees needs square images, got height 4 and",
+            "square ones cannot be turned by 90 degrees, got .4 for images of 4 x",
         ),
         ("rotation", np.zeros((2, 7), np.int32), [0, 1], 1, 4, 10, "must be images"),
         ("private_label", np.zeros(2), [0, 1], 0, 11, 10, "num_clusters must be at most 10"),

@@ -167,7 +167,7 @@ def check_case(seed, tmp_path):
 
     # Other partitions, in memory and in a store: rows of the table, none twice, none of training in a test.
     if data.num_classes is None and rng.random() < 0.5:
-        with pytest.raises(ValueError, match="a classification data set for partition 'dirichlet'"):
+        with pytest.raises(ValueError, match="a classification data set for 'dirichlet'"):
             build(data, num_clients=2, partition="dirichlet")
     partition = rng.choice(["iid", "power_law", *(["dirichlet", "label"] if data.num_classes else [])])
     try:

@@ -30,13 +30,11 @@ class Federation(NamedTuple):
       num_clusters: `K`.
       num_classes: number of labels, `None` for regression.
       input_shape: the shape of one input.
-      split_hash: 16 hex digits that change whenever a client's rows of the data set, its cluster or its transformation
-        change. They do not depend on the values in these rows.
+      split_hash: 16 hex digits that change with a client's rows of the data set, its cluster or its transformation, but
+        not with the values in these rows.
       description: one line.
       newcomers, newcomer_cluster: further clients `[N', M', ...]`, without training data, and their clusters.
-      writer: `[N]` int32, the writer of every client where clients are writers, else `None`; `Dataset.writer_names` has
-        their names.
-      names: of each client, the name of its writer, where writers have names; else `None`.
+      writer, names: `[N]` int32 and list, the writer of every client and its name, where clients are writers.
       table: of a table, how it was read, for `jfcl.data.read_rows` (`Dataset.table`).
       truth: the true models where they are known (`[K, d]` for the linear regressions), else `None`.
     """
@@ -91,9 +89,9 @@ def build(
         the clients that divide the same examples (those of a cluster, where `reuse` is "cluster").
       examples_per_client: the number of each client's training examples: exactly ("iid", "stratified"),
         at most ("writer"), or on average (others). `None`: all examples are used.
-      test_fraction: the share held out where there is no official test split, in `(0, 1)`. Where clients are writers,
-        it is held out of the examples of each writer that has none in the official test split. A writer with one
-        example, which leaves none to be tested on, is no client; `description` counts and names such writers.
+      test_fraction: the share held out where there is no official test split, in `(0, 1)`; of writers, of each that has
+        no examples in the official one. A writer with one example is no client, since none is left to be tested on;
+        `description` counts and names such writers.
       reuse: "none": a base example belongs to one client. "cluster": every cluster divides the whole data set, so
         that each base example occurs `K` times, under `K` transformations (IFCA: `m n = 60000 K`). "auto": "none" if
         there are `N * examples_per_client` examples, else "cluster".
@@ -110,8 +108,7 @@ def build(
       A `Federation`. The test examples of a cluster are divided among its clients in proportion to the labels (the
       writers, for writers) of their training examples, so that a client's test labels follow its own distribution; at
       random where the partition does not depend on labels, such as "iid". Where there are fewer test examples than
-      clients, several clients share some. Memory: the padded arrays and the data set itself. Time: a few copies of the
-      output.
+      clients, several clients share some. Memory: the padded arrays and the data set itself.
 
     Raises:
       ValueError: an unknown name; more clusters than clients; several clusters that do not differ; too few examples;

@@ -57,36 +57,31 @@ def from_frame(
       frame: a row per example, in a frame of pandas; a table of polars or pyarrow becomes one. Or the name of a file:
         comma or tab separated values (`.csv`, `.tsv`, also packed as `.csv.gz`) or `.parquet`, of which the values of
         `by` are read as texts.
+      test: a further frame or file, the official test split.
       by: the column of the clients: strings, integers, or other keys. `None`: the data set has no writers.
       x: the column of the inputs, or several, which become the entries of a vector (texts are joined; beside numbers,
         each of the names in a column of texts becomes an entry that is 1 where the row has it, else 0). Default: all
         columns but `by`, `y`, `extra`, and those that number the rows: the index in a saved csv (`Unnamed: 0`) and
-        integers from 0 or 1 on, which would tell the order of the rows. Name them in `x` to have them.
+        integers from 0 or 1 on, which would tell the order of the rows.
       y: the column of the targets. Default: the one named "y", "label" or another usual name. Several columns of
         numbers or truths become targets `[n, T]` float32, for a regression or a task of your own.
       kind: what the targets are: "classification" or "regression". Default: integers, strings and truths are labels,
-        and numbers with fractions are of a regression; whole numbers that are floats, such as 0.0 and 1.0, may be
-        both, and need it.
+        and numbers with fractions are of a regression; whole numbers that are floats, such as 0.0 and 1.0, need it.
       scale: whether inputs that are single numbers are scaled to mean 0 and deviation 1 over the training table.
       extra: columns that become further arrays of the examples under their names, such as weights or masks.
-      test: a further frame or file, the official test split.
-      tokens: of texts, as in `Dataset`.
-      channels_first: of images that are arrays, as in `from_arrays`.
-      name: of the data set.
+      tokens, name: as in `Dataset`; channels_first: of images that are arrays, as in `from_arrays`.
 
     Returns:
-      `Dataset`. Inputs are read as by `from_arrays`: single numbers and floats become float32, images (of PIL, or
-      arrays of bytes or 16 bits) float32 in `[0, 1]` with a channel axis, rows of integers (token ids) int32. Targets:
-      maps `[H, W]` of integers become int32, and `num_classes` is then `None`; otherwise integers from 0 are kept,
-      strings, booleans and negative integers are numbered in their order, and floats are those of a regression. Texts
-      need no targets. `writer_names` are the different values of `by`, sorted. `table` has the columns of the inputs,
-      the names of the labels and what was scaled (`description` has them in words), with which
-      `jfcl.data.read_rows` reads further rows. Cost: a copy of the columns that are used.
+      `Dataset`, with inputs as of `from_arrays`. Maps of labels `[H, W]` become int32 targets, with `num_classes=None`;
+      otherwise integers from 0 stay labels, strings, truths and negative integers are numbered in their order, and
+      floats are those of a regression. Texts need no targets. `writer_names` are the different values of `by`, sorted.
+      `table` says how columns were read (`description` in words), so that `jfcl.data.read_rows` reads further rows.
+      Cost: a copy of the columns that are used.
 
     Raises:
-      ValueError: a column that does not exist (with the nearest name and all columns), missing values, or numbers that
+      ValueError: a column that does not exist (with the nearest name and all columns), missing values, numbers that
         float32 or int32 cannot hold (with the first row) or tell apart, dates, more than 100 different texts beside
-        numbers, inputs of different shapes (with both), keys that are not hashable, names of columns that occur twice.
+        numbers, inputs of different shapes, keys that are not hashable, names of columns that occur twice.
 
     Example:
       >>> import pandas as pd
@@ -116,15 +111,11 @@ def from_huggingface(dataset: Any, *, name: str = "huggingface", **options: Any)
     Args:
       dataset: a `datasets.Dataset` or `IterableDataset`; or a dictionary of splits, of which "train" is read, and
         "test" if it is there.
-      by: the column of the clients. `None`: the data set has no writers.
-      x: the column of the inputs, or several, which are joined as in `from_frame`. Default: "x", "image", "text" or
-        another usual name.
-      y: the column of the targets. Default: "y", "label", "character" or another usual name.
-      kind, scale, extra, tokens, channels_first, name: as in `from_frame`.
+      options: `by`, `x`, `y`, `kind`, `scale`, `extra`, `tokens` and `channels_first` of `from_frame`; the default of
+        `x` is the column "x", "image", "text" or another usual name.
 
     Returns:
-      `Dataset` with values as in `from_frame`; the number of classes is that of a `ClassLabel`, where there is one. It
-      is held in memory as a whole.
+      `Dataset`, in memory as a whole; the number of classes is that of a `ClassLabel`, where there is one.
 
     Raises:
       ValueError: those of `from_frame`; other than data sets of `datasets`; a dictionary without "train".

@@ -47,7 +47,6 @@ def normalised(dataset: Any, *, texts: bool = False) -> Dataset:
     """Returns a data set with arrays of NumPy in the place of frames, series, sparse matrices and tensors, checked.
 
     Args:
-      dataset: a `Dataset`.
       texts: whether its inputs may be texts.
 
     Raises:

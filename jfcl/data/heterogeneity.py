@@ -56,11 +56,9 @@ def rotation(x, y, cluster, num_clusters, num_classes=None, seed=0):
     """
     check(np.ndim(x) == 4, "heterogeneity 'rotation': the examples", np.shape(x), "images [n, H, W, C]")
     angle = 360.0 * cluster / num_clusters
-    if x.shape[1] != x.shape[2] and angle not in (0.0, 180.0):
-        raise ValueError(
-            f"heterogeneity 'rotation' by {angle:g} degrees needs square images, got height {x.shape[1]} and "
-            f"width {x.shape[2]}; num_clusters=2 (0 and 180 degrees) works for any image"
-        )
+    fits = x.shape[1] == x.shape[2] or angle in (0.0, 180.0)
+    accepted = f"2 (0 and 180 degrees): other images than square ones cannot be turned by {angle:g} degrees"
+    check(fits, "num_clusters", f"{num_clusters} for images of {x.shape[1]} x {x.shape[2]}", accepted)
 
     def turned(values, order):
         if (4 * cluster) % num_clusters == 0:

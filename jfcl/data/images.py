@@ -68,11 +68,7 @@ def _upright(image: Any) -> Any:
 
 
 def pictures(rows: list[Any], where: str) -> np.ndarray:
-    """Returns `[n, H, W, C]`, what images of PIL show, with the channels that all of them need.
-
-    Raises:
-      ValueError: those of `picture`; images of different sizes; a row that is no image.
-    """
+    """Returns `[n, H, W, C]`, what images of PIL of one size show, with the channels that all of them need."""
     shown = []
     for i, row in enumerate(rows):
         check(is_picture(row), f"{where}: row {i}", type(row).__name__, "an image, as other rows are")
@@ -107,11 +103,7 @@ def alike(parts: Iterable[np.ndarray]) -> list[np.ndarray]:
 
 
 def labels_shown(image: Any, where: str) -> np.ndarray:
-    """Returns `[H, W]` integers, the labels that an image of PIL holds as a target: its numbers as they are stored.
-
-    Raises:
-      ValueError: a mode of colours, or of floats.
-    """
+    """Returns `[H, W]` integers, the labels that an image of PIL holds as a target: its numbers as they are stored."""
     accepted = f"labels, as an image of one of the modes {', '.join(_LABELS)}; give other images as arrays"
     check(image.mode in _LABELS, where, f"an image of mode {image.mode!r}", accepted)
     return np.asarray(_upright(image))
@@ -123,7 +115,7 @@ def images_or_ids(array: np.ndarray, where: str) -> np.ndarray:
     Integers with two axes or more an example are images, with one axis token ids.
 
     Raises:
-      ValueError: images of integers of unknown white; rows of bytes, which may be flat images or token ids.
+      ValueError: images of integers of unknown white; rows of bytes.
     """
     what = f"{array.dtype} of shape {list(array.shape[1:])} an example"
     accepted = (
@@ -141,9 +133,6 @@ def has_channels_first(shape: tuple[int, ...], where: str, given: bool | None) -
     """Returns whether inputs `[n, ...]` of this shape are images `[n, C, H, W]`.
 
     It shows where one end of the three axes is 4 or less, and the other is not; otherwise `given` must say it.
-
-    Raises:
-      ValueError: a shape that does not show it; `given` for what is no image of three axes.
     """
     if len(shape) != 4:
         accepted = f"left out: the examples of {where} have shape {list(shape[1:])}, not [C, H, W]"

@@ -92,22 +92,21 @@ def split_dataset(dataset: Dataset | str, rules: Rules, partitions: Iterable[str
     if rules.num_clients is not None or partition != "writer":
         check_count("num_clients", rules.num_clients)
         check_at_most_clients("num_clusters", rules.num_clusters, rules.num_clients)
-    if rules.num_clusters > 1 and heterogeneity == "none" and partition != "distribution":
-        differing = ", ".join(name for name in HETEROGENEITY if name != "none")
-        raise ValueError(
-            f"heterogeneity must be given for num_clusters={rules.num_clusters}, one of {differing}: with 'none' the"
-            " clusters do not differ (leave out num_clusters)"
-        )
+    differ = rules.num_clusters == 1 or heterogeneity != "none" or partition == "distribution"
+    differing = ", ".join(name for name in HETEROGENEITY if name != "none")
+    accepted = (
+        f"given for num_clusters={rules.num_clusters}, one of {differing}: with 'none' the clusters do not differ"
+    )
+    check(differ, "heterogeneity", heterogeneity, accepted)
     dataset = normalised(dataset)
-    accepted = f"another one for {dataset.name!r}, without writer ids (Dataset.writer; by= of jfcl.data.from_frame)"
-    check(partition != "writer" or dataset.writer is not None, "partition", partition, accepted)
-    divided = partition == "writer" and heterogeneity in SELECTIVE
-    accepted = f"another one with {heterogeneity!r}: the examples of a writer would be in several clusters"
-    check(not divided, "partition", partition, accepted)
-    if partition in OF_LABELS or heterogeneity in (*SELECTIVE, *RELABELLING):
-        what = f"partition {partition!r}" if partition in OF_LABELS else f"heterogeneity {heterogeneity!r}"
-        accepted = f"a classification data set for {what}, which goes by single labels"
-        check(dataset.num_classes is not None, "dataset", dataset.name, accepted)
+    if partition == "writer":
+        accepted = f"another one for {dataset.name!r}, without writer ids (Dataset.writer; by= of jfcl.data.from_frame)"
+        check(dataset.writer is not None, "partition", partition, accepted)
+        accepted = f"another one with {heterogeneity!r}: the examples of a writer would be in several clusters"
+        check(heterogeneity not in SELECTIVE, "partition", partition, accepted)
+    for what in (partition, heterogeneity):
+        fits = dataset.num_classes is not None or what not in (*OF_LABELS, *SELECTIVE, *RELABELLING)
+        check(fits, "dataset", dataset.name, f"a classification data set for {what!r}, which goes by single labels")
     for option in ("min_size", "labels_per_client"):
         value = getattr(rules, option)
         check_count(option, value)
@@ -257,11 +256,8 @@ def divide_test(split: Split, parts: list[np.ndarray], group: int) -> list[np.nd
         examples at all.
     """
     train, test, rules = split.train.kind, split.test.kind, split.rules
-    if not len(split.test.rows):
-        raise ValueError(
-            f"heterogeneity {rules.heterogeneity!r}: a cluster of {sum(map(len, parts))} training examples has no test"
-            " examples; use fewer clusters, or more examples of their labels"
-        )
+    accepted = f"fewer: a cluster of {sum(map(len, parts))} training examples has no test examples"
+    check(len(split.test.rows) > 0, "num_clusters", rules.num_clusters, accepted)
     if rules.partition not in (*OF_LABELS, "writer"):
         train, test = np.zeros_like(train), np.zeros_like(test)
     tested = np.unique(test[split.test.rows])
@@ -274,10 +270,9 @@ def divide_test(split: Split, parts: list[np.ndarray], group: int) -> list[np.nd
         if rules.partition == "dirichlet" and least * len(parts) <= len(here):
             remedies.append(f"set min_size={least} of jfcl.data.build")
         listed = ", ".join(map(str, lost[:8].tolist())) + ", ..." * (len(lost) > 8)
-        raise ValueError(
-            f"partition {rules.partition!r}: client {untested[0]} has no test examples, since the test pool has none of"
-            f" these labels: {listed}; {', or '.join([*remedies, 'use partition=' + repr('iid')])}"
-        )
+        what = f"client {untested[0]} has no test examples, since there are none of these labels: {listed}"
+        remedies = ", or ".join([*remedies, "use partition='iid'"])
+        raise ValueError(f"partition {rules.partition!r}: {what}; {remedies}")
     return allot(split.test.rows, test, [train[part] for part in parts], seed=(rules.seed, ALLOT, group))
 
 

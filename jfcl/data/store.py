@@ -181,9 +181,6 @@ class ClientStore:
     def open(cls, path: str | Path, *, verify: bool = False) -> ClientStore:
         """Opens the store in `path`, memory-mapped: only `store.json` and the places of clients' examples are read.
 
-        Args:
-          verify: read everything and compare its SHA-256.
-
         Raises:
           ValueError: no store, one of another format, a file that is missing, truncated or (with `verify`) changed.
         """
@@ -201,13 +198,10 @@ class ClientStore:
         return store
 
     def verify(self, *, progress: bool = False) -> None:
-        """Reads all files of the store and compares their SHA-256; does nothing for a store in memory.
+        """Raises `ValueError` for a file that does not have the SHA-256 in `store.json`; all files are read.
 
         Args:
           progress: show a progress bar for large files.
-
-        Raises:
-          ValueError: a file was changed since the store was made; the message names it.
         """
         if self.path is None:
             return
@@ -234,11 +228,7 @@ def _writing(path: str | Path, stored: dict | None, cluster: Any, about: dict[st
 
 
 def check_fits(store: ClientStore, other: ClientStore, name: str) -> None:
-    """Checks that two stores have the same number of clients and the same kind of examples.
-
-    Raises:
-      ValueError: they differ.
-    """
+    """Raises `ValueError` unless two stores have the same number of clients and the same kind of examples."""
     check(len(store) == len(other), name, f"{len(other)} clients", f"of as many clients as the store, {len(store)}")
     here, there = ({of: (f.shape, f.dtype) for of, f in part.fields.items()} for part in (store, other))
     check(here.items() <= there.items(), name, there, f"of examples with the shapes and types of the store, {here}")
@@ -253,7 +243,7 @@ def check_store_labels(store: ClientStore, num_classes: int, name: str) -> None:
 
 
 def check_cohort(store: ClientStore, cohort: int) -> None:
-    """Checks that `cohort` is a positive number of at most the store's clients, or raises `ValueError`."""
+    """Raises `ValueError` unless `cohort` is a number from 1 to that of the store's clients."""
     check_count("cohort", cohort)
     check(cohort <= len(store), "cohort", cohort, f"at most the {len(store)} clients of the store")
 

@@ -34,11 +34,7 @@ _INDEX = re.compile(r"|Unnamed: \d+|index|level_\d+|rownames")  # names that pan
 
 
 def frame_of(table: Any, argument: str, by: str | None = None) -> Any:
-    """Returns a table as a pandas frame with names that differ: a frame, one of polars or pyarrow, or a file's name.
-
-    Raises:
-      ValueError: other than a table; names that occur twice, or of several levels; the errors of `read_file`.
-    """
+    """Returns a table as a pandas frame with names that differ: a frame, one of polars or pyarrow, or a file's name."""
     if is_file(table):
         return read_file(table, argument, by)
     if hasattr(table, "to_pandas"):  # of polars, pyarrow
@@ -70,11 +66,7 @@ def is_file(name: Any) -> bool:
 
 
 def read_file(path: str | os.PathLike, argument: str, by: str | None = None) -> Any:
-    """Returns the frame in a file of comma or tab separated values, or in a Parquet file; `by` is read as text.
-
-    Raises:
-      ValueError: no such file, one that pandas cannot read, or no pandas.
-    """
+    """Returns the frame in a file of comma or tab separated values, or in a Parquet file; `by` is read as text."""
     path = Path(path)
     check(path.is_file(), argument, str(path), "a file that exists")
     try:
@@ -141,10 +133,6 @@ def fit_inputs(columns: dict[Any, list[np.ndarray]], categorical: Collection[Any
       categorical: the columns of names, even of numbers.
       scale: whether single numbers are scaled.
       between: what joins texts, where all columns hold texts.
-
-    Raises:
-      ValueError: texts that are numbers or dates; more than 100 different names in a column beside numbers, or one for
-        each row of a column that is not categorical.
     """
     texts = [column for column, parts in columns.items() if parts[0].dtype == object]
     joined, inputs = len(texts) == len(columns) and not categorical, []
@@ -173,11 +161,11 @@ def _check_no_numbers(names: list[str], column: Any) -> None:
     """Raises `ValueError` for texts of which half are numbers or dates, which would be read as names."""
     written = [name for name in names if written_number(name)]
     if 2 * len(written) >= len(names):
-        raise ValueError(
-            f"column {column!r} holds numbers or dates written as texts, such as {shown(written[0])}; make them"
-            " numbers, as with pandas.to_numeric or read_csv(decimal=',', na_values=...), or names with"
-            " astype('category'), or leave the column out of the inputs"
+        remedies = (
+            "make them numbers, as with pandas.to_numeric or read_csv(decimal=','), or names with astype('category')"
         )
+        what = f"holds numbers or dates written as texts, such as {shown(written[0])}"
+        raise ValueError(f"column {column!r} {what}; {remedies}, or leave the column out")
 
 
 def read_inputs(arrays: Sequence[np.ndarray], inputs: list[dict[str, Any]]) -> np.ndarray:
@@ -186,9 +174,6 @@ def read_inputs(arrays: Sequence[np.ndarray], inputs: list[dict[str, Any]]) -> n
     Args:
       arrays: of each column the values, as `inputs_of` returns them.
       inputs: how they are read, as of `fit_inputs`.
-
-    Raises:
-      ValueError: values of another kind or shape, or a name that training does not have.
     """
     read = [_read(array, one, f"column {one['column']!r}") for array, one in zip(arrays, inputs, strict=True)]
     if len(read) == 1:

@@ -40,13 +40,9 @@ def load_tfds(name: str, data_dir, *, known: Iterable[str] = (), official: str =
     """Reads a TFDS data set with "image" (or text) and "label" features, and prepares it if needed.
 
     Args:
-      name: its name in TFDS, with its config if it has one ("emnist/balanced").
-      data_dir: a TFDS directory to search first, or `None`.
+      name, data_dir: as in `from_tfds`.
       known: further names to suggest for an unknown `name`.
       official: where the official files are and into which folder they belong, where jfcl reads those.
-
-    Returns:
-      A `Dataset`; its test set is the split "test" if there is one.
 
     Raises:
       ValueError: an unknown name; not prepared and TensorFlow not installed; a download host that cannot be
@@ -67,13 +63,11 @@ def from_tfds(name: str, *, data_dir: str | os.PathLike | None = None, **options
 
     Args:
       name: its name in TFDS, with its config if it has one.
-      by: the feature of the clients. `None`: the data set has no writers.
-      x, y: the features of the inputs and of the targets, as the columns of `jfcl.data.from_huggingface`.
       data_dir: a TFDS directory to search first; default: the environment variable `JFCL_DATA_DIR`.
-      kind, scale, extra, tokens, channels_first: as in `jfcl.data.from_frame`.
+      options: of features as in `jfcl.data.from_huggingface` of columns.
 
     Returns:
-      `Dataset` of the splits "train" and "test" (if there is one), with values as in `jfcl.data.from_frame`.
+      `Dataset` of the splits "train" and "test" (if there is one).
 
     Raises:
       ValueError: those of `jfcl.data.load` for a set of TFDS, and of `jfcl.data.from_frame` for its features.
@@ -185,12 +179,9 @@ def prepared_folder(root: Path, name: str) -> Path | None:
 
 
 def check_reachable(name: str, urls: Iterable[str], downloads: Path, otherwise: str = "") -> None:
-    """Requests the head of every file (16 at most) that is not in the download directory yet.
+    """Raises `ValueError` unless the hosts of files (16 at most) that are not downloaded yet answer within seconds.
 
     `otherwise` ends the message: another way to get the data.
-
-    Raises:
-      ValueError: a host that does not answer within seconds.
     """
     have = {url for info in downloads.glob("*.INFO") for url in json.loads(info.read_text()).get("urls", [])}
     for url in [url for url in urls if url not in have][:16]:

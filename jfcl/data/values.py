@@ -81,7 +81,7 @@ def plain(values: Any, where: str) -> Any:
     """Returns numbers `[n, ...]`, also of frames, sparse matrices and decimals, or a list of other values.
 
     Raises:
-      ValueError: not several values; none; missing ones; dates; a frame with a column of other than numbers.
+      ValueError: not several values; none; missing ones; dates.
     """
     if is_table(values):
         names = list(values.columns)

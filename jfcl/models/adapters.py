@@ -48,20 +48,17 @@ def lora(
         head.
       fresh: whether each model draws these by `task.init` instead of taking them from `params`.
       spread: the standard deviation of `B` at the start. With 0, as in the paper, all `K` models of a method compute
-        the same at the start, and clients that choose by loss (`jfcl.ifca`, `jfcl.hypcluster`) all choose the first
-        one: give them a small number, such as 0.01, or a fresh head.
+        the same at the start, and clients that choose by loss all choose the first one: give a small number, such as
+        0.01, or a fresh head.
 
     Returns:
-      `Task`. `merged(task, params)` returns the whole model, with the adapters added to their kernels. In dense layers
-      of flax.linen modules an adapter is `(x A) B` beside `x W`: for each example and adapter `rank (d + H)`
-      multiplications, and no copy of `W` is made. Where a matrix is used otherwise (flax.nnx, recurrent layers, weight
-      normalisation, your own functions), the sum is computed in each step, `[d, H]` for each client that trains at that
-      time.
+      `Task`. In dense layers of flax.linen modules an adapter is `(x A) B` beside `x W`: for each example and adapter
+      `rank (d + H)` multiplications, and no copy of `W`. Where a matrix is used otherwise (flax.nnx, recurrent layers,
+      weight normalisation, your own functions), the sum is computed in each step, `[d, H]` for each client that trains.
 
     Raises:
-      ValueError: `rank` below 1 or larger than a kernel; `targets` that hold for no parameter, or for one that is no
-        matrix, with the list of matrices; a parameter in both `targets` and `trainable`; `alpha` that is not positive;
-        `spread` below 0; `params` as in `frozen`.
+      ValueError: a number out of range; `targets` that hold for no parameter, or for one that is no matrix, with the
+        list of matrices; a parameter in both `targets` and `trainable`; those of `frozen`.
 
     Example:
       >>> import jax, jfcl

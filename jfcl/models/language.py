@@ -27,11 +27,9 @@ def language_model(module: Any, length: int, vocab_size: int, *, training_argume
     other, so perplexities are comparable only under the same vocabulary.
 
     The loss of a text is the mean over its own targets, and that of a client the mean over its texts, in which a text
-    that ends before `length` weighs as much as a full one. Texts are cut to `length` words, so most are full (of AG
-    News at 32 words 91 %, and no article has fewer than 18), and the mean over texts is nearly that over words. The
-    perplexity of a client is the exponential of its loss (`jfcl.evaluate` reports it, `jfcl.simulate` its mean over
-    clients), and its accuracy the share of correctly predicted next words. A text of one word has no target and counts
-    as loss 0; `check_tokens` finds such texts.
+    that ends before `length` weighs as much as a full one. The perplexity of a client is the exponential of its loss,
+    and its accuracy the share of correctly predicted next words. A text of one word has no target and counts as loss 0;
+    `check_tokens` finds such texts.
 
     Args:
       module: maps token ids `[B, length - 1]` to logits `[B, length - 1, vocab_size]`. It may have dropout, not batch
@@ -46,8 +44,8 @@ def language_model(module: Any, length: int, vocab_size: int, *, training_argume
       computed again for the gradient.
 
     Raises:
-      ValueError: outputs that do not fit the vocabulary; a module with batch statistics; from the task:
-        inputs that are not integers of shape `[B, length]`, or (where their values are known) not in the vocabulary.
+      ValueError: outputs that do not fit the vocabulary; a module with batch statistics; from the task, inputs that are
+        not integers `[B, length]` in the vocabulary.
 
     Source: CFL, section VI-C (figure 9, AG News).
 

@@ -65,14 +65,10 @@ def training_flag(module: Any, name: str, given: str | None) -> tuple[dict[str, 
     if given is not None:
         check(given in arguments, "training_argument", given, f"an argument of {name}: {', '.join(arguments)}")
     flag = next((a for a in (given, *FLAGS) if a in arguments), None)
-    needed = [
-        a for a, p in list(arguments.items())[1:] if p.default is p.empty and p.kind not in VARIADIC and a != flag
-    ]
-    if needed:
-        raise ValueError(
-            f"{name}.__call__ needs the argument {needed[0]!r}: give it a default, or, if it says whether the module"
-            f" trains, name it by training_argument={needed[0]!r}"
-        )
+    for other, about in list(arguments.items())[1:]:
+        if other != flag and about.default is about.empty and about.kind not in VARIADIC:
+            remedy = f"give it a default, or, if it says whether it trains, name it by training_argument={other!r}"
+            raise ValueError(f"{name}.__call__ needs the argument {other!r}: {remedy}")
     trains = flag not in IS_NOT_TRAINING
     return ({}, {}) if flag is None else ({flag: not trains}, {flag: trains})
 
@@ -95,10 +91,8 @@ def check_flag(module: Any, name: str, training: dict[str, bool], draws: Callabl
             names = ", ".join(IS_NOT_TRAINING if default else IS_TRAINING)
             other = "" if default else f", or give training_argument={argument!r}"
             keeps = "".join(f" (with training_argument={flag!r} it stays as it is)" for flag in training)
-            raise ValueError(
-                f"{name} draws random numbers with {argument}={not default}, as dropout does in training: rename this"
-                f" argument to one of {names}{other}{keeps}"
-            )
+            what = f"{name} draws random numbers with {argument}={not default}, as dropout does in training"
+            raise ValueError(f"{what}: rename this argument to one of {names}{other}{keeps}")
 
 
 def _no_flag(module: Any, name: str) -> str:

@@ -49,10 +49,8 @@ def of_nnx(module: Any, input_shape: tuple[int, ...], dtype: Any, given: str | N
     try:
         abstract = nnx.eval_shape(lambda: build(jax.random.key(0)))
     except TypeError as error:
-        raise ValueError(
-            f"module must be a flax.nnx module, or a function of rngs alone (functools.partial gives it its other"
-            f" arguments); {name}(rngs=...) fails: {error}"
-        ) from error
+        accepted = "a flax.nnx module, or a function of rngs alone (functools.partial gives it its other arguments)"
+        raise ValueError(f"module must be {accepted}; {name}(rngs=...) fails: {error}") from error
     check(isinstance(abstract, nnx.Module), "module", name, "a flax.nnx module, or a function of rngs that returns one")
     kinds = (nnx.Param, nnx.BatchStat, nnx.RngState, ...)
     evaluating, training = training_flag(abstract, name, given)

@@ -23,13 +23,11 @@ def frozen(task: Task, params: PyTree, *, trainable: Callable[[str], bool], fres
     """Returns the task of a part of a model's parameters; the others are frozen, and kept once for all clients.
 
     A method's `state.params` then has the trained parameters alone, `[K, ...]`, with `None` in the place of the others;
-    only they are sent, averaged, compared and counted as bytes. `jfcl.simulate` and the other functions of the library
-    pass the frozen arrays to their compiled programs as arguments. (Inside your own `jax.jit` they are constants of
-    the program, as any array from outside is: JAX 0.10 then holds a copy in each program.)
+    only they are sent, averaged, compared and counted as bytes. Inside your own `jax.jit`, the frozen arrays are
+    constants of the program.
 
     Frozen batch statistics do not move, and their layers normalise with them in training too, as in evaluation. This
     holds for the batch normalisation of flax modules; a `train` function of `jfcl.models.task` is called as it is.
-    Dropout in the frozen part is as in training.
 
     Args:
       task: from `jfcl.models`, or your own.
@@ -75,9 +73,6 @@ def merged(task: Task, params: PyTree) -> PyTree:
     Returns:
       Parameters with the structure of the `params` that the task was made with, adapters added to their kernels.
       Cost: a copy of the adapted kernels.
-
-    Raises:
-      ValueError: another task.
 
     Example:
       >>> import jax, jfcl
@@ -175,9 +170,6 @@ def to_flax(task: Task, params: PyTree) -> PyTree:
     Returns:
       `{"params": ..., "batch_stats": ...}`; the latter only where the task has statistics.
 
-    Raises:
-      ValueError: parameters that are not a dict.
-
     Example:
       >>> import jax, jfcl
       >>> task = jfcl.models.classification(jfcl.models.Linear(3), (4,), 3)
@@ -199,12 +191,7 @@ def to_flax(task: Task, params: PyTree) -> PyTree:
 
 
 def fitting(task: Task, params: PyTree) -> PyTree:
-    """Returns `params` as JAX arrays of the task's types.
-
-    Raises:
-      ValueError: no task; another structure than that of the task's parameters, other shapes; complex numbers, NaN,
-        infinity.
-    """
+    """Returns `params` as JAX arrays of the task's types; raises `ValueError` for others than the task's, and NaN."""
     check_task(task)
     params = unfreeze(params)
     like = jax.eval_shape(task.init, jax.random.key(0))
@@ -223,11 +210,7 @@ def fitting(task: Task, params: PyTree) -> PyTree:
 
 
 def check_trainable(task: Task, params: PyTree, trainable: Any) -> None:
-    """Checks that `trainable` holds for some parameters, not statistics alone, and not for all.
-
-    Raises:
-      ValueError: it does not; with the list of paths.
-    """
+    """Raises `ValueError` unless `trainable` holds for some parameters, not statistics alone, and not for all."""
     names, trained = (list(named_parameters(tree)) for tree in (params, trained_part(task, params)))
     check_predicate("trainable", trainable, names, some=trained, rest=names)
 

@@ -40,25 +40,17 @@ def task(
     """Returns a task from two functions, or three where training and evaluation differ.
 
     Args:
-      init: `(key) -> params`.
-      apply: `(params, x [B, ...]) -> outputs`: logits `[B, num_classes]` for classification, values of the targets'
-        shape for regression.
-      kind: `"classification"`: cross-entropy of integer labels, accuracy of the largest logit. `"regression"`: squared
-        error, summed over the outputs of an example; no accuracy.
-      cost: in place of `kind`, a loss of your own: `(outputs, batch) -> [B]`, one for each example.
-      correct: `(outputs, batch) -> [B]` float, the mean of which is the accuracy. Default: that of `kind`.
-      mix: `(outputs [K, B, ...], weights [K]) -> outputs [B, ...]`, the outputs of a mixture of models. Default: that
-        of `kind`: the logarithm of the mean of the probabilities, and the mean of the values.
+      init, apply, cost, correct, mix, statistics: as in `jfcl.Task`; `cost` stands in place of `kind`.
+      kind: `"classification"`: cross-entropy of integer labels, logits `[B, num_classes]`, accuracy of the largest one.
+        `"regression"`: squared error of outputs of the targets' shape, summed over those of an example; no accuracy.
+        A mixture has the logarithm of the mean of the probabilities, and the mean of the values.
       half: 1/2 of the squared error, for a regression.
       train: `(key, params, x [B, ...], real [B]) -> (outputs, params)`, the model in training: `key` draws its random
         numbers, `real` marks the examples that are no padding, and the returned parameters have new statistics.
         Default: `apply`.
-      statistics: takes a parameter's path, such as `"norm/mean"`; true for statistics, which `train` replaces and no
-        optimiser moves (see `jfcl.Task`).
 
     Returns:
-      `Task`; its batches are `{"x": [B, ...], "y": [B, ...]}`. With `cost`, it has an accuracy if `correct` is given,
-      and batches with what `cost` reads.
+      `Task`; its batches are `{"x": [B, ...], "y": [B, ...]}`, or have what `cost` reads.
 
     Raises:
       ValueError: an unknown `kind`; both `kind` and `cost`, or neither; `half` without a regression; statistics without
@@ -173,20 +165,11 @@ def cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
 def network(
     module: Any, input_shape: tuple[int, ...], dtype: Any = jnp.float32, training_argument: str | None = None
 ) -> Network:
-    """Returns the functions of a module.
-
-    Args:
-      module: a flax.linen module; a flax.nnx module, with the parameters that every model starts from; or a function
-        `(rngs) -> nnx module`, such as a class of nnx modules or a `functools.partial` of one.
-      input_shape: of one input.
-      dtype: of the inputs.
-      training_argument: the argument of the module's `__call__` that says whether it trains; default: the one in
-        `IS_TRAINING` or `IS_NOT_TRAINING`. (An nnx module without such an argument is put into training by `train()`.)
+    """Returns the functions of a module, with the arguments of `classification`; `dtype` is that of the inputs.
 
     Raises:
-      ValueError: a network of `jfcl.models` for images with their channels first; no such argument, and a module that
-        needs one; state other than statistics of real numbers; a module
-        that fails on a batch of inputs, or returns more than one array.
+      ValueError: a network of `jfcl.models` for images with their channels first; a module that fails on a batch of
+        inputs, or returns more than one array; those of `classification`.
     """
     name, kind = module_name(module), type(module)
     is_class = isinstance(module, type) and issubclass(module, nn.Module)
@@ -213,14 +196,7 @@ def network(
 
 
 def check_logits(net: Network, shape: tuple[int, ...], what: str) -> None:
-    """Checks that a module returns logits of a shape for two inputs.
-
-    Raises:
-      ValueError: another shape; the message names `what` it must return.
-
-    Warns:
-      UserWarning: the outputs are those of a softmax.
-    """
+    """Raises `ValueError` unless a module returns logits of a shape for two inputs; warns of those of a softmax."""
     found = net.outputs.shape
     gives = ("B", *found[1:]) if found[:1] == (2,) else f"{found} for a batch of 2"
     check(found == shape, f"the outputs of {net.name}", gives, what)
@@ -299,22 +275,19 @@ def classification(
         modules. It may have dropout and batch normalisation.
       input_shape: of one example, e.g. `(28, 28, 1)`.
       num_classes: number of labels.
-      training_argument: the argument of the module's `__call__` that says whether it trains. It is found by itself if
-        it is `train`, `training`, `is_train` or `is_training`, or, with the opposite meaning, `deterministic`,
-        `use_running_average` or `inference`. A linen module may also ask `self.has_rng("dropout")`, which is true in
-        training alone.
+      training_argument: the argument of the module's `__call__` that says whether it trains. Default: `train`,
+        `training`, `is_train` or `is_training`, or, with the opposite meaning, `deterministic`, `use_running_average`
+        or `inference`. A linen module may also ask `self.has_rng("dropout")`, which is true in training alone.
 
     Returns:
       `Task`, the same object for the same arguments, so that compiled programs are reused. (A module that holds lists,
       such as `nn.Sequential([...])`, has no hash: keep its task.) Its parameters are the module's "params", a nested
       dict, with batch statistics beside the parameters of their layer (`BatchNorm_0/mean`). In training, dropout draws
-      from the client's key of the round, and batch statistics are those of the real examples of a batch; in evaluation,
-      the running statistics count.
+      from the client's key of the round, and batch statistics are those of the real examples of a batch.
 
     Raises:
-      ValueError: a module that fails on a batch of inputs; outputs that do not fit the classes; a module with dropout
-        or batch statistics and without an argument that says whether it trains; state other than statistics of real
-        numbers.
+      ValueError: outputs that do not fit the classes; a module with dropout or batch statistics and without an argument
+        that says whether it trains; state other than statistics of real numbers.
 
     Warns:
       UserWarning: the module ends in a softmax, which the loss applies.
@@ -341,10 +314,8 @@ def regression(
     """Returns the task of regression by a flax module: the squared error, or half of it.
 
     Args:
-      module: maps `[B, *input_shape]` to values of the targets' shape. See `classification`.
-      input_shape: of one example.
+      module: maps `[B, *input_shape]` to values of the targets' shape; this and the others as in `classification`.
       half: use 1/2 of the squared error.
-      training_argument: as in `classification`.
 
     Returns:
       `Task` without an accuracy.
@@ -371,8 +342,7 @@ def in_bfloat16(task: Task) -> Task:
 
     Returns:
       `Task`, the same object for the same argument. An activation has 8 significant bits instead of 24, and half the
-      bytes. It is meant for GPUs: on a TPU, products of float32 numbers are products of bfloat16 ones already, and its
-      compiler predicts a slower round with this task.
+      bytes. It is meant for GPUs: on a TPU, products of float32 numbers are products of bfloat16 ones already.
 
     Raises:
       ValueError: a task of `frozen` or `lora`.

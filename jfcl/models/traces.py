@@ -58,12 +58,8 @@ def explained(name: str, x: Any) -> Iterator[None]:
         error.add_note(f"{name} was called on {batch}")
         raise
     except errors.InvalidRngError as error:
-        raise ValueError(
-            f"{name} draws random numbers in evaluation, where its dropout must be off: write"
-            " nn.Dropout(rate, deterministic=not train), with an argument train of its __call__"
-        ) from error
+        remedy = "write nn.Dropout(rate, deterministic=not train), with an argument train of its __call__"
+        raise ValueError(f"{name} draws random numbers in evaluation: {remedy}") from error
     except (TypeError, ZeroDivisionError, errors.FlaxError) as error:
-        what = re.sub(r" \(https?://\S*\)$", "", str(error).split("\n")[0])
-        raise ValueError(
-            f"{name} must map {batch}, to as many rows of outputs; it fails: {type(error).__name__}: {what}"
-        ) from error
+        what = f"{type(error).__name__}: " + re.sub(r" \(https?://\S*\)$", "", str(error).split("\n")[0])
+        raise ValueError(f"{name} must map {batch}, to as many rows of outputs; it fails: {what}") from error
