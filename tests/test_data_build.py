@@ -318,7 +318,11 @@ def spoiled(**changes):
         (lambda: tagged()._replace(train={"x": np.ones(3)}), {}, "must be a dict with arrays .* got {'x': 'ndarray'}"),
         (lambda: tagged()._replace(writer={}), {}, r"\(train\): writer must be a dict with the writer ids"),
         (lambda: tagged()._replace(writer={"train": "abc"}), {}, r"\(train\): writer must be a vector of 240 integers"),
-        (lambda: tagged()._replace(num_classes="4"), {}, "num_classes must be an integer of at least 1, or None"),
+        (
+            lambda: tagged()._replace(num_classes="4"),
+            {},
+            "num_classes .None for a regression. must be an integer, at least 1",
+        ),
         (lambda: tuple(tagged()), {}, "dataset must be a jfcl.data.Dataset, got 'tuple'"),
         (
             lambda: tagged()._replace(train={"x": np.ones((3, 2)), "y": np.ones((3, 2), int)}),
@@ -340,7 +344,7 @@ def test_text_must_be_tokenized_first():
 
 def test_images_must_be_scaled_first():
     images = {"x": np.full((2, 4, 4, 1), 255, np.uint8), "y": np.zeros(2, np.int32)}
-    with pytest.raises(ValueError, match=r"images must be .*, such as x / 255, got uint8 .4, 4, 1. in 255..255"):
+    with pytest.raises(ValueError, match=r"images must be .*, such as x / 255; .* got .uint8 .4, 4, 1. in 255..255"):
         build(Dataset("t", images, None, 1, None, ""), num_clients=1)
 
 
@@ -397,10 +401,13 @@ def test_what_may_be_a_map_is_not_left_behind(shape, tmp_path):
         ({"w": np.float32(1)}, r"\['w'\] must be an array of numbers"),
         ({"w": np.array(["a"] * 40)}, r"\['w'\] must be an array of numbers"),
         ({"more": {"w": np.full(40, np.nan)}}, r"\['more'\]\['w'\]: NaN or infinity in 40"),
-        ({"x": np.zeros((40, 3, 8, 8), np.float32)}, r"channels last, \[n, H, W, C\], got \[40, 3, 8, 8\]"),
-        ({"x": np.zeros((40, 8, 8), np.uint16)}, r"images must be of floating-point numbers.*got uint16 \[8, 8\]"),
-        ({"x": np.zeros((40, 64), np.uint8)}, r"images must be of floating-point numbers.*got uint8 \[64\]"),
-        ({"x": np.zeros((40, 8), bool)}, "inputs must be numbers, got bool"),
+        (
+            {"x": np.zeros((40, 3, 8, 8), np.float32)},
+            r"must be \[n, H, W, C\], with their channels last .*, got \[40, 3, 8, 8\]",
+        ),
+        ({"x": np.zeros((40, 8, 8), np.uint16)}, r"images must be of floating-point numbers.*got .uint16 \[8, 8\]"),
+        ({"x": np.zeros((40, 64), np.uint8)}, r"images must be of floating-point numbers.*got .uint8 \[64\]"),
+        ({"x": np.zeros((40, 8), bool)}, "inputs must be numbers; .* got .bool"),
         ({"x": np.zeros((40, 0))}, "the shape of the inputs must be without a 0"),
         ({"x": np.float32(3)}, "x must be an array with an entry for each example"),
         ({"x": np.full((40, 2), 1e39)}, "inputs must be of numbers that float32 holds"),

@@ -274,7 +274,11 @@ def test_values_of_a_frame():
         ),
         ({"user": [1.0, None] * 30}, {"by": "user"}, "column 'user' must be without missing values"),
         ({"user": [[i] for i in range(60)]}, {"by": "user"}, "column 'user': must be of strings.* got list"),
-        ({"user": [1, "a"] * 30}, {"by": "user"}, "column 'user': must be of .* one type, got int and str"),
+        (
+            {"user": [1, "a"] * 30},
+            {"by": "user"},
+            "column 'user': must be of .* one type; convert them to str, got int and str",
+        ),
         ({"label": 2**32}, {"by": "user"}, "column 'label': 60 rows with numbers beyond int32, first row 0"),
         (
             {"day": pd.Timestamp("2024-01-01")},

@@ -85,30 +85,30 @@ def build(
         differ by their `distribution` of labels.
       partition: a name in `PARTITIONS`: how a pool of examples is divided among clients. `labels_per_client` is for
         "label" and "pathological", `alpha` for "dirichlet", `exponent` for "power_law", `min_size` for both of these.
-      distribution: `[N, num_classes]` for "distribution": the clients' shares in the examples of each label, among
-        the clients that divide the same examples (those of a cluster, where `reuse` is "cluster").
-      examples_per_client: the number of each client's training examples: exactly ("iid", "stratified"),
-        at most ("writer"), or on average (others). `None`: all examples are used.
+      distribution: `[N, num_classes]` for "distribution": the clients' shares in the examples of each label, among the
+        clients that divide the same examples (those of a cluster, where `reuse` is "cluster").
+      examples_per_client: the number of each client's training examples: exactly ("iid", "stratified"), at most
+        ("writer"), or on average (others). `None`: all examples are used.
       test_fraction: the share held out where there is no official test split, in `(0, 1)`; of writers, of each that has
         no examples in the official one. A writer with one example is no client, since none is left to be tested on;
         `description` counts and names such writers.
-      reuse: "none": a base example belongs to one client. "cluster": every cluster divides the whole data set, so
-        that each base example occurs `K` times, under `K` transformations (IFCA: `m n = 60000 K`). "auto": "none" if
+      reuse: "none": an example of the data set belongs to one client. "cluster": every cluster divides the whole data
+        set, so that each example occurs `K` times, under `K` transformations (IFCA: `m n = 60000 K`). "auto": "none" if
         there are `N * examples_per_client` examples, else "cluster".
       newcomer_examples: if given, the test pool is also divided among new clients with so many examples each:
         `floor(test / newcomer_examples)` in every cluster (IFCA: 10000 K / n test clients). They share examples with
-        `test`, never with `train`. With "writer" they are the writers of the official test split that are not in the
-        training split, with at most so many examples each, none of which is in `test`.
+        `test`, never with `train`. With "writer" they are the writers of the official test split that are not in
+        training.
       seed: at least 0; the result is a function of it and the other arguments.
-      data_dir: the data directory of `load`, for a dataset given by name.
+      data_dir: of `load`, for a data set given by name.
       rows: the rows of the `N` clients to stack, for a process that holds only its own (`mapping.own_rows`): `train`
-        and `test` then have those clients alone, with their ids. The rest of the result does not change.
+        and `test` then have those clients alone, with their ids.
 
     Returns:
-      A `Federation`. The test examples of a cluster are divided among its clients in proportion to the labels (the
-      writers, for writers) of their training examples, so that a client's test labels follow its own distribution; at
-      random where the partition does not depend on labels, such as "iid". Where there are fewer test examples than
-      clients, several clients share some. Memory: the padded arrays and the data set itself.
+      A `Federation`. The test examples of a cluster are divided among its clients in proportion to the labels (or
+      writers) of their training examples, so that a client's test labels follow its own distribution; at random where
+      the partition does not depend on labels, such as "iid". Where there are fewer test examples than clients, several
+      clients share some. Memory: the padded arrays and the data set itself.
 
     Raises:
       ValueError: an unknown name; more clusters than clients; several clusters that do not differ; too few examples;

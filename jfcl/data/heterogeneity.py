@@ -24,12 +24,7 @@ def _check_at_most(num_clusters: int, most: int, of: str) -> None:
 
 
 def none(x, y, cluster, num_clusters, num_classes=None, seed=0):
-    """Leaves the examples as they are: all clusters have the same distribution.
-
-    Example:
-      >>> none(np.ones(3), np.arange(3), 1, 2)[1].tolist()
-      [0, 1, 2]
-    """
+    """Leaves the examples as they are: all clusters have the same distribution."""
     return x, y
 
 
@@ -48,11 +43,6 @@ def rotation(x, y, cluster, num_clusters, num_classes=None, seed=0):
         before its plane.
 
     Source: IFCA, section 6.2 (K=4: 0, 90, 180, 270 degrees; K=2: 0, 180).
-
-    Example:
-      >>> image = np.float32([[1, 2], [3, 4]])[None, :, :, None]
-      >>> rotation(image, np.zeros(1), 1, 4)[0][0, :, :, 0].tolist()
-      [[2.0, 4.0], [1.0, 3.0]]
     """
     check(np.ndim(x) == 4, "heterogeneity 'rotation': the examples", np.shape(x), "images [n, H, W, C]")
     angle = 360.0 * cluster / num_clusters
@@ -78,16 +68,8 @@ def rotation(x, y, cluster, num_clusters, num_classes=None, seed=0):
 def swapped_labels(num_clusters: int, num_classes: int, seed=0) -> np.ndarray:
     """Returns `[K, 2]`, the two labels that each cluster exchanges.
 
-    With 10 classes the first two clusters have the CFL paper's examples, 1 and 7, 3 and 5. The others are
-    drawn from `seed`: no label is in two pairs as long as `K <= num_classes // 2`, and no pair occurs twice
-    beyond that.
-
-    Raises:
-      ValueError: more clusters than pairs of labels.
-
-    Example:
-      >>> swapped_labels(2, 10).tolist()
-      [[1, 7], [3, 5]]
+    With 10 classes the first two clusters have the CFL paper's examples, 1 and 7, 3 and 5. The others are drawn from
+    `seed`: no label is in two pairs as long as `K <= num_classes // 2`, and no pair occurs twice beyond that.
     """
     _check_at_most(num_clusters, num_classes * (num_classes - 1) // 2, f"pairs of {num_classes} labels")
     rng = np.random.default_rng(seed)
@@ -103,10 +85,6 @@ def label_swap(x, y, cluster, num_clusters, num_classes, seed=0):
     """Exchanges the two labels `swapped_labels(K, num_classes, seed)[k]` in cluster `k`.
 
     Source: CFL, section VI (figures 5 to 7).
-
-    Example:
-      >>> label_swap(np.zeros(4), np.int32([1, 7, 3, 0]), 0, 2, 10)[1].tolist()
-      [7, 1, 3, 0]
     """
     a, b = swapped_labels(num_clusters, num_classes, seed)[cluster]
     table = np.arange(num_classes, dtype=np.int32)
@@ -115,15 +93,7 @@ def label_swap(x, y, cluster, num_clusters, num_classes, seed=0):
 
 
 def label_permutations(num_clusters: int, num_classes: int, seed=0) -> np.ndarray:
-    """Returns `[K, num_classes]`, a random permutation of the labels for every cluster (0 too), all different.
-
-    Raises:
-      ValueError: more clusters than there are permutations.
-
-    Example:
-      >>> sorted(map(tuple, label_permutations(2, 2).tolist()))
-      [(0, 1), (1, 0)]
-    """
+    """Returns `[K, num_classes]`, a random permutation of the labels for every cluster (0 too), all different."""
     _check_at_most(num_clusters, math.factorial(min(num_classes, 20)), f"permutations of {num_classes} labels")
     rng = np.random.default_rng(seed)
     if num_classes <= 6:  # few permutations: repeated draws until all differ could take long
@@ -139,11 +109,6 @@ def label_permutation(x, y, cluster, num_clusters, num_classes, seed=0):
     """Renames label `c` to `label_permutations(K, num_classes, seed)[k, c]` in cluster `k`.
 
     Source: CFL, section VI-C (figure 8).
-
-    Example:
-      >>> y = label_permutation(np.zeros(3), np.int32([0, 1, 2]), 1, 2, 3)[1]
-      >>> sorted(y.tolist())
-      [0, 1, 2]
     """
     return x, label_permutations(num_clusters, num_classes, seed)[cluster][y]
 
@@ -162,12 +127,7 @@ def private_label(x, y, cluster, num_clusters, num_classes, seed=0):
 
 
 def class_labels(cluster: int, num_clusters: int, num_classes: int) -> np.ndarray:
-    """Returns the labels of cluster `k` for `by_class`: the `k`-th of `K` runs of consecutive labels.
-
-    Example:
-      >>> class_labels(1, 2, 10).tolist()
-      [5, 6, 7, 8, 9]
-    """
+    """Returns the labels of cluster `k` for `by_class`: the `k`-th of `K` runs of consecutive labels."""
     _check_at_most(num_clusters, num_classes, "labels")
     return np.array_split(np.arange(num_classes, dtype=np.int32), num_clusters)[cluster]
 
@@ -189,10 +149,6 @@ def by_topic(x, y, cluster, num_clusters, num_classes, seed=0):
     """Selects the examples of topic (label) `k` for cluster `k`; topics `K` and above stay unused.
 
     Source: CFL, figure 9 (AG News, clients of one topic each).
-
-    Example:
-      >>> by_topic(np.arange(4), np.int32([0, 1, 3, 1]), 1, 4, 4)[0].tolist()
-      [1, 3]
     """
     _check_at_most(num_clusters, num_classes, "topics")
     keep = np.asarray(y) == cluster

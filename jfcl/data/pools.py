@@ -73,12 +73,7 @@ class Split(NamedTuple):
 
 
 def split_dataset(dataset: Dataset | str, rules: Rules, partitions: Iterable[str], data_dir: str | None) -> Split:
-    """Checks the arguments that `build` and `generate_store` share, and splits the examples into two pools.
-
-    Raises:
-      ValueError: an unknown name; a count out of range; more clusters than clients; clusters that do not differ; a
-        data set that the partition or the heterogeneity does not support, or with errors of its own (`normalised`).
-    """
+    """Checks the arguments that `build` and `generate_store` share, and splits the examples into two pools."""
     heterogeneity, partition, each = rules.heterogeneity, rules.partition, rules.examples_per_client
     check_choice("heterogeneity", heterogeneity, HETEROGENEITY)
     check_choice("partition", partition, partitions)
@@ -221,9 +216,6 @@ def divide(split: Split, num_clients: int, group: int) -> list[np.ndarray]:
 
     Returns:
       The rows of each client. Writers without examples in the test pool are left out.
-
-    Raises:
-      ValueError: too few examples or writers.
     """
     rules, train = split.rules, split.train
     partition, each, rows = PARTITIONS[rules.partition][0], rules.examples_per_client, train.rows
@@ -250,10 +242,7 @@ def divide_test(split: Split, parts: list[np.ndarray], group: int) -> list[np.nd
 
     A client's test examples are of its labels or writers where the partition decides on them. Otherwise all clients
     draw from one distribution: labels that are frequent in a client's training data by chance are not so in its tests.
-
-    Raises:
-      ValueError: a client with training examples of such labels alone that the test pool does not have; no test
-        examples at all.
+    Clients with training examples of such labels alone that the test pool does not have are refused.
     """
     train, test, rules = split.train.kind, split.test.kind, split.rules
     accepted = f"fewer: a cluster of {sum(map(len, parts))} training examples has no test examples"
@@ -277,22 +266,11 @@ def divide_test(split: Split, parts: list[np.ndarray], group: int) -> list[np.nd
 
 
 def stratified_hold_out(kind, fraction: float, *, seed) -> tuple[np.ndarray, np.ndarray]:
-    """Splits indices into train and test, stratified by `kind`.
+    """Splits indices into train and test, sorted, stratified by `kind`, `[n]` integers (labels or writers).
 
     Of every kind with `n > 1` examples, `round(fraction n)` are held out, at least 1 and at most `n - 1`. The only
     example of a kind stays in training; where every kind has only one, all together are divided as one kind. A single
     example is held out.
-
-    Args:
-      kind: `[n]` integers (labels or writers).
-
-    Returns:
-      `(train, test)`, sorted index arrays that together hold `0 .. n-1`.
-
-    Example:
-      >>> train, test = stratified_hold_out(np.array([0, 0, 0, 0, 1, 1, 2]), 0.25, seed=0)
-      >>> len(train), len(test)
-      (5, 2)
     """
     rng = np.random.default_rng(seed)
     held = np.zeros(len(kind), bool)
@@ -319,15 +297,10 @@ def allot(pool, kind, train_kinds, *, seed) -> list[np.ndarray]:
 
     Args:
       pool: `[P]` indices of test examples; `kind[pool]` are their labels (or writers).
-      train_kinds: a list of `N` arrays: the kinds of each client's training examples, some of which are in the pool.
+      train_kinds: the kinds of each client's training examples, some of which are in the pool.
 
     Returns:
       List of `N` sorted index arrays, none empty.
-
-    Example:
-      >>> parts = allot(np.arange(6), np.array([0, 0, 0, 0, 1, 1]), [[0, 0, 0, 0], [1, 1]], seed=0)
-      >>> [part.tolist() for part in parts]
-      [[0, 1, 2, 3], [4, 5]]
     """
     rng = np.random.default_rng(seed)
     kinds, train_kind = np.unique(np.concatenate(train_kinds), return_inverse=True)
@@ -359,7 +332,7 @@ def hold_out(clients: Clients, share: float, *, seed: int = 0) -> tuple[Clients,
       clients: `[N, M, ...]`, on the host.
       share: of each client's examples that are held out, in (0, 1): rounded down, at least one, and never all of them.
         A client with a single example keeps it for training.
-      seed: of the draws. They depend on the client's id too, but not on other clients.
+      seed: of the draws, which depend on the client's id too, but not on other clients.
 
     Returns:
       `(train, held_out)`, `Clients` with the same ids in the same order, as NumPy arrays. Cost: a copy of the data.

@@ -36,8 +36,7 @@ def lora(
     `A` `[d, rank]` is Gaussian with variance `1 / d` at the start, and `B` `[rank, H]` is zero (Hu et al. 2021, section
     4.1), so that every model starts as `params`. The adapters of `"Dense_0/kernel"` are the parameters
     `"Dense_0/kernel/a"` and `"Dense_0/kernel/b"`: they are stacked, averaged, clustered, compared, counted as bytes or
-    kept by a client (`personal=`) as any parameter is. All others are as in `jfcl.models.frozen`: kept once, with
-    frozen statistics.
+    kept by a client (`personal=`) as any parameter is. All others are as in `jfcl.models.frozen`.
 
     Args:
       task, params: as in `jfcl.models.frozen`.
@@ -52,9 +51,9 @@ def lora(
         0.01, or a fresh head.
 
     Returns:
-      `Task`. In dense layers of flax.linen modules an adapter is `(x A) B` beside `x W`: for each example and adapter
-      `rank (d + H)` multiplications, and no copy of `W`. Where a matrix is used otherwise (flax.nnx, recurrent layers,
-      weight normalisation, your own functions), the sum is computed in each step, `[d, H]` for each client that trains.
+      `Task`. In dense layers of flax.linen modules an adapter is `(x A) B` beside `x W`: for each example `rank (d +
+      H)` multiplications, and no copy of `W`. Where a matrix is used otherwise (flax.nnx, recurrent layers, weight
+      normalisation, your own functions), the sum is computed in each step, `[d, H]` for each client that trains.
 
     Raises:
       ValueError: a number out of range; `targets` that hold for no parameter, or for one that is no matrix, with the
@@ -149,9 +148,7 @@ def _targets(task: Task, params: PyTree, targets: Callable[[str], bool] | None) 
 def _beside(shapes: dict[str, tuple], merge: Callable, scale: float) -> Callable:
     """Returns what makes `function(model, ...)` one of `(own, ...)`, with adapters beside dense layers of flax.linen.
 
-    Args:
-      shapes: of the adapted kernels, by their names.
-      merge: `(own, but) -> params`, adds the other adapters to their kernels.
+    `merge(own, but)` returns the model with the other adapters added to their kernels.
     """
 
     def name_of(layer, x):

@@ -26,10 +26,9 @@ def language_model(module: Any, length: int, vocab_size: int, *, training_argume
     `x[:, :-1]` and the targets `x[:, 1:]`. Padding (id 0) is never a target. `<unknown>` (id 1) is a word like any
     other, so perplexities are comparable only under the same vocabulary.
 
-    The loss of a text is the mean over its own targets, and that of a client the mean over its texts, in which a text
-    that ends before `length` weighs as much as a full one. The perplexity of a client is the exponential of its loss,
-    and its accuracy the share of correctly predicted next words. A text of one word has no target and counts as loss 0;
-    `check_tokens` finds such texts.
+    The loss of a text is the mean over its own targets, and that of a client the mean over its texts. The perplexity of
+    a client is the exponential of its loss, and its accuracy the share of correctly predicted next words. A text of one
+    word has no target and counts as loss 0; `check_tokens` finds such texts.
 
     Args:
       module: maps token ids `[B, length - 1]` to logits `[B, length - 1, vocab_size]`. It may have dropout, not batch
@@ -39,9 +38,8 @@ def language_model(module: Any, length: int, vocab_size: int, *, training_argume
       training_argument: as in `jfcl.models.classification`.
 
     Returns:
-      `Task`, the same object for the same arguments; its `apply` returns the logits of all positions, of texts of any
-      length. Memory: at most `MOST_LOGITS` logits at a time; larger batches are processed in parts, with activations
-      computed again for the gradient.
+      `Task`, the same object for the same arguments. Memory: at most `MOST_LOGITS` logits at a time; larger batches are
+      processed in parts, with activations computed again for the gradient.
 
     Raises:
       ValueError: outputs that do not fit the vocabulary; a module with batch statistics; from the task, inputs that are
@@ -106,11 +104,10 @@ def _check_ids(x: jax.Array, length: int, vocab_size: int) -> None:
 
 
 def check_tokens(clients: Clients, vocab_size: int, *, name: str = "clients") -> None:
-    """Checks concrete texts for errors that would make a language model meaningless.
+    """Raises `ValueError` for concrete texts that would make a language model meaningless.
 
-    Raises:
-      ValueError: `examples["x"]` that are not integers `[N, M, L]`; ids outside `0..vocab_size-1`; texts without a
-        second word, which have no targets.
+    These are `examples["x"]` that are not integers `[N, M, L]`, ids outside `0..vocab_size-1`, and texts without a
+    second word, which have no targets.
 
     Example:
       >>> check_tokens(Clients({"x": np.array([[[2, 3, 9]]])}, np.array([1])), vocab_size=5)

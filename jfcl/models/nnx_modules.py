@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextvars
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
@@ -39,6 +40,17 @@ def _changed(kind: type, by: type) -> type:
     return by if kind is nnx.BatchNorm else type(kind)(kind.__name__, (kind, by), {})
 
 
+def _abstract(build: Callable[[jax.Array], Any], name: str) -> nnx.Module:
+    """Returns the module that `build(key)` returns, with shapes for arrays."""
+    try:
+        abstract = nnx.eval_shape(lambda: build(jax.random.key(0)))
+    except TypeError as error:
+        accepted = "a flax.nnx module, or a function of rngs alone (functools.partial gives it its other arguments)"
+        raise ValueError(f"module must be {accepted}; {name}(rngs=...) fails: {error}") from error
+    check(isinstance(abstract, nnx.Module), "module", name, "a flax.nnx module, or a function of rngs that returns one")
+    return abstract
+
+
 def of_nnx(module: Any, input_shape: tuple[int, ...], dtype: Any, given: str | None) -> Network:
     """Returns the functions of an nnx module, or of one that `module(rngs=...)` makes, see `tasks.network`."""
     name = module_name(module)
@@ -46,12 +58,7 @@ def of_nnx(module: Any, input_shape: tuple[int, ...], dtype: Any, given: str | N
     def build(key):
         return module if isinstance(module, nnx.Module) else module(rngs=nnx.Rngs(key))
 
-    try:
-        abstract = nnx.eval_shape(lambda: build(jax.random.key(0)))
-    except TypeError as error:
-        accepted = "a flax.nnx module, or a function of rngs alone (functools.partial gives it its other arguments)"
-        raise ValueError(f"module must be {accepted}; {name}(rngs=...) fails: {error}") from error
-    check(isinstance(abstract, nnx.Module), "module", name, "a flax.nnx module, or a function of rngs that returns one")
+    abstract = _abstract(build, name)
     kinds = (nnx.Param, nnx.BatchStat, nnx.RngState, ...)
     evaluating, training = training_flag(abstract, name, given)
     graph, of_params, of_statistics, of_rngs, others = nnx.split(abstract, *kinds)

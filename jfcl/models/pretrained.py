@@ -23,11 +23,9 @@ def frozen(task: Task, params: PyTree, *, trainable: Callable[[str], bool], fres
     """Returns the task of a part of a model's parameters; the others are frozen, and kept once for all clients.
 
     A method's `state.params` then has the trained parameters alone, `[K, ...]`, with `None` in the place of the others;
-    only they are sent, averaged, compared and counted as bytes. Inside your own `jax.jit`, the frozen arrays are
-    constants of the program.
-
-    Frozen batch statistics do not move, and their layers normalise with them in training too, as in evaluation. This
-    holds for the batch normalisation of flax modules; a `train` function of `jfcl.models.task` is called as it is.
+    only they are sent, averaged, compared and counted as bytes. Frozen batch statistics do not move, and their layers
+    normalise with them in training too. This holds for the batch normalisation of flax modules; a `train` function of
+    `jfcl.models.task` is called as it is.
 
     Args:
       task: from `jfcl.models`, or your own.
@@ -35,8 +33,8 @@ def frozen(task: Task, params: PyTree, *, trainable: Callable[[str], bool], fres
       trainable: takes a parameter's path (`jfcl.models.parameter_paths(task)`), true for those that are trained.
         Statistics for which it is true move with the batches.
       fresh: whether each of the `K` models draws its trained parameters by `task.init`, as for a new head; default:
-        they are those in `params`, equal in all models. Methods that choose a model by its loss, as IFCA does, need
-        models that differ at the start.
+        they are those in `params`, equal in all models. Methods that choose a model by its loss need models that differ
+        at the start.
 
     Returns:
       `Task`, without `dense_start`. Make it once: programs are compiled for each task object. `jfcl.models.merged`
@@ -64,15 +62,11 @@ def frozen(task: Task, params: PyTree, *, trainable: Callable[[str], bool], fres
 
 
 def merged(task: Task, params: PyTree) -> PyTree:
-    """Returns whole models: the parameters of the task that `frozen` or `lora` was given.
+    """Returns whole models: the parameters of the task that `frozen` or `lora` was given, adapters added.
 
     Args:
       task: from `frozen` or `lora`.
       params: of one model, as `jax.tree.map(lambda p: p[k], state.params)`, or under `jax.vmap` those of several.
-
-    Returns:
-      Parameters with the structure of the `params` that the task was made with, adapters added to their kernels.
-      Cost: a copy of the adapted kernels.
 
     Example:
       >>> import jax, jfcl
@@ -95,9 +89,7 @@ def cache_features(task: Task, params: PyTree, clients: Clients, *, batch_size: 
     test and new clients each need the call. The features are those of evaluation, without dropout.
 
     Args:
-      task: of a model of which the last dense layer is known, as that of flax.linen modules is.
-      params: of one model.
-      clients: with `examples["x"]` `[N, M, ...]`.
+      task, params: of one model of which the last dense layer is known, as that of flax.linen modules is.
       batch_size: inputs at once.
 
     Returns:
@@ -111,10 +103,8 @@ def cache_features(task: Task, params: PyTree, clients: Clients, *, batch_size: 
       >>> import jax, jfcl
       >>> fed = jfcl.data.build("digits", num_clients=4, examples_per_client=20)
       >>> task = jfcl.models.classification(jfcl.models.MLP(10), fed.input_shape, fed.num_classes)
-      >>> train = cache_features(task, task.init(jax.random.key(0)), fed.train)
-      >>> head = jfcl.models.classification(jfcl.models.Linear(10), train.examples["x"].shape[2:], fed.num_classes)
-      >>> head.input_shape
-      (200,)
+      >>> cache_features(task, task.init(jax.random.key(0)), fed.train).examples["x"].shape
+      (4, 20, 200)
     """
     params = fitting(task, params)
     check(task.head is not None, "task", "a model of which the last dense layer is not known", "of a flax.linen module")
@@ -136,10 +126,7 @@ def cache_features(task: Task, params: PyTree, clients: Clients, *, batch_size: 
 
 
 def from_flax(variables: PyTree) -> PyTree:
-    """Returns the parameters of a jfcl task from flax's variables.
-
-    Args:
-      variables: nested dict of the collections of a flax.linen module, `{"params": ..., "batch_stats": ...}`.
+    """Returns the parameters of a jfcl task from flax's variables, the collections of a flax.linen module.
 
     Returns:
       One nested dict, with the statistics of a layer beside its parameters (`BatchNorm_0/mean`).
@@ -161,14 +148,11 @@ def from_flax(variables: PyTree) -> PyTree:
 
 
 def to_flax(task: Task, params: PyTree) -> PyTree:
-    """Returns flax's variables of a model: the inverse of `from_flax`.
+    """Returns flax's variables of a model, `{"params": ...}` and maybe `"batch_stats"`: the inverse of `from_flax`.
 
     Args:
       task: `params` are its own; for a task of `frozen` or `lora`, call `merged` first and give the task before.
       params: nested dict of one model.
-
-    Returns:
-      `{"params": ..., "batch_stats": ...}`; the latter only where the task has statistics.
 
     Example:
       >>> import jax, jfcl

@@ -33,12 +33,8 @@ def batch_norm(train: bool) -> Norm:
 class ResidualBlock(nn.Module):
     """The basic block of a ResNet: two 3 x 3 convolutions, and the input added before the last ReLU.
 
-    Where shapes change, the input passes through a 1 x 1 convolution of the block's stride.
-
-    Attributes:
-      features: channels of the output.
-      stride: of the first convolution.
-      norm: normalisation after each convolution.
+    Where shapes change, the input passes through a 1 x 1 convolution of the block's stride. `features` are the channels
+    of the output, `stride` is that of the first convolution, and `norm` comes after each convolution.
     """
 
     features: int
@@ -97,11 +93,7 @@ class ResNet(nn.Module):
 
 
 class ResNetBatchNorm(ResNet):
-    """`ResNet` with batch normalisation, as published: the same parameters, and running statistics beside them.
-
-    Attributes:
-      num_outputs, width, stages: as in `ResNet`.
-    """
+    """`ResNet` with batch normalisation, as published: the same parameters, and running statistics beside them."""
 
     @nn.compact
     def __call__(self, x: jax.Array, train: bool = False) -> jax.Array:
@@ -153,11 +145,7 @@ class MobileNet(nn.Module):
 
 
 class MobileNetBatchNorm(MobileNet):
-    """`MobileNet` with batch normalisation, as published.
-
-    Attributes:
-      num_outputs, width, blocks: as in `MobileNet`.
-    """
+    """`MobileNet` with batch normalisation, as published."""
 
     @nn.compact
     def __call__(self, x: jax.Array, train: bool = False) -> jax.Array:

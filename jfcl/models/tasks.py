@@ -111,12 +111,6 @@ def mixed_logits(logits: jax.Array, weights: jax.Array) -> jax.Array:
     Args:
       logits: `[K, B, ..., num_classes]`.
       weights: `[K]`, with the sum 1; a model of weight 0 does not count.
-
-    Example:
-      >>> import numpy as np
-      >>> logits = jnp.log(jnp.array([[[0.9, 0.1]], [[0.2, 0.8]]]))
-      >>> np.exp(mixed_logits(logits, jnp.array([0.5, 0.5]))).round(3).tolist()
-      [[0.550000011920929, 0.44999998807907104]]
     """
     each, weights = _counted(jax.nn.log_softmax(_wide(logits)), weights)
     return jax.nn.logsumexp(each, axis=0, b=jnp.broadcast_to(weights, each.shape))
@@ -333,19 +327,17 @@ def regression(
 def in_bfloat16(task: Task) -> Task:
     """Returns `task` with its model in bfloat16, and parameters, their gradients, outputs and losses in float32.
 
-    Rounded copies of the parameters and of `x` enter the model, so that products and activations are bfloat16. What a
-    method does with parameters and updates stays float32: optimisers, similarities, sums.
+    Rounded copies of the parameters and of `x` enter the model, so that products and activations are bfloat16: 8
+    significant bits instead of 24, and half the bytes. What a method does with parameters and updates stays float32:
+    optimisers, similarities, sums. It is meant for GPUs: on a TPU, products of float32 numbers are products of bfloat16
+    ones already.
 
     Args:
       task: from `classification` or `regression`, or your own with batches `{"x": ..., "y": ...}`. (For `frozen` and
         `lora`, this function comes first.)
 
     Returns:
-      `Task`, the same object for the same argument. An activation has 8 significant bits instead of 24, and half the
-      bytes. It is meant for GPUs: on a TPU, products of float32 numbers are products of bfloat16 ones already.
-
-    Raises:
-      ValueError: a task of `frozen` or `lora`.
+      `Task`, the same object for the same argument.
 
     Example:
       >>> import jax, jfcl

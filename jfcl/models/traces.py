@@ -14,13 +14,7 @@ OF_SUMS = (*SAME_VALUES, "broadcast_in_dim")
 
 
 def ends_in_softmax(jaxpr: Any) -> bool:
-    """Returns whether the outputs of a program are exponentials divided by their sum over the last axis.
-
-    Example:
-      >>> import jax, jax.numpy as jnp
-      >>> ends_in_softmax(jax.make_jaxpr(jax.nn.softmax)(jnp.ones((2, 3))).jaxpr)
-      True
-    """
+    """Returns whether the outputs of a program are exponentials divided by their sum over the last axis."""
 
     def made_by(variable: Any, through: tuple[str, ...]) -> Any:
         """Returns the equation of a variable, or of that from which the operations `through` make it."""

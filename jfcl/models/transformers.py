@@ -77,13 +77,10 @@ class ViT(nn.Module):
     Attributes:
       num_outputs: logits.
       patch: height and width of a patch; must divide those of the images.
-      width, depth, heads: numbers per patch, blocks, heads of attention.
+      width, depth, heads: numbers per patch, blocks, heads of attention, which must divide the width.
       hidden: width of a block's hidden layer; default: 4 times `width`.
       pool: "mean", or "token": a class token before the patches, of which the output is used.
       dropout: in training, see `TransformerBlock`, and of the first layer's outputs.
-
-    Raises:
-      ValueError: patches that do not divide the images, heads that do not divide the width; values out of range.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -127,21 +124,14 @@ class GPT(nn.Module):
 
     Token ids `[B, L]` to logits `[B, L, num_outputs]`, which depend on the words up to their position. Positions are
     learned, one fewer than the texts of the task have words, since the last word is never an input; longer texts are
-    refused. Padding, at the end of a text, is seen by no word before it.
-
-    Unlike GPT-2's, the last layer has its own weights (not those of the embedding), so that it can be personal, and
-    attention weights have no dropout.
+    refused. Unlike GPT-2's, the last layer has its own weights (not those of the embedding), so that it can be
+    personal, and attention weights have no dropout.
 
     Source: Radford et al. 2019.
 
     Attributes:
       num_outputs: words of the vocabulary.
-      width, depth, heads: numbers per word, blocks, heads of attention.
-      hidden: width of a block's hidden layer; default: 4 times `width`.
-      dropout: in training, see `TransformerBlock`, and of the embedding.
-
-    Raises:
-      ValueError: heads that do not divide the width; dropout out of range; texts that are too long.
+      width, depth, heads, hidden, dropout: as in `ViT`, of words.
 
     Example:
       >>> import jax, jax.numpy as jnp
