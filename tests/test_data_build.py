@@ -321,7 +321,7 @@ def spoiled(**changes):
         (
             lambda: tagged()._replace(num_classes="4"),
             {},
-            "num_classes .None for a regression. must be an integer, at least 1",
+            "num_classes .* must be an integer, at least 1",
         ),
         (lambda: tuple(tagged()), {}, "dataset must be a jfcl.data.Dataset, got 'tuple'"),
         (
@@ -403,7 +403,7 @@ def test_what_may_be_a_map_is_not_left_behind(shape, tmp_path):
         ({"more": {"w": np.full(40, np.nan)}}, r"\['more'\]\['w'\]: NaN or infinity in 40"),
         (
             {"x": np.zeros((40, 3, 8, 8), np.float32)},
-            r"must be \[n, H, W, C\], with their channels last .*, got \[40, 3, 8, 8\]",
+            r"with their channels last .*, got \[40, 3, 8, 8\]",
         ),
         ({"x": np.zeros((40, 8, 8), np.uint16)}, r"images must be of floating-point numbers.*got .uint16 \[8, 8\]"),
         ({"x": np.zeros((40, 64), np.uint8)}, r"images must be of floating-point numbers.*got .uint8 \[64\]"),
