@@ -35,9 +35,9 @@ def from_arrays(clients: Iterable[Any], *, channels_first: bool | None = None, p
 
     Raises:
       ValueError: no clients; a client that is no such pair, or has no examples; different numbers of inputs and
-        targets; inputs of different shapes (with both); missing values; numbers that float32 or int32 cannot hold;
-        images of unknown white, such as integers of 32 bits; a shape that does not show where the channels are; a
-        column of frames that numbers the rows, such as the index in a saved csv (`Unnamed: 0`).
+        targets; inputs of different shapes; missing values; numbers that float32 or int32 cannot hold; images of
+        unknown white, such as integers of 32 bits; a shape that does not show where the channels are; a column of
+        frames that numbers the rows, such as the index in a saved csv (`Unnamed: 0`).
 
     Example:
       >>> clients = from_arrays([(np.ones((2, 3)), [0, 1]), {"image": np.ones((1, 3)), "label": [1]}])
@@ -53,18 +53,14 @@ def from_arrays(clients: Iterable[Any], *, channels_first: bool | None = None, p
 def from_torch(datasets: Iterable[Any], *, channels_first: bool | None = None, pad_to: int | None = None) -> Clients:
     """Stacks one `torch.utils.data.Dataset` per client: any object with `len` and rows `(x, y)` at `0 .. len-1`.
 
-    PyTorch is not needed: a row may hold tensors, arrays, numbers or images.
+    PyTorch is not needed: a row may hold tensors, arrays, numbers or images, or be a dictionary, with further arrays.
 
     Args:
-      datasets: of each client its data set, a `torch.utils.data.Subset` for example. Every row is read once. A row may
-        be a dictionary, with further arrays, as in `from_arrays`.
+      datasets: of each client its data set, a `torch.utils.data.Subset` for example. Every row is read once.
       channels_first, pad_to: as in `from_arrays`. Images of PIL have their channels last already.
 
     Returns:
       `Clients`, as from `from_arrays`.
-
-    Raises:
-      ValueError: a client without such rows, or of none; those of `from_arrays`.
 
     Example:
       >>> rows = [(np.zeros((3, 8, 8), np.float32), 1), (np.ones((3, 8, 8), np.float32), 0)]

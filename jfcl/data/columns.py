@@ -109,16 +109,13 @@ def from_huggingface(dataset: Any, *, name: str = "huggingface", **options: Any)
     81 tokens of `jfcl.data.tokenize(dataset, length=81)` for a language model.
 
     Args:
-      dataset: a `datasets.Dataset` or `IterableDataset`; or a dictionary of splits, of which "train" is read, and
-        "test" if it is there.
+      dataset: a `datasets.Dataset` or `IterableDataset`; or a dictionary of splits, of which "train" and "test" are
+        read.
       options: `by`, `x`, `y`, `kind`, `scale`, `extra`, `tokens` and `channels_first` of `from_frame`; the default of
         `x` is the column "x", "image", "text" or another usual name.
 
     Returns:
       `Dataset`, in memory as a whole; the number of classes is that of a `ClassLabel`, where there is one.
-
-    Raises:
-      ValueError: those of `from_frame`; other than data sets of `datasets`; a dictionary without "train".
 
     Example:
       >>> rows = {"text": ["a cat", "a dog", "no"], "label": [0, 1, 1], "user": [7, 7, 3]}

@@ -254,9 +254,6 @@ def by_distribution(labels, num_clients: int, *, distribution, seed: Seed) -> li
       List of `N` sorted index arrays: every count is within one of its share. They hold every example of the labels
       with a positive entry in their column.
 
-    Raises:
-      ValueError: a table of another shape, or with negative or infinite entries; a client without examples.
-
     Source: `DistributionPartitioner` of flwr-datasets.
 
     Example:

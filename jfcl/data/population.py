@@ -24,19 +24,18 @@ class Population(NamedTuple):
       dropout: the probability, in [0, 1), that a sampled client does not answer. It then counts as a client without
         examples, and its row stays as it is.
       stragglers: over-selection, 0 or more: `C (1 + stragglers)` clients are drawn, and the first `C` answers, in
-        random order, make up the round. The others are cut: they count as drawn (`asked`), but their work and bytes do
-        not count.
+        random order, make up the round. The others count as drawn (`asked`), but their work and bytes do not count.
       remember: for a method that keeps each client's last update (`cfl` with `cohort=C`): the number of clients outside
         the cohort, those with the latest updates, that are compared with the cohort. Default: 1,000, or all. Their
         rows, which hold the updates, are copied to the device in every round; their examples are not.
       join: `(key, clients) -> state`, which gives new clients their first rows; default: `algorithm.init`. Required if
-        that learns models from the clients: for IFCA with restarts, pass the init of IFCA without restarts; the first
-        cohort then decides.
+        that learns models from the clients: for IFCA with restarts, the init of IFCA without; the first cohort then
+        decides.
       change: `(clients) -> clients`, of NumPy arrays: applied to every cohort after it is gathered, for example
         `jfcl.attacks.poison` for malicious clients.
       evaluate: the number of evaluated clients, drawn once; or their ids.
       rows_in_memory: bytes of rows of all clients beyond which they are memory-mapped, in the run's folder if it has
-        one. Of no effect on a run that is resumed: its rows stay where they were.
+        one. Of no effect on a run that is resumed.
 
     Example:
       >>> import numpy as np

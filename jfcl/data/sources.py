@@ -27,16 +27,15 @@ def load(name: str, data_dir: str | os.PathLike | None = None) -> Dataset:
     Args:
       name: a name in `DATASETS`, or any image data set of tensorflow-datasets ("kmnist", "emnist/balanced", ...).
       data_dir: the folder of official files (a sub-folder per data set); default: the environment variable
-        `JFCL_DATA_DIR`. Without either, tensorflow-datasets (TFDS) is the source. For a name that is not in
-        `DATASETS`, `data_dir` may also be a TFDS directory with prepared array_record data sets.
+        `JFCL_DATA_DIR`. Without either, tensorflow-datasets (TFDS) is the source. For a name that is not in `DATASETS`,
+        `data_dir` may also be a TFDS directory with prepared array_record data sets.
 
     Returns:
       A `Dataset`. Official files may be gzipped, xz-compressed or plain; their content's SHA-256 is verified.
 
     Raises:
-      ValueError: an unknown name; files that are missing (with their names, the places searched, and how to get them)
-        or corrupted (with the expected and the found digest); a TFDS data set that is neither prepared nor can be
-        prepared here.
+      ValueError: an unknown name; files that are missing (with the places searched, and how to get them) or corrupted;
+        a TFDS data set that is neither prepared nor can be prepared here.
 
     Example:
       >>> digits = load("digits")

@@ -36,8 +36,7 @@ class Field(NamedTuple):
       shape: of one example.
       dtype: the type in a cohort.
       stored: the type on disk; where it is not `dtype`, values are rounded to the nearest one of this type.
-      per_unit: 255 for pixels that are kept as bytes.
-      offset: the value of a stored 0.
+      per_unit: 255 for pixels that are kept as bytes; offset: the value of a stored 0.
     """
 
     shape: tuple[int, ...]
@@ -79,9 +78,6 @@ def read_store(path: Path) -> tuple[dict[str, Any], dict[str, Field], dict[str, 
 
     A store may come from elsewhere: the names of its files must be those of its own arrays, and clients' examples must
     lie within them, which `gather` does not check.
-
-    Raises:
-      ValueError: a file that is missing, cut short, or other than jfcl would write it.
     """
     about = read_json(path / "store.json", check_format=FORMAT)
     try:

@@ -26,18 +26,14 @@ def ifca_regression(
     """Draws linear regressions with one true vector per cluster: `y = <x, theta*_k> + noise`, `x ~ N(0, I)`.
 
     Args:
-      radius: the paper's R. `reading="norm"` (the paper): `theta*` is a Bernoulli(0.5) vector scaled to norm
-        R. `reading="coordinate"` (the authors' code): its coordinates are 0 or R.
+      radius: the paper's R. `reading="norm"` (the paper): `theta*` is a Bernoulli(0.5) vector scaled to norm R.
+        `reading="coordinate"` (the authors' code): its coordinates are 0 or R.
       noise: standard deviation sigma of the noise.
       test_examples: test examples per client, drawn the same way.
 
     Returns:
       A `Federation` with `x` `[N, M, d]` and `y` `[N, M]` float32; `truth` is `theta*`, `[K, d]` float32. The vectors
       are drawn until none is zero and all differ; for `d` above 20 or so, the first draw is enough.
-
-    Raises:
-      ValueError: a count below 1; more clusters than clients, or than non-zero vectors in `{0, 1}^d`; a
-        negative or infinite `radius` or `noise`.
 
     Source: IFCA, section 6.1 (figure 3).
 
@@ -66,9 +62,7 @@ def fc_regression(
     test_examples: int = 10,
     seed: int = 0,
 ) -> Federation:
-    """Draws linear regressions in which the inputs differ too: `x ~ N(k 1, I)`, `y = <x, theta*_k>`.
-
-    `k` counts from 1 here; the paper does not specify its first value.
+    """Draws linear regressions in which the inputs differ too: `x ~ N(k 1, I)`, `y = <x, theta*_k>`, with `k` from 1.
 
     Args:
       radius: `theta*_k` has coordinates 0 or `radius` (R = 100 in the paper), each with probability 0.5.
@@ -77,9 +71,6 @@ def fc_regression(
     Returns:
       A `Federation` of `K * clients_per_cluster` clients as from `ifca_regression`. With fewer examples than dimensions
       (the paper's 9 and 10) a client's data do not determine its `theta*`.
-
-    Raises:
-      ValueError: as `ifca_regression`.
 
     Source: FC, section 4.1 (figures 2 and 3).
 

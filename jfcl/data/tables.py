@@ -56,12 +56,7 @@ def _check_names(names: list[Any], where: str) -> None:
 
 
 def is_file(name: Any) -> bool:
-    """Returns whether a name is that of a file with a table, by its suffix.
-
-    Example:
-      >>> is_file("shop.CSV"), is_file("data/shop.csv.gz"), is_file("digits")
-      (True, True, False)
-    """
+    """Returns whether a name is that of a file with a table, by its suffix: `.csv`, `.tsv`, `.parquet`, also packed."""
     return isinstance(name, str | os.PathLike) and _FILE.search(os.fspath(name)) is not None
 
 
@@ -106,12 +101,9 @@ def names_in(values: Any, where: str) -> list[str]:
 def row_numbers(columns: dict[Any, list[np.ndarray]]) -> list[Any]:
     """Returns the columns that number the rows of a table, or of a larger one that it was a part of.
 
-    Args:
-      columns: of each column its values in every split.
-
-    Returns:
-      Those with the name that an index gets in a file, and different integers; and those with the integers from 0 or 1
-      on (in 10 rows or more), in any order: in training, whose test split may begin anew, or in all splits together.
+    These are those with the name that an index gets in a file, and different integers; and those with the integers from
+    0 or 1 on (in 10 rows or more), in any order: in training, whose test split may begin anew, or in all splits
+    together. `columns` has the values of each in every split.
     """
 
     def number(name, values):
@@ -237,10 +229,6 @@ def read_rows(frame: Any, table: dict[str, Any]) -> dict[str, np.ndarray]:
 
     Returns:
       `{"x": [n, ...], "y": [n]}`, without `"y"` where the frame has no column of the targets.
-
-    Raises:
-      ValueError: a column that is missing, a name or a label that training does not have, and the errors of
-        `from_frame`.
 
     Example:
       >>> import jfcl, pandas as pd

@@ -18,12 +18,7 @@ _DATE = re.compile(r"\s*(\d{1,4}[-/.]\d{1,2}[-/.]\d{1,4}([T\s].*)?|\d{1,2}:\d{2}
 
 
 def written_number(text: Any) -> bool:
-    """Returns whether a value is a text with a number, a date or a time.
-
-    Example:
-      >>> [written_number(text) for text in ("1,5", " 3", "$1'000", "2024-01-31", "3+", "a 3")]
-      [True, True, True, True, False, False]
-    """
+    """Returns whether a value is a text with a number, a date or a time, such as "1,5", "$1'000" or "2024-01-31"."""
     return isinstance(text, str) and bool(_NUMBER.fullmatch(text) or _DATE.fullmatch(text))
 
 

@@ -21,13 +21,13 @@ def tokenize(dataset: Dataset, *, vocab_size: int = 10_000, length: int = 32) ->
     """Replaces texts by rows of token ids.
 
     Id 0 is padding, 1 any token that is not in the vocabulary; 2 and above are the most frequent tokens of the
-    *training* split, most frequent first, ties in alphabetical order. Labels are kept: the targets of a language model
-    are `x` shifted by one, and the labels distinguish topics.
+    *training* split, most frequent first, ties in alphabetical order. The targets of a language model are `x` shifted
+    by one, and the labels, which stay, distinguish topics.
 
     Words (`dataset.tokens`) are runs of letters and digits, and single punctuation marks but for `_`, in lower case.
-    Texts are cut to `length` tokens. Characters are kept as they are, and a text becomes as many rows as it needs: a
-    row begins with the last character of the row before, so that every character but the first is a target once. Texts
-    with fewer than two characters are dropped. Further arrays of an example are those of each of its rows.
+    Texts are cut to `length` tokens. Characters stay as they are, and a text becomes as many rows as it needs: a row
+    begins with the last character of the row before, so that every character but the first is a target once. Texts with
+    fewer than two characters are dropped. Further arrays of an example are those of each of its rows.
 
     Args:
       dataset: a data set of strings (`load("ag_news")`, `load("tiny_shakespeare")`).
@@ -36,10 +36,6 @@ def tokenize(dataset: Dataset, *, vocab_size: int = 10_000, length: int = 32) ->
 
     Returns:
       `(dataset, vocabulary)`: `x` is int32 `[n, L]`; `vocabulary[id]` is the token of an id.
-
-    Raises:
-      ValueError: a data set that is not text; `vocab_size` below 3; a `length` that is too small, or too large for the
-        memory.
 
     Example:
       >>> x = np.array(["A cat, a dog", "a cow"])
