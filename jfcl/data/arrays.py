@@ -101,8 +101,7 @@ def _stacked(clients: Iterable[dict[str, Any]], channels_first: bool | None, pad
     xs, moved = inputs_of(inputs(), channels_first)
     if columns and columns[0]:
         numbers = row_numbers({name: [values] for name, values in zip(columns[0], np.concatenate(xs).T, strict=True)})
-        accepted = "of inputs: these number the rows of all clients; drop them, or give arrays (frame.to_numpy())"
-        check(not numbers, "x: columns", numbers, accepted)
+        check(not numbers, "x: columns", numbers, "of inputs: these number the rows of all clients; drop them")
     parts = [_client(f"client {i}", x, parts, moved) for i, (x, parts) in enumerate(zip(xs, others, strict=True))]
     stacked = stack_clients(parts, pad_to=pad_to)
     as_float32 = jax.tree.map(lambda x: x.astype(np.float32) if x.dtype == np.float64 else x, stacked.examples)

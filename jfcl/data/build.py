@@ -122,8 +122,9 @@ def build(
     check_choice("reuse", reuse, ["auto", "none", "cluster"])
     if newcomer_examples is not None:
         check_count("newcomer_examples", newcomer_examples)
-    fits = distribution is None or partition == "distribution"
-    check(fits, "distribution", distribution, f"left out for partition={partition!r}")
+    check(
+        distribution is None or partition == "distribution", "distribution", distribution, f"left out for {partition!r}"
+    )
     clients = num_clients, num_clusters, heterogeneity, partition, examples_per_client, test_fraction, seed
     rules = pools.Rules(*clients, labels_per_client, alpha, exponent, min_size, distribution)
     split = pools.split_dataset(dataset, rules, PARTITIONS, data_dir)
@@ -194,11 +195,11 @@ def _newcomers(split: pools.Split, count: int) -> tuple[Rows, np.ndarray, pools.
     """Returns the rows and the clusters of new clients of `count` test examples, and the examples of these rows."""
     rules, dataset, parts, cluster = split.rules, split.dataset, [], []
     if rules.partition == "writer":
-        accepted = f"left out for {dataset.name!r}: it has no test split with writers of its own"
-        check(dataset.test is not None, "newcomer_examples", count, accepted)
+        check(
+            dataset.test is not None, "newcomer_examples", count, "left out without a test split with further writers"
+        )
         known = np.isin(dataset.writer["test"], dataset.writer["train"])
-        accepted = "left out: all writers of the test split are in training, too"
-        check(not known.all(), "newcomer_examples", count, accepted)
+        check(not known.all(), "newcomer_examples", count, "left out: all writers of the test split are in training")
         rng = np.random.default_rng((rules.seed, pools.NEWCOMERS))
         parts = by_writer(np.where(known, -1, dataset.writer["test"]), seed=0)
         parts = [np.sort(rng.permutation(part)[:count]) for part in parts]

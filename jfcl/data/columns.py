@@ -132,7 +132,7 @@ def from_huggingface(dataset: Any, *, name: str = "huggingface", **options: Any)
     tables = {}
     for split in [split for split in SPLITS if split in splits]:
         table = splits[split]
-        accepted = "of Hugging Face's datasets (datasets.load_dataset, load_from_disk)"
+        accepted = "of Hugging Face's datasets (load_dataset, load_from_disk)"
         check(hasattr(table, "column_names"), "dataset", type(table), accepted)
         names = list(table.column_names or next(iter(table), ()))  # a stream may not know them
         tables[split] = Table(names, partial(_read, table), getattr(table, "features", None) or {})
@@ -255,8 +255,7 @@ def as_dataset(
     words = [name if by is None else f"{name}, by {by}", described(table)]
     if num_classes is not None and "test" in read:
         known, where = np.isin(labels["test"], labels["train"]), f"column {target!r} of the split 'test'"
-        accepted = "labels of which some occur in training, as where labels are known"
-        check(known.any(), where, np.unique(labels["test"])[:8].tolist(), accepted)
+        check(known.any(), where, np.unique(labels["test"])[:8].tolist(), "labels of which some occur in training")
         new = [str(names[label] if names else label) for label in np.unique(labels["test"][~known])[:8].tolist()]
         words += [f"labels that only the test split has: {', '.join(new)}"] if new else []
     return Dataset(name, read["train"], read.get("test"), num_classes, writer, "; ".join(words), keys, tokens, table)

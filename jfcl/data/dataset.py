@@ -68,9 +68,8 @@ def normalised(dataset: Any, *, texts: bool = False) -> Dataset:
         f"those of training, {shapes[0]}",
     )
     if writer is not None:
-        accepted = 'a dict with the writer ids of each split, such as {"train": ids}'
         fits = isinstance(writer, dict) and all(of in writer for of in wheres)
-        check(fits, f"{wheres['train']}: writer", type(writer).__name__, accepted)
+        check(fits, f"{wheres['train']}: writer", type(writer).__name__, "a dict with the writer ids of each split")
         writer = {of: as_numpy(ids, f"{name}: writer") for of, ids in writer.items()}
         for of, where in wheres.items():
             ids, n = np.asarray(writer[of]), len(splits[of]["x"])
@@ -91,25 +90,20 @@ def _split(split: Any, where: str, num_classes: int | None, texts: bool) -> dict
                 return values
         return array_of(values, of)
 
-    split = jax.tree_util.tree_map_with_path(array, split) if isinstance(split, dict) else split
-    kinds = {of: type(v).__name__ for of, v in split.items()} if isinstance(split, dict) else type(split).__name__
-    whole = isinstance(split, dict) and all(hasattr(split.get(of), "dtype") for of in ("x", "y"))
-    check(whole, where, kinds, "a dict with arrays 'x' and 'y'")
+    split = jax.tree_util.tree_map_with_path(array, split) if isinstance(split, dict) else {}
+    whole = all(getattr(split.get(of), "ndim", 0) > 0 for of in ("x", "y"))
+    kinds = {of: type(values).__name__ for of, values in split.items()}
+    check(whole, where, kinds, "a dict with arrays 'x' and 'y', with an entry for each example")
     x, y = split["x"], split["y"]
-    for of in ("x", "y"):
-        check(split[of].ndim > 0, f"{where}: {of}", split[of], "an array with an entry for each example")
     check(len(x) > 0 and x.size > 0, f"{where}: the shape of the inputs", list(x.shape), "without a 0")
 
     # Inputs.
     if x.dtype.kind in "fiu":
         is_bytes = x.dtype.kind in "iu" and (x.ndim > 2 or x.dtype == np.uint8)
-        what = f"{x.dtype} {list(x.shape[1:])} in {x.min()}..{x.max()}" if is_bytes else ""
         accepted = "of floating-point numbers, such as x / 255; token ids are int32 [n, L]"
-        check(not is_bytes, f"{where}: images", what, accepted)
+        check(not is_bytes, f"{where}: images", f"{x.dtype} {list(x.shape)}", accepted)
         is_first = x.ndim == 4 and x.shape[1] <= 4 < min(x.shape[2:])
-        accepted = (
-            "[n, H, W, C], with their channels last (np.moveaxis(x, 1, -1) moves them; volumes have a fifth axis)"
-        )
+        accepted = "[n, H, W, C], with channels last: np.moveaxis(x, 1, -1) moves them (volumes have a fifth axis)"
         check(not is_first, f"{where}: images", list(x.shape), accepted)
     else:
         accepted = "numbers; jfcl.data.tokenize turns texts into ids, jfcl.data.from_frame images of PIL into arrays"
@@ -125,8 +119,9 @@ def _split(split: Any, where: str, num_classes: int | None, texts: bool) -> dict
         if values.ndim <= 2 and (values.dtype.kind == "f" or (of == "inputs" and values.ndim == 1)):
             check_apart(f"{where}: {of}", values)
     if num_classes is not None:
-        accepted = "a vector of integers, a label for each input (y.astype(np.int32) makes whole numbers so), or"
-        accepted += " num_classes=None for a regression"
+        accepted = (
+            "a vector of integers, a label for each input (y.astype(np.int32)); a regression has num_classes=None"
+        )
         check(y.ndim == 1 and y.dtype.kind in "iu", f"{where}: y", f"{y.dtype} {list(y.shape)}", accepted)
         fits = y.min() >= 0 and y.max() < num_classes
         check(fits, f"{where}: labels", [int(y.min()), int(y.max())], f"in 0..{num_classes - 1}")

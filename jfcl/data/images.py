@@ -50,9 +50,7 @@ def picture(image: Any, where: str) -> np.ndarray:
     else:
         values = np.asarray(image)
         known = image.mode == "F" and (values >= 0).all() and (values <= 1).all()
-        what = (
-            f"an image of mode {image.mode!r}, of unknown white, with values from {values.min():g} to {values.max():g}"
-        )
+        what = f"one of mode {image.mode!r}, of unknown white, in {values.min():g}..{values.max():g}"
         accepted = "an array in [0, 1], such as np.asarray(image) / 65535 for 16 bits"
         check(known, where, what + " and transparency" * transparent, accepted)
     return values if values.ndim == 3 else values[..., None]
@@ -119,7 +117,7 @@ def images_or_ids(array: np.ndarray, where: str) -> np.ndarray:
     """
     what = f"{array.dtype} of shape {list(array.shape[1:])} an example"
     accepted = (
-        "images as [n, H, W] or divided by 255, features as float32, or token ids as int32; bytes may be any of them"
+        "images [n, H, W] or divided by 255, features as float32, or token ids as int32: bytes may be any of them"
     )
     check(array.ndim != 2 or array.dtype != np.uint8, where, what, accepted)
     if array.dtype.kind not in "biu" or array.ndim <= 2:
@@ -140,9 +138,7 @@ def has_channels_first(shape: tuple[int, ...], where: str, given: bool | None) -
         return False
     first, middle, last = shape[1:]
     is_first = first <= 4 < min(middle, last)
-    accepted = (
-        f"True for [C, H, W], or False for [H, W, C]: {where} has shape {[first, middle, last]}, which may be both"
-    )
+    accepted = f"True for [C, H, W], False for [H, W, C]: {where} has shape {[first, middle, last]}, which may be both"
     check(given is not None or is_first or last <= 4 < first, "channels_first", None, accepted)
     return is_first if given is None else given
 

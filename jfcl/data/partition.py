@@ -311,8 +311,8 @@ def as_distribution(distribution, num_clients: int, num_labels: int | None = Non
 def _as_labels(labels, num_clients: int, examples_per_client: int | None = None) -> np.ndarray:
     """Returns labels as an array, enough of them for all clients."""
     labels = np.asarray(labels)
-    fits = labels.ndim == 1 and labels.dtype.kind in "iu"
-    check(fits, "labels", f"{labels.dtype} {labels.shape}", "a vector of integers")
+    is_vector = labels.ndim == 1 and labels.dtype.kind in "iu"
+    check(is_vector, "labels", f"{labels.dtype} {labels.shape}", "a vector of integers")
     _check_enough(len(labels), num_clients, examples_per_client)
     return labels
 

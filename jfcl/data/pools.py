@@ -88,10 +88,8 @@ def split_dataset(dataset: Dataset | str, rules: Rules, partitions: Iterable[str
         check_count("num_clients", rules.num_clients)
         check_at_most_clients("num_clusters", rules.num_clusters, rules.num_clients)
     differ = rules.num_clusters == 1 or heterogeneity != "none" or partition == "distribution"
-    differing = ", ".join(name for name in HETEROGENEITY if name != "none")
-    accepted = (
-        f"given for num_clusters={rules.num_clusters}, one of {differing}: with 'none' the clusters do not differ"
-    )
+    others = ", ".join(name for name in HETEROGENEITY if name != "none")
+    accepted = f"given for num_clusters={rules.num_clusters}, one of {others}: with 'none' the clusters do not differ"
     check(differ, "heterogeneity", heterogeneity, accepted)
     dataset = normalised(dataset)
     if partition == "writer":
@@ -163,8 +161,9 @@ def _left_out(split: Split) -> str:
     """Returns in words which writers cannot be clients, of those in training; raises `ValueError` where none can."""
     writers = np.unique(split.train.kind[split.train.kind >= 0])
     alone = np.setdiff1d(writers, clients_of(split))
-    accepted = f"another one for {split.dataset.name!r}: no writer has two examples, of which one is to be tested on"
-    check(len(alone) < len(writers), "partition", "writer", accepted)
+    check(
+        len(alone) < len(writers), "partition", "writer", "another one: no writer has two examples, one to be tested on"
+    )
     if not len(alone):
         return ""
     names = split.dataset.writer_names

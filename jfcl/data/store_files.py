@@ -200,8 +200,8 @@ class StoreWriter:
 
     def examples(self, examples: dict[str, Any], where: str) -> int:
         """Writes some examples, and returns their number."""
-        accepted = "a dict of arrays, {'x': ..., 'y': ...}"
-        check(isinstance(examples, dict) and len(examples) > 0, where, type(examples).__name__, accepted)
+        filled = isinstance(examples, dict) and len(examples) > 0
+        check(filled, where, type(examples).__name__, "a dict of arrays, {'x': ..., 'y': ...}")
         arrays = {}
         for name, values in examples.items():
             array = np.asarray(as_numpy(values, f"{where}: {name}"))

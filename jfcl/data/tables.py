@@ -239,8 +239,7 @@ def read_rows(frame: Any, table: dict[str, Any]) -> dict[str, np.ndarray]:
       >>> rows["x"].tolist(), rows["y"].tolist(), data.table["labels"]
       ([[0.0, 1.0, 0.0]], [1], ['no', 'yes'])
     """
-    accepted = "how a table was read, as Dataset.table"
-    check(isinstance(table, dict) and "inputs" in table, "table", table, accepted)
+    check(isinstance(table, dict) and "inputs" in table, "table", table, "how a table was read, as Dataset.table")
     frame = frame_of(frame, "frame")
     target = table["target"]
     targets = target if isinstance(target, list) else [target]

@@ -41,8 +41,7 @@ def targets_of(
         return single and all((array == np.rint(array)).all() for array in arrays.values())
 
     if kind == "regression" or (kind is None and floats):
-        accepted = f"classification, or left out: {where} holds other values than numbers"
-        check("O" not in kinds, "kind", kind, accepted)
+        check("O" not in kinds, "kind", kind, f"classification, or left out: {where} holds other values than numbers")
         every = {split: as_type(np.float32, array, where) for split, array in arrays.items()}
         if kind is None and whole(every):
             some = ", ".join(map(str, np.unique(every["train"])[:4].tolist()))

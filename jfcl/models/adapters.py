@@ -135,8 +135,7 @@ def _targets(task: Task, params: PyTree, targets: Callable[[str], bool] | None) 
     is_statistic = task.statistics or (lambda path: False)
     shapes = {name: x.shape for name, x in named_parameters(params).items()}
     matrices = {name: shape for name, shape in shapes.items() if len(shape) == 2 and not is_statistic(name)}
-    accepted = "a function of a parameter's path, such as 'Dense_0/kernel'"
-    check(targets is None or callable(targets), "targets", targets, accepted)
+    check(targets is None or callable(targets), "targets", targets, "a function of a parameter's path")
     is_kernel = lambda name: name in matrices and name.rpartition("/")[2] == "kernel"  # noqa: E731
     names = list(filter(targets or is_kernel, shapes))
     accepted = "true for some of the matrices alone: " + ", ".join(f"{n} {shape}" for n, shape in matrices.items())

@@ -95,8 +95,7 @@ def _language_model(module: Any, length: int, vocab_size: int, training_argument
 
 
 def _check_ids(x: jax.Array, length: int, vocab_size: int) -> None:
-    accepted = "token ids, which are integers (jfcl.data.tokenize makes them from texts)"
-    check(jnp.issubdtype(x.dtype, jnp.integer), "x", x.dtype, accepted)
+    check(jnp.issubdtype(x.dtype, jnp.integer), "x", x.dtype, "token ids, which are integers (jfcl.data.tokenize)")
     check(x.ndim == 2 and x.shape[1] == length, "x", x.shape, f"token ids of shape (B, {length})")
     if is_concrete(x) and x.size:
         low, high = int(x.min()), int(x.max())

@@ -170,9 +170,7 @@ def network(
     check(not is_class, "module", f"the class {name}", f"an instance of a flax.linen module, such as {name}(...)")
     of_images = kind.__module__.startswith("jfcl.models") and kind not in DENSE_FIRST
     is_first = len(input_shape) == 3 and input_shape[0] <= 4 < min(input_shape[1:])
-    accepted = (
-        f"[H, W, C] for {name}; jfcl.data.from_torch and from_arrays move channels that are first (channels_first)"
-    )
+    accepted = f"[H, W, C] for {name}; jfcl.data.from_torch and from_arrays move channels that are first"
     check(not (is_first and of_images), "input_shape", input_shape, accepted)
     if isinstance(module, nn.Module):
         net = of_linen(module, input_shape, dtype, training_argument)
@@ -293,9 +291,8 @@ def classification(
       15010
     """
     accepted = (
-        "the number of labels; a data set without has targets of a regression: use jfcl.models.regression, or make"
+        "the number of labels; for targets of a regression use jfcl.models.regression, or make them integers from 0"
     )
-    accepted += " its targets labels (integers from 0, kind='classification')"
     check(num_classes is not None, "num_classes", num_classes, accepted)
     check_count("num_classes", num_classes)
     shape = check_shape("input_shape", input_shape)
@@ -347,7 +344,7 @@ def in_bfloat16(task: Task) -> Task:
       (dtype('float32'), dtype('float32'))
     """
     check_task(task)
-    accepted = "one with all its parameters: give in_bfloat16(task) to frozen or lora, instead of their result"
+    accepted = "one with all its parameters: give in_bfloat16(task) to frozen or lora"
     check(task.merge is None, "task", "one with frozen parameters", accepted)
 
     def narrow(tree):

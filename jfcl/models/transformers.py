@@ -104,8 +104,7 @@ class ViT(nn.Module):
         _check(self.width, self.heads, self.dropout)
         b, h, w, c = x.shape
         p = self.patch
-        fits = h % p == 0 and w % p == 0
-        check(fits, "patch", p, f"a divisor of the images' height and width, {h} and {w}")
+        check(h % p == 0 and w % p == 0, "patch", p, f"a divisor of the images' height and width, {h} and {w}")
         x = x.reshape(b, h // p, p, w // p, p, c).swapaxes(2, 3).reshape(b, -1, p * p * c)
         x = nn.Dense(self.width, name="patches")(x)
         if self.pool == "token":
