@@ -44,9 +44,9 @@ def picture(image: Any, where: str) -> np.ndarray:
     transparent = getattr(image, "has_transparency_data", "transparency" in image.info)
     if image.mode in _SHOWN_IN:
         mode = _SHOWN_IN[image.mode]
-        values = _divided(np.asarray(image.convert(_TRANSPARENT.get(mode, mode) if transparent else mode)))
+        values = unit(np.asarray(image.convert(_TRANSPARENT.get(mode, mode) if transparent else mode)))
     elif image.mode.startswith("I;16") and not transparent:
-        values = _divided(np.asarray(image))
+        values = unit(np.asarray(image))
     else:
         values = np.asarray(image)
         known = image.mode == "F" and (values >= 0).all() and (values <= 1).all()
@@ -124,7 +124,7 @@ def images_or_ids(array: np.ndarray, where: str) -> np.ndarray:
         return array
     accepted = "uint8 (white is 255), uint16 (65535), or divided by its white, for images (token ids have one axis)"
     check(array.dtype.name in WHITE, where, f"images of unknown white, {what}", accepted)
-    return _divided(array if array.ndim > 3 else array[..., None])
+    return unit(array if array.ndim > 3 else array[..., None])
 
 
 def has_channels_first(shape: tuple[int, ...], where: str, given: bool | None) -> bool:
@@ -148,6 +148,6 @@ def channels_last(array: np.ndarray) -> np.ndarray:
     return np.ascontiguousarray(np.moveaxis(array, 1, -1))
 
 
-def _divided(array: np.ndarray) -> np.ndarray:
+def unit(array: np.ndarray) -> np.ndarray:
     """Returns integers of a type in `WHITE`, or truths, as float32 in `[0, 1]`."""
     return np.divide(array, np.float32(WHITE[array.dtype.name]), dtype=np.float32)

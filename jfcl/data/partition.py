@@ -40,11 +40,8 @@ def stratified(labels, num_clients: int, *, seed: Seed, examples_per_client: int
     """Divides the examples, sorted by label, in turn, into equal parts with every label's share.
 
     With few examples on a client, `iid` leaves many clients without some of the labels. Here the counts of a label
-    differ by at most one between clients, and each client has every label with a share of at least one example.
-
-    Args:
-      examples_per_client: every client gets exactly that many, evenly spaced in that order; `None`: all examples are
-        divided, and sizes differ by at most one.
+    differ by at most one between clients, and each client has every label with a share of at least one example. With
+    `examples_per_client`, each has exactly that many, evenly spaced in that order.
 
     Example:
       >>> labels = np.repeat([0, 1, 2], [60, 30, 30])
@@ -86,10 +83,7 @@ def by_writer(writer, num_clients: int | None = None, *, seed: Seed) -> list[np.
 
 
 def by_sizes(num_examples: int, sizes, *, seed: Seed) -> list[np.ndarray]:
-    """Divides a random permutation into parts of the given sizes.
-
-    Args:
-      sizes: `[N]` positive integers with a sum of at most `num_examples`; the other examples stay unused.
+    """Divides a random permutation into parts of `sizes`, positive integers; the other examples stay unused.
 
     Example:
       >>> [len(part) for part in by_sizes(10, [5, 1, 2], seed=0)]
@@ -116,7 +110,7 @@ def power_law(
 
     Args:
       num_examples: `n`, or the labels `[n]`.
-      exponent: at least 0; 0 gives equal sizes.
+      exponent: at least 0, which gives equal sizes.
       seed: of the order of the sizes among the clients.
       min_size: the examples that every client gets first; the others are divided by the power law.
       examples_seed: of the division of the examples; default: `seed`.
@@ -138,10 +132,8 @@ def power_law(
 def by_label(labels, num_clients: int, *, labels_per_client: int = 2, seed: Seed) -> list[np.ndarray]:
     """Cuts the examples, sorted by label, into `N * labels_per_client` equal shards, and deals those to clients.
 
-    A shard at the border between two labels holds both, so a client may have a few labels more than
-    `labels_per_client`. With classes of equal size, and a number of shards that divides them, it has no more.
-
-    All examples are divided, and sizes differ by at most `labels_per_client`.
+    A shard at the border between two labels holds both, so a client may have a few labels more. With classes of equal
+    size, and a number of shards that divides them, it has no more.
 
     Source: McMahan et al. 2017, section 3 ("pathological non-iid").
 
@@ -163,13 +155,8 @@ def pathological(labels, num_clients: int, *, labels_per_client: int = 2, seed: 
 
     In contrast to the shards of `by_label`, no client has more labels, and sizes differ: those of a label with few
     clients are large. The clients' first labels are dealt in turn, in a random order; further ones are drawn at random.
-    With fewer clients than labels, the labels that no client has yet are dealt first.
-
-    All examples are divided if `N * labels_per_client` is at least the number of labels; otherwise the examples of
-    labels without a client stay unused.
-
-    Raises:
-      ValueError: more `labels_per_client` than labels; a label with fewer examples than clients.
+    With fewer clients than labels, the labels that no client has yet are dealt first. A label with fewer examples than
+    clients is refused, and the examples of one without a client stay unused.
 
     Source: Li, Diao, Chen, He 2022 ("Federated learning on non-iid data silos"), quantity-based label imbalance.
 

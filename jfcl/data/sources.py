@@ -18,6 +18,7 @@ import numpy as np
 
 from jfcl.core import check, free_host_memory
 from jfcl.data.dataset import Dataset
+from jfcl.data.images import unit
 from jfcl.data.tfds_source import load_tfds
 
 
@@ -71,22 +72,17 @@ def _digits_file() -> tuple[np.ndarray, np.ndarray]:
     return load_digits(return_X_y=True)
 
 
-def _idx_images(folder: str, prefixes: tuple[str, str], num_classes: int):
-    """Returns a loader for the four idx files of an MNIST-like data set."""
-
-    def loader(data_dir) -> Dataset:
-        splits = []
-        for prefix in prefixes:
-            images = _idx(_read(data_dir, [folder], f"{prefix}-images-idx3-ubyte"))
-            labels = _idx(_read(data_dir, [folder], f"{prefix}-labels-idx1-ubyte"))
-            splits.append({"x": _unit(images[..., None]), "y": labels.astype(np.int32)})
-        return _dataset(*splits, num_classes)
-
-    return loader
+def _idx_images(data_dir, folder: str, prefixes: tuple[str, str] = ("train", "t10k"), num_classes: int = 10) -> Dataset:
+    """Loads the four idx files of an MNIST-like data set."""
+    splits = []
+    for prefix in prefixes:
+        images = _idx(_read(data_dir, [folder], f"{prefix}-images-idx3-ubyte"))
+        labels = _idx(_read(data_dir, [folder], f"{prefix}-labels-idx1-ubyte"))
+        splits.append({"x": unit(images[..., None]), "y": labels.astype(np.int32)})
+    return _dataset(*splits, num_classes)
 
 
-_mnist = _idx_images("mnist", ("train", "t10k"), 10)
-_fashion_mnist = _idx_images("fashion_mnist", ("train", "t10k"), 10)
+_mnist, _fashion_mnist = (functools.partial(_idx_images, folder=folder) for folder in ("mnist", "fashion_mnist"))
 
 
 def _mnist_writers(data_dir) -> Dataset:
@@ -99,7 +95,7 @@ def _mnist_writers(data_dir) -> Dataset:
 
 
 def _emnist_letters(data_dir) -> Dataset:
-    data = _idx_images("emnist_letters", ("emnist-letters-train", "emnist-letters-test"), 26)(data_dir)
+    data = _idx_images(data_dir, "emnist_letters", ("emnist-letters-train", "emnist-letters-test"), 26)
     # Official files store images transposed and count letters from 1.
     train, test = ({"x": s["x"].swapaxes(1, 2), "y": s["y"] - 1} for s in (data.train, data.test))
     return data._replace(train=train, test=test)
@@ -113,7 +109,7 @@ def _cifar10(data_dir) -> Dataset:
         rows = np.concatenate([np.frombuffer(b, np.uint8).reshape(-1, 3073) for b in raw])
         # A record is a label, then the red, the green and the blue plane.
         images = rows[:, 1:].reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1)
-        return {"x": _unit(np.ascontiguousarray(images)), "y": rows[:, 0].astype(np.int32)}
+        return {"x": unit(np.ascontiguousarray(images)), "y": rows[:, 0].astype(np.int32)}
 
     return _dataset(batches([f"data_batch_{i}.bin" for i in range(1, 6)]), batches(["test_batch.bin"]), 10)
 
@@ -142,10 +138,10 @@ def _femnist(data_dir) -> Dataset:
     """Loads the output of LEAF's `preprocess.sh`: `femnist/train/*.json` and `femnist/test/*.json`, by writer."""
     splits, writers, numbers = {}, {}, {}
     for split in ("train", "test"):
-        folder = data_dir / "femnist" / split
-        people = [one for path in sorted(folder.glob("*.json")) if path.is_file() for one in _leaf_writers(path)]
+        files = data_dir / "femnist" / split / "*.json"
+        people = [p for path in sorted(files.parent.glob("*.json")) if path.is_file() for p in _leaf_writers(path)]
         if not people:
-            raise ValueError(f"data_dir {str(data_dir)!r} does not hold writers in {folder}/*.json: {_HOW['femnist']}")
+            raise ValueError(f"data_dir {str(data_dir)!r} does not hold writers in {files}: {_HOW['femnist']}")
         names, x, y = zip(*people, strict=True)
         ids = [numbers.setdefault(name, len(numbers)) for name in names]
         splits[split] = {"x": np.concatenate(x), "y": np.concatenate(y)}
@@ -263,8 +259,3 @@ def _idx(content: bytes) -> np.ndarray:
     kind, rank = content[2], content[3]
     shape = np.frombuffer(content, ">i4", rank, 4)
     return np.frombuffer(content, _IDX_TYPES[kind], offset=4 + 4 * rank).reshape(shape)
-
-
-def _unit(images: np.ndarray) -> np.ndarray:
-    """Returns uint8 pixels as float32 in [0, 1]."""
-    return np.divide(images, np.float32(255), dtype=np.float32)

@@ -131,8 +131,11 @@ def fit_inputs(columns: dict[Any, list[np.ndarray]], categorical: Collection[Any
     for column, (train, *_) in columns.items():
         inputs.append({"column": column})
         names = sorted(set(train.tolist())) if column in texts else []
-        if names and column not in categorical:
-            _check_no_numbers(names, column)
+        written = [] if column in categorical else list(filter(written_number, names))
+        if names and column not in categorical and 2 * len(written) >= len(names):
+            what = f"holds numbers or dates written as texts, such as {shown(written[0])}; make them numbers, as with"
+            remedies = "pandas.to_numeric or read_csv(decimal=','), or names with astype('category'), or leave it out"
+            raise ValueError(f"column {column!r} {what} {remedies}")
         if names and joined:
             inputs[-1]["between"] = between
         elif names:
@@ -147,17 +150,6 @@ def fit_inputs(columns: dict[Any, list[np.ndarray]], categorical: Collection[Any
             numbers = train.astype(np.float64)
             inputs[-1] |= {"mean": float(numbers.mean()), "deviation": float(numbers.std()) or 1.0}
     return inputs
-
-
-def _check_no_numbers(names: list[str], column: Any) -> None:
-    """Raises `ValueError` for texts of which half are numbers or dates, which would be read as names."""
-    written = [name for name in names if written_number(name)]
-    if 2 * len(written) >= len(names):
-        remedies = (
-            "make them numbers, as with pandas.to_numeric or read_csv(decimal=','), or names with astype('category')"
-        )
-        what = f"holds numbers or dates written as texts, such as {shown(written[0])}"
-        raise ValueError(f"column {column!r} {what}; {remedies}, or leave the column out")
 
 
 def read_inputs(arrays: Sequence[np.ndarray], inputs: list[dict[str, Any]]) -> np.ndarray:

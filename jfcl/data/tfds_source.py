@@ -31,11 +31,6 @@ _TEXTS = ("title", "text", "description")  # features that are joined
 _OFFICIAL = "Or set data_dir (or JFCL_DATA_DIR) to a folder with the official files"
 
 
-def tfds_dir() -> Path:
-    """Returns the directory of prepared data sets of TFDS: `TFDS_DATA_DIR`, or `~/tensorflow_datasets`."""
-    return Path(os.environ.get("TFDS_DATA_DIR") or Path.home() / "tensorflow_datasets")
-
-
 def load_tfds(name: str, data_dir, *, known: Iterable[str] = (), official: str = "") -> Dataset:
     """Reads a TFDS data set with "image" (or text) and "label" features, and prepares it if needed.
 
@@ -135,11 +130,10 @@ def _readable(folder: Path, builder: Any = None) -> Iterator[Any]:
 def _folder(name: str, data_dir, known: Iterable[str] = (), official: str = "") -> Path:
     """Returns the folder of a prepared data set; prepares it if needed."""
     otherwise = f" {_OFFICIAL}{official}" if official else ""
-    roots = [*([Path(data_dir)] if data_dir else []), tfds_dir()]
-    for root in roots:
-        folder = prepared_folder(root, name)
-        if folder is not None:
-            return folder
+    root = Path(os.environ.get("TFDS_DATA_DIR") or Path.home() / "tensorflow_datasets")  # as TFDS chooses it
+    roots = [Path(data_dir), root] if data_dir else [root]
+    for folder in filter(None, (prepared_folder(place, name) for place in roots)):
+        return folder
     import tensorflow_datasets as tfds
 
     builders = tfds.list_builders(with_community_datasets=False)
@@ -150,10 +144,10 @@ def _folder(name: str, data_dir, known: Iterable[str] = (), official: str = "") 
     # TFDS imports importlib_resources to find its builders' files, but does not declare it.
     missing = [one for one in ("tensorflow", "importlib_resources") if importlib.util.find_spec(one) is None]
     if missing:
-        searched = f"looked for array_record files under {', '.join(str(root / name) for root in roots)}"
+        searched = f"looked for array_record files under {', '.join(str(place / name) for place in roots)}"
         needs = f"preparing it needs {' and '.join(missing)}: pip install 'jfcl[tfds]'"
         raise ValueError(f"data set {name!r} is not prepared ({searched}), and {needs}.{otherwise}")
-    root, downloads = tfds_dir(), tfds_dir() / "downloads" / name.replace("/", "_")
+    downloads = root / "downloads" / name.replace("/", "_")
     builder = tfds.builder(name, data_dir=str(root), file_format="array_record")
     check_reachable(name, builder.url_infos or {}, downloads, otherwise)
     with _readable(root / name, builder):
@@ -167,15 +161,12 @@ def prepared_folder(root: Path, name: str) -> Path | None:
     """Returns `root/name[/config]/version` of the newest version with array_record files, or `None`."""
     top = root / name
     infos = list(top.glob("*/dataset_info.json")) or list(top.glob("*/*/dataset_info.json"))
-    found = []
-    for folder in [info.parent for info in infos]:
-        version = folder.name.split(".")
-        if all(part.isdigit() for part in version) and any(folder.glob("*.array_record*")):
-            found.append(([int(part) for part in version], folder))
-    if len({folder.parent for _, folder in found}) > 1:
-        configs = sorted(f"{name}/{folder.parent.name}" for _, folder in found)
+    folders = [info.parent for info in infos if info.parent.name.replace(".", "").isdigit()]
+    folders = [folder for folder in folders if any(folder.glob("*.array_record*"))]
+    configs = sorted({f"{name}/{folder.parent.name}" for folder in folders})
+    if len(configs) > 1:
         raise ValueError(f"data set {name!r} is prepared in several configs: name one, {configs}")
-    return max(found)[1] if found else None
+    return max(folders, key=lambda folder: list(map(int, folder.name.split("."))), default=None)
 
 
 def check_reachable(name: str, urls: Iterable[str], downloads: Path, otherwise: str = "") -> None:

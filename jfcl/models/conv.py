@@ -168,7 +168,7 @@ def _by_mapping(alone: Callable, together: Callable, joins: Callable | None = No
 
 
 def _transpose(linear: Callable, like: tuple[int, ...], g: jax.Array) -> jax.Array:
-    """Returns the gradient with respect to the argument, of shape `like`, of a linear function, as JAX derives it."""
+    """Returns the gradient with respect to the argument, of shape `like`, of a linear function."""
     return jax.linear_transpose(linear, jax.ShapeDtypeStruct(like, g.dtype))(g)[0]
 
 
@@ -223,11 +223,6 @@ def _canonical(shape: tuple[int, int], kernel: tuple[int, int], strides: tuple[i
     return convolve
 
 
-def _pointwise(x, w, strides, padding):
-    """Returns the convolution with a 1 x 1 kernel: a matrix product."""
-    return _padded(x, padding)[:, :: strides[0], :: strides[1]] @ w[0, 0]
-
-
 def _depthwise(x, w, strides, padding):
     """Returns the convolution in which output `o` has the channel `o // m` alone, `w` `[kh, kw, 1, C * m]`."""
 
@@ -257,15 +252,15 @@ def conv(
     """Convolves as `jax.lax.conv_general_dilated`, with fast gradients and vmaps for clients with their own weights.
 
     Two-dimensional NHWC x HWIO convolutions without dilation, and without groups or with one per input channel, take
-    the forms described above, with any strides; all others are those of `lax`. Reverse-mode derivatives only (as every
-    `custom_vjp`), but for 1 x 1 and depthwise ones.
+    the forms described above, with any strides; all others are those of `lax`. Reverse-mode derivatives only, but for 1
+    x 1 and depthwise ones.
 
     Args:
       lhs: `[B, H, W, C]`; rhs: `[kh, kw, C, O]`; window_strides, padding, ...: as in `lax.conv_general_dilated`.
 
     Returns:
-      `[B, H', W', O]`. Cost: the convolution's own; under `vmap` with own weights, `kh * kw` copies of the input (none
-      for 1 x 1 and depthwise kernels).
+      `[B, H', W', O]`. Memory under `vmap` with own weights: `kh * kw` copies of the input (none for 1 x 1 and
+      depthwise kernels).
 
     Example:
       >>> import flax.linen as nn, jax, jax.numpy as jnp
@@ -288,23 +283,16 @@ def conv(
     pads = tuple((int(a), int(b)) for a, b in padding)
     if depthwise:
         return _depthwise(lhs, rhs, strides, pads)
-    if tuple(rhs.shape[:2]) == (1, 1):
-        return _pointwise(lhs, rhs, strides, pads)
+    if tuple(rhs.shape[:2]) == (1, 1):  # a matrix product
+        return _padded(lhs, pads)[:, :: strides[0], :: strides[1]] @ rhs[0, 0]
     return _canonical(tuple(lhs.shape[1:3]), tuple(rhs.shape[:2]), strides, pads)(lhs, rhs)
 
 
 def max_pool(x: jax.Array, window: int) -> jax.Array:
-    """Max-pools with stride `window`, without padding: `[B, H, W, C]` to `[B, H // window, W // window, C]`.
+    """Max-pools in squares of side `window`, without padding: `[B, H, W, C]` to `[B, H // window, W // window, C]`.
 
     It is a reshape and a maximum, with a gradient that is far cheaper than that of `lax.reduce_window`; on a TPU it is
     `lax.reduce_window`. In both the first of equal largest values receives the gradient.
-
-    Args:
-      x: `[B, H, W, C]`.
-      window: the side of the square windows.
-
-    Raises:
-      ValueError: no such number; an image smaller than the window; `x` of another rank.
 
     Example:
       >>> import jax.numpy as jnp

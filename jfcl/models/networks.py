@@ -17,13 +17,7 @@ from jfcl.models.conv import NHWC, conv, max_pool
 
 
 class Linear(nn.Module):
-    """One dense layer on the flattened input.
-
-    Attributes:
-      num_outputs: logits.
-      squeeze: drop the output axis (for scalar regression with `num_outputs=1`).
-      use_bias: with a bias.
-    """
+    """One dense layer on the flattened input; `squeeze` drops the output axis, for scalar regression."""
 
     num_outputs: int
     squeeze: bool = False
@@ -44,12 +38,7 @@ def _dense(x: jax.Array, hidden: tuple[int, ...], num_outputs: int, **options: A
 
 
 class MLP(nn.Module):
-    """Dense layers with ReLU between: 784-200-10 in IFCA (rotated MNIST) and FC (table 1).
-
-    Attributes:
-      num_outputs: logits.
-      hidden: widths of the hidden layers; a number is the width of one.
-    """
+    """Dense layers with ReLU between, of the widths `hidden`: 784-200-10 in IFCA (rotated MNIST) and FC (table 1)."""
 
     num_outputs: int
     hidden: tuple[int, ...] | int = (200,)
@@ -67,15 +56,14 @@ class Conv(nn.Module):
     """A convolution of stride 1, 2 x 2 max-pooling with `pool`, and ReLU; parameters as those of `flax.linen.Conv`.
 
     Bias and ReLU come after pooling, which is cheaper and gives the same result. Pooling drops the last of an odd
-    number of rows or columns, so the convolution does not compute it: its padding at that edge is one less. For the
-    11 x 11 of the MNIST networks' second layer, that saves a sixth.
+    number of rows or columns, so the convolution does not compute it: its padding at that edge is one less. For the 11
+    x 11 of the MNIST networks' second layer, that saves a sixth.
 
     Attributes:
       features: channels of the output.
       size: of the square kernel.
       padding: zeros at each edge, or "SAME", "VALID".
       pool: with pooling; or another pooling, a function of images that takes maxima.
-      kernel_init, bias_init: flax's defaults.
     """
 
     features: int
@@ -103,13 +91,7 @@ class Conv(nn.Module):
 
 
 class CNN(nn.Module):
-    """Convolutions with ReLU, then dense layers.
-
-    Attributes:
-      num_outputs: logits.
-      convolutions: of each the channels, the side of the kernel, the padding, and whether 2 x 2 max-pooling follows.
-      dense: widths of the hidden dense layers.
-    """
+    """Convolutions with ReLU, each `(channels, side of the kernel, padding, with pooling)`, then dense layers."""
 
     num_outputs: int
     convolutions: tuple[tuple[int, int, int | str, bool], ...]
@@ -175,14 +157,12 @@ class VGG(nn.Module):
     layer imply padding 1, and images of 32 x 32.
 
     Chosen here, because the paper does not specify it: He's initialisation, without which 11 layers of ReLU learn
-    slowly at first (300 steps on CIFAR-10, as in the paper, end at a loss of 1.6; with flax's initialisation at 2.1).
-    The last layer has no ReLU, although in the paper "every convolutional and fully connected layer" has one: a class
-    without any positive logit would never learn.
+    slowly at first (300 steps on CIFAR-10 end at a loss of 1.6, as in the paper; with flax's at 2.1). The last layer
+    has no ReLU, although in the paper "every convolutional and fully connected layer" has one: a class without any
+    positive logit would never learn.
 
     Attributes:
-      num_outputs: logits.
-      blocks: channels of the convolutions of each block.
-      dense: widths of the hidden dense layers.
+      blocks, dense: channels of the convolutions of each block, and widths of the hidden dense layers.
     """
 
     num_outputs: int
@@ -200,16 +180,14 @@ class VGG(nn.Module):
 
 
 class LSTMLanguageModel(nn.Module):
-    """Two LSTM layers that predict the next word, as in CFL (000, figure 9); for `jfcl.models.language_model`.
+    """LSTM layers that predict the next word, as in CFL (000, figure 9); for `jfcl.models.language_model`.
 
     Token ids `[B, L]` to logits `[B, L, num_outputs]`, which depend on the words up to their position. The paper has no
     widths; these are moderate, because most of the work is in the last layer, `hidden * num_outputs`.
 
     Attributes:
-      num_outputs: words of the vocabulary.
-      features: width of the embedding.
-      hidden: width of each LSTM layer.
-      num_layers: LSTM layers.
+      num_outputs, features: words of the vocabulary, and width of the embedding.
+      hidden, num_layers: width and number of the LSTM layers.
 
     Example:
       >>> import jax, jax.numpy as jnp

@@ -1,8 +1,8 @@
 """Deep convolutional networks in the form for images of 32 x 32: ResNet-18 and MobileNet, with group or batch norm.
 
-A network with batch normalisation has an argument `train`, since it trains otherwise than it is evaluated, and keeps
-running statistics. One with group normalisation has neither, and is the usual choice where clients have few or skewed
-examples: a client's batch statistics are those of its own labels.
+A network with batch normalisation has an argument `train`, and keeps running statistics. One with group normalisation
+has neither, and is the usual choice where clients have few or skewed examples: a client's batch statistics are those of
+its own labels.
 """
 
 from __future__ import annotations
@@ -72,7 +72,6 @@ class ResNet(nn.Module):
     Source: He et al. 2016 (the network); Wu & He 2018 (group normalisation).
 
     Attributes:
-      num_outputs: logits.
       width: channels of the first stage. The work is proportional to its square.
       stages: blocks of each stage.
 
@@ -124,7 +123,6 @@ class MobileNet(nn.Module):
     Source: Howard et al. 2017, table 1.
 
     Attributes:
-      num_outputs: logits.
       width: channels of the first convolution.
       blocks: `(channels of the output in widths, stride)` of each depthwise-separable convolution.
 

@@ -13,11 +13,9 @@ NORMAL = nn.initializers.normal(0.02)  # of GPT-2, and of the position tables of
 
 
 class Attention(nn.Module):
-    """Scaled dot-product attention in several heads, `[B, L, width]` to `[B, L, width]`.
+    """Scaled dot-product attention, `[B, L, width]` to `[B, L, width]`, in `heads` that divide the width.
 
-    Attributes:
-      heads: must divide the width.
-      causal: a place attends to itself and to those before it.
+    With `causal`, a place attends to itself and to those before it.
     """
 
     heads: int
@@ -39,10 +37,7 @@ class Attention(nn.Module):
 class TransformerBlock(nn.Module):
     """Attention, then a hidden layer with GELU; each after layer normalisation, and added to its input.
 
-    Attributes:
-      heads, causal: of the attention.
-      hidden: width of the hidden layer.
-      dropout: probability that a number of what is added is left out, in training.
+    `dropout` is the probability that a number of what is added is left out, in training.
     """
 
     heads: int
