@@ -74,8 +74,8 @@ def swapped_labels(num_clusters: int, num_classes: int, seed=0) -> np.ndarray:
     _check_at_most(num_clusters, num_classes * (num_classes - 1) // 2, f"pairs of {num_classes} labels")
     rng = np.random.default_rng(seed)
     pairs = [(1, 7), (3, 5)] if num_classes == 10 else []
-    rest = rng.permutation([label for label in range(num_classes) if label not in {1, 7, 3, 5} or not pairs])
-    pairs += [tuple(sorted(pair)) for pair in rest[: len(rest) // 2 * 2].reshape(-1, 2).tolist()]
+    labels = rng.permutation([label for label in range(num_classes) if label not in {1, 7, 3, 5} or not pairs])
+    pairs += [tuple(sorted(pair)) for pair in labels[: len(labels) // 2 * 2].reshape(-1, 2).tolist()]
     others = [pair for pair in itertools.combinations(range(num_classes), 2) if pair not in pairs]
     pairs += [others[i] for i in rng.permutation(len(others))]
     return np.array(pairs[:num_clusters], np.int32)
@@ -99,10 +99,10 @@ def label_permutations(num_clusters: int, num_classes: int, seed=0) -> np.ndarra
     if num_classes <= 6:  # few permutations: repeated draws until all differ could take long
         every = np.array(list(itertools.permutations(range(num_classes))), np.int32)
         return every[rng.permutation(len(every))[:num_clusters]]
-    found: dict[tuple, None] = {}
-    while len(found) < num_clusters:
-        found.setdefault(tuple(rng.permutation(num_classes).tolist()))
-    return np.array(list(found), np.int32)
+    permutations: dict[tuple, None] = {}
+    while len(permutations) < num_clusters:
+        permutations.setdefault(tuple(rng.permutation(num_classes).tolist()))
+    return np.array(list(permutations), np.int32)
 
 
 def label_permutation(x, y, cluster, num_clusters, num_classes, seed=0):

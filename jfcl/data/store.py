@@ -14,7 +14,7 @@ import numpy as np
 from rich.console import Console
 from rich.progress import track
 
-from jfcl.core import Clients, aligned_zeros, check, check_clients, check_count, mask, max_examples, plain, shape_struct
+from jfcl.core import Clients, aligned_zeros, check, check_clients, check_count, max_examples, plain, shape_struct
 from jfcl.core.files import new_folder
 from jfcl.data.store_files import Field, StoreWriter, check_of_clients, decode, read_store
 
@@ -86,13 +86,12 @@ class ClientStore:
         def stack(field: Field, array: np.ndarray) -> np.ndarray:
             out = aligned_zeros((len(ids), length, *field.shape), field.dtype)
             flat = out.reshape(-1, *field.shape)
-            if target is None and field.stored == field.dtype:
-                np.take(array, source, axis=0, out=flat, mode="clip")  # "raise" would go through a copy
-            elif target is None:
-                decode(field, array[source], flat)
+            values = flat if target is None else np.empty((len(source), *field.shape), field.dtype)
+            if field.stored == field.dtype:
+                np.take(array, source, axis=0, out=values, mode="clip")  # "raise" would go through a copy
             else:
-                values = np.empty((len(source), *field.shape), field.dtype)
                 decode(field, array[source], values)
+            if target is not None:
                 flat[target] = values
             return out
 
@@ -109,10 +108,10 @@ class ClientStore:
         single = isinstance(clients.examples, dict) and all(hasattr(x, "dtype") for x in clients.examples.values())
         check(single, "clients.examples", jax.tree.structure(clients.examples), "a dict of single arrays")
         check_clients(clients, allow_empty=True)
-        real = np.asarray(mask(clients))
+        real = np.arange(max_examples(clients))[None, :] < clients.size[:, None]
         arrays = {name: np.asarray(values)[real] for name, values in clients.examples.items()}
         fields = {name: Field(a.shape[1:], a.dtype.name, a.dtype.name) for name, a in arrays.items()}
-        offsets = np.cumsum([0, *clients.size], dtype=np.int64)
+        offsets = np.concatenate([[0], np.cumsum(clients.size, dtype=np.int64)])
         cluster = None if cluster is None else check_of_clients("cluster", cluster, n)
         digest = hashlib.sha256(offsets.tobytes())
         for array in (*(arrays[name] for name in sorted(arrays)), *(() if cluster is None else (cluster,))):

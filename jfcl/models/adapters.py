@@ -95,7 +95,7 @@ def lora(
 
         return jax.tree_util.tree_map_with_path(one, fixed, drawn, is_leaf=_is_none)
 
-    def merge(own, but=()):
+    def merge(trained, but=()):
         """Returns the whole model; the kernels of the layers in `but` without their adapters."""
 
         def one(path, base, part):
@@ -103,27 +103,27 @@ def lora(
                 return part if base is None else base
             return base if path_name(path) in but else base + scale * (part["a"] @ part["b"]).astype(base.dtype)
 
-        return jax.tree_util.tree_map_with_path(one, fixed, own, is_leaf=_is_none)
+        return jax.tree_util.tree_map_with_path(one, fixed, trained, is_leaf=_is_none)
 
-    def kept(own, new):
+    def after_step(trained, new):
         """Returns the trained part of `new`, a whole model after a training step, which changes statistics alone."""
-        return jax.tree.map(lambda base, part, x: x if base is None else part, fixed, own, new, is_leaf=_is_none)
+        return jax.tree.map(lambda base, part, x: x if base is None else part, fixed, trained, new, is_leaf=_is_none)
 
     base = with_frozen_statistics(task, whole)
     beside = _beside(shapes, merge, scale) if task.head is not None else None
 
     def adapted(function):
         """Returns `function` `(params, ...)` of whole models as one of adapters."""
-        return (lambda own, *rest: function(merge(own), *rest)) if beside is None else beside(function)
+        return (lambda trained, *rest: function(merge(trained), *rest)) if beside is None else beside(function)
 
     of_training = adapted(lambda params, key, *rest: base.train_loss(key, params, *rest))
 
-    def train_loss(key, own, batch, real):
-        losses, new = of_training(own, key, batch, real)
-        return losses, kept(own, new)
+    def train_loss(key, trained, batch, real):
+        losses, new = of_training(trained, key, batch, real)
+        return losses, after_step(trained, new)
 
     before = task.merge or (lambda params: params)
-    return reparametrised(base, adapted, init=init, train_loss=train_loss, merge=lambda own: before(merge(own)))
+    return reparametrised(base, adapted, init=init, train_loss=train_loss, merge=lambda trained: before(merge(trained)))
 
 
 def _is_none(x: Any) -> bool:
@@ -145,9 +145,9 @@ def _targets(task: Task, params: PyTree, targets: Callable[[str], bool] | None) 
 
 
 def _beside(shapes: dict[str, tuple], merge: Callable, scale: float) -> Callable:
-    """Returns what makes `function(model, ...)` one of `(own, ...)`, with adapters beside dense layers of flax.linen.
+    """Returns what makes `function(model, ...)` one of `(trained, ...)`, with adapters beside dense layers of linen.
 
-    `merge(own, but)` returns the model with the other adapters added to their kernels.
+    `merge(trained, but)` returns the model with the other adapters added to their kernels.
     """
 
     def name_of(layer, x):
@@ -155,7 +155,7 @@ def _beside(shapes: dict[str, tuple], merge: Callable, scale: float) -> Callable
         name = "/".join((*layer.path, "kernel"))
         return name if type(layer) is nn.Dense and shapes.get(name) == (x.shape[-1], layer.features) else None
 
-    def kernels(function, own, *rest):
+    def kernels(function, trained, *rest):
         names = set()
 
         def note(layer, call, inputs, *args, **kwargs):
@@ -169,10 +169,10 @@ def _beside(shapes: dict[str, tuple], merge: Callable, scale: float) -> Callable
             return out
 
         with at_layers(nn.Dense, note), at_layers((nn.WeightNorm, nn.SpectralNorm), normalise):
-            jax.eval_shape(lambda own, *rest: function(merge(own), *rest), own, *rest)
-        return names - {None} - used_elsewhere(names - {None}, function, own, *rest)
+            jax.eval_shape(lambda trained, *rest: function(merge(trained), *rest), trained, *rest)
+        return names - {None} - used_elsewhere(names - {None}, function, trained, *rest)
 
-    def used_elsewhere(names, function, own, *rest):
+    def used_elsewhere(names, function, trained, *rest):
         """Returns the kernels on which the outputs depend without their layers, as in a decoder with tied weights."""
 
         def cut(layer, call, inputs, *args, **kwargs):
@@ -181,20 +181,20 @@ def _beside(shapes: dict[str, tuple], merge: Callable, scale: float) -> Callable
                 return out
             return jnp.broadcast_to(inputs.sum().astype(out.dtype), out.shape)  # the inputs may use another kernel
 
-        params = jax.eval_shape(lambda own: merge(own, names), own)
+        params = jax.eval_shape(lambda trained: merge(trained, names), trained)
         with at_layers(nn.Dense, cut):
             traced = jax.make_jaxpr(function)(params, *rest).jaxpr
         _, used = dce_jaxpr(traced, [True] * len(traced.outvars))
         return {name for name, is_used in zip(named_parameters(params), used, strict=False) if is_used}
 
     def of(function):
-        found = []  # the kernels that `function` uses in dense layers alone; another one may use them otherwise
+        known = []  # the kernels that `function` uses in dense layers alone; another one may use them otherwise
 
-        def run(own, *rest):
-            if not found:
-                found.append(kernels(function, own, *rest))
-            [names] = found
-            factors = named_parameters(own)
+        def run(trained, *rest):
+            if not known:
+                known.append(kernels(function, trained, *rest))
+            [names] = known
+            factors = named_parameters(trained)
 
             def add(layer, call, inputs, *args, **kwargs):
                 out, name = call(inputs, *args, **kwargs), name_of(layer, inputs)
@@ -204,7 +204,7 @@ def _beside(shapes: dict[str, tuple], merge: Callable, scale: float) -> Callable
                 return out + scale * ((inputs.astype(out.dtype) @ a) @ b)
 
             with at_layers(nn.Dense, add):
-                return function(merge(own, names), *rest)
+                return function(merge(trained, names), *rest)
 
         return run
 

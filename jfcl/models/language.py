@@ -84,14 +84,14 @@ def _language_model(module: Any, length: int, vocab_size: int, training_argument
         def losses(rows, part):
             x, batch = rows
             logits, _ = net.train(jax.random.fold_in(key, part), params, x, jnp.ones(len(x), bool))
-            return made.cost(logits, batch)
+            return task.cost(logits, batch)
 
-        return in_parts(losses, (inputs(batch), batch), made.at_once), params
+        return in_parts(losses, (inputs(batch), batch), task.at_once), params
 
     functions = net.init, net.apply, of_words(cross_entropy), of_words(is_right), mixed_logits
     at_once = max(1, MOST_LOGITS // ((length - 1) * vocab_size))
-    made = Task(*functions, perplexity=True, head=net.head, reads=("x",), inputs=inputs, at_once=at_once)
-    return made if net.train is None else made._replace(train_loss=train_loss)
+    task = Task(*functions, perplexity=True, head=net.head, reads=("x",), inputs=inputs, at_once=at_once)
+    return task if net.train is None else task._replace(train_loss=train_loss)
 
 
 def _check_ids(x: jax.Array, length: int, vocab_size: int) -> None:

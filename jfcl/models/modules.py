@@ -59,12 +59,12 @@ def module_name(module: Any) -> str:
     return getattr(getattr(module, "func", module), "__name__", type(module).__name__)
 
 
-def training_flag(module: Any, name: str, given: str | None) -> tuple[dict[str, bool], dict[str, bool]]:
+def training_flag(module: Any, name: str, argument: str | None) -> tuple[dict[str, bool], dict[str, bool]]:
     """Returns the arguments of `module.__call__` in evaluation and in training; empty ones where there is no flag."""
     arguments = inspect.signature(module.__call__).parameters
-    if given is not None:
-        check(given in arguments, "training_argument", given, f"an argument of {name}: {', '.join(arguments)}")
-    flag = next((a for a in (given, *FLAGS) if a in arguments), None)
+    if argument is not None:
+        check(argument in arguments, "training_argument", argument, f"an argument of {name}: {', '.join(arguments)}")
+    flag = next((a for a in (argument, *FLAGS) if a in arguments), None)
     for other, about in list(arguments.items())[1:]:
         if other != flag and about.default is about.empty and about.kind not in VARIADIC:
             remedy = f"give it a default, or, if it says whether it trains, name it by training_argument={other!r}"
@@ -132,16 +132,16 @@ def _joined_collections(variables: dict[str, PyTree], name: str) -> tuple[PyTree
     return traverse_util.unflatten_dict(flat), of
 
 
-def of_linen(module: nn.Module, input_shape: tuple[int, ...], dtype: Any, given: str | None) -> Network:
+def of_linen(module: nn.Module, input_shape: tuple[int, ...], dtype: Any, argument: str | None) -> Network:
     """Returns the functions of a linen module; see `jfcl.models.tasks.network`."""
     name, x = module_name(module), jax.ShapeDtypeStruct((2, *input_shape), dtype)
-    evaluating, training = training_flag(module, name, given)
+    evaluating, training = training_flag(module, name, argument)
     head = None
 
     def variables(key):
         nonlocal head
-        found, head, _ = _last_dense(lambda: module.init(key, jnp.zeros((1, *input_shape), dtype), **evaluating))
-        return found
+        values, head, _ = _last_dense(lambda: module.init(key, jnp.zeros((1, *input_shape), dtype), **evaluating))
+        return values
 
     # What it holds, and whether it trains otherwise than it is evaluated.
     try:
@@ -172,7 +172,7 @@ def of_linen(module: nn.Module, input_shape: tuple[int, ...], dtype: Any, given:
         except Exception:  # with arguments that are none of training
             return False
 
-    if not draws(training) and given is None:
+    if not draws(training) and argument is None:
         check_flag(module, name, training, draws)
     _, collections = _joined_collections(shapes, name)
     statistics = frozenset("/".join(path) for path, collection in collections.items() if collection != "params")
@@ -247,9 +247,9 @@ def _last_dense(run: Callable[[], Any]) -> tuple[Any, str | None, jax.Array | No
 
 def _with_running_average(layer: nn.BatchNorm, call: Callable, x: jax.Array, kwargs: dict) -> jax.Array:
     """Returns the outputs of a layer as in evaluation, whatever its attribute or its argument says."""
-    given = layer.use_running_average
+    attribute = layer.use_running_average
     object.__setattr__(layer, "use_running_average", None)  # flax accepts the attribute or the argument, not both
     try:
         return call(x, **{**kwargs, "use_running_average": True})
     finally:
-        object.__setattr__(layer, "use_running_average", given)
+        object.__setattr__(layer, "use_running_average", attribute)

@@ -51,7 +51,7 @@ def _abstract(build: Callable[[jax.Array], Any], name: str) -> nnx.Module:
     return abstract
 
 
-def of_nnx(module: Any, input_shape: tuple[int, ...], dtype: Any, given: str | None) -> Network:
+def of_nnx(module: Any, input_shape: tuple[int, ...], dtype: Any, argument: str | None) -> Network:
     """Returns the functions of an nnx module, or of one that `module(rngs=...)` makes, see `tasks.network`."""
     name = module_name(module)
 
@@ -60,7 +60,7 @@ def of_nnx(module: Any, input_shape: tuple[int, ...], dtype: Any, given: str | N
 
     abstract = _abstract(build, name)
     kinds = (nnx.Param, nnx.BatchStat, nnx.RngState, ...)
-    evaluating, training = training_flag(abstract, name, given)
+    evaluating, training = training_flag(abstract, name, argument)
     graph, of_params, of_statistics, of_rngs, others = nnx.split(abstract, *kinds)
     left = [str(path) for path, _ in jax.tree_util.tree_leaves_with_path(others)]
     check(not left, f"state of {name}", ", ".join(left), "parameters, batch statistics and random keys alone")
@@ -126,7 +126,7 @@ def of_nnx(module: Any, input_shape: tuple[int, ...], dtype: Any, given: str | N
             pass
         return False
 
-    if not draws(training) and given is None:
+    if not draws(training) and argument is None:
         check_flag(abstract, name, training, draws)
     names = frozenset("/".join(map(str, path)) for path in statistics)
     return Network(name, init, apply, train if differs else None, None, names.__contains__ if names else None)

@@ -179,12 +179,12 @@ def fitting(task: Task, params: PyTree) -> PyTree:
     check_task(task)
     params = unfreeze(params)
     like = jax.eval_shape(task.init, jax.random.key(0))
-    wanted, found = ({n: np.shape(x) for n, x in named_parameters(tree).items()} for tree in (like, params))
-    wrong = [n for n in {**wanted, **found} if found.get(n) != wanted.get(n)]
+    wanted, shapes = ({n: np.shape(x) for n, x in named_parameters(tree).items()} for tree in (like, params))
+    wrong = [n for n in {**wanted, **shapes} if shapes.get(n) != wanted.get(n)]
     if wrong or jax.tree.structure(like) != jax.tree.structure(params):
         is_flax = isinstance(params, dict) and "params" in params and "params" not in like
         hint = "; jfcl.models.from_flax(variables) makes them from flax's variables" if is_flax else ""
-        each = [f"{n} is {found.get(n, 'missing')}, where the task has {wanted.get(n, 'none')}" for n in wrong[:4]]
+        each = [f"{n} is {shapes.get(n, 'missing')}, where the task has {wanted.get(n, 'none')}" for n in wrong[:4]]
         what = "; ".join(each) or "other containers"
         raise ValueError(f"params must have the structure and shapes of the task's parameters{hint}: {what}")
     narrows = jax.tree.map(lambda x, s: jnp.iscomplexobj(x) and jnp.issubdtype(s.dtype, jnp.floating), params, like)

@@ -189,9 +189,9 @@ def network(
 
 def check_logits(net: Network, shape: tuple[int, ...], what: str) -> None:
     """Raises `ValueError` unless a module returns logits of a shape for two inputs; warns of those of a softmax."""
-    found = net.outputs.shape
-    gives = ("B", *found[1:]) if found[:1] == (2,) else f"{found} for a batch of 2"
-    check(found == shape, f"the outputs of {net.name}", gives, what)
+    of_two = net.outputs.shape
+    gives = ("B", *of_two[1:]) if of_two[:1] == (2,) else f"{of_two} for a batch of 2"
+    check(of_two == shape, f"the outputs of {net.name}", gives, what)
     if net.is_softmax:
         warnings.warn(
             f"{net.name} ends in a softmax, and the loss applies one to its outputs: return the logits instead",
@@ -199,8 +199,8 @@ def check_logits(net: Network, shape: tuple[int, ...], what: str) -> None:
         )
 
 
-def _dense_start(module: nn.Module, made: Task) -> DenseStart | None:
-    """Returns the `DenseStart` of the modules in `DENSE_FIRST`, `None` for others."""
+def _dense_start(module: nn.Module, whole: Callable) -> DenseStart | None:
+    """Returns the `DenseStart` of the modules in `DENSE_FIRST`, with `whole` the task's `apply`; `None` for others."""
     if type(module) not in DENSE_FIRST:
         return None
 
@@ -214,7 +214,7 @@ def _dense_start(module: nn.Module, made: Task) -> DenseStart | None:
             return module.apply({"params": params}, x)
 
     bias = "Dense_0/bias" if getattr(module, "use_bias", True) else None
-    return DenseStart("Dense_0/kernel", lambda x: x.reshape(len(x), -1), apply, made.apply, bias)
+    return DenseStart("Dense_0/kernel", lambda x: x.reshape(len(x), -1), apply, whole, bias)
 
 
 def remembered(make: Callable[..., Task], module: Any, *options: Any) -> Task:
@@ -251,9 +251,9 @@ def _from_module(
 
     trains = None if net.train is None else train
     kind = KINDS[0] if num_classes is not None else KINDS[1]
-    made = task(net.init, of_inputs(net.apply), kind=kind, half=half, train=trains, statistics=net.statistics)
-    made = made._replace(represent=of_inputs(net.represent), num_classes=num_classes, input_shape=input_shape)
-    return made._replace(head=net.head, dense_start=_dense_start(module, made))
+    apply, more = of_inputs(net.apply), {"num_classes": num_classes, "input_shape": input_shape, "head": net.head}
+    result = task(net.init, apply, kind=kind, half=half, train=trains, statistics=net.statistics)
+    return result._replace(represent=of_inputs(net.represent), dense_start=_dense_start(module, apply), **more)
 
 
 def classification(
