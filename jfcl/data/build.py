@@ -22,21 +22,19 @@ class Federation(NamedTuple):
     """A population of clients with its true clusters. All arrays are NumPy, on the host.
 
     Attributes:
-      train: `Clients` of `N` clients, examples `{"x": [N, M, ...], "y": [N, M]}`, and the further arrays of the
-        data set under their names.
-      test: `Clients` in the same order: test examples of each client's own distribution, none empty.
-        `None` only where nothing was held out (some synthetic problems).
-      cluster: `[N]` int32, the true cluster of every client.
-      num_clusters: `K`.
-      num_classes: number of labels, `None` for regression.
-      input_shape: the shape of one input.
+      train: `Clients` of `N` clients, examples `{"x": [N, M, ...], "y": [N, M]}`, and the further arrays of the data
+        set under their names.
+      test: `Clients` in the same order: test examples of each client's distribution, none empty; `None` only where
+        nothing was held out.
+      cluster, num_clusters: `[N]` int32, the true cluster of every client, and `K`.
+      num_classes, input_shape: the number of labels, `None` for regression, and the shape of one input.
       split_hash: 16 hex digits that change with a client's rows of the data set, its cluster or its transformation, but
         not with the values in these rows.
       description: one line.
       newcomers, newcomer_cluster: further clients `[N', M', ...]`, without training data, and their clusters.
+      truth: the true models where they are known (`[K, d]` for the linear regressions), else `None`.
       writer, names: `[N]` int32 and list, the writer of every client and its name, where clients are writers.
       table: of a table, how it was read, for `jfcl.data.read_rows` (`Dataset.table`).
-      truth: the true models where they are known (`[K, d]` for the linear regressions), else `None`.
     """
 
     train: Clients

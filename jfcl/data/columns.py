@@ -24,9 +24,8 @@ SPLITS = ("train", "test")
 class Table(NamedTuple):
     """A split of a table: the names of its columns, `read(names) -> Columns`, and what is known of each column.
 
-    Attributes:
-      features: of some columns an object with `num_classes`, as Hugging Face and TFDS have it.
-      categorical: columns of names, even of numbers.
+    `features` has an object with `num_classes` for some columns, as Hugging Face and TFDS have it; `categorical` are
+    columns of names, even of numbers.
     """
 
     names: list[Any]

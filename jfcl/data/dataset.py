@@ -19,17 +19,17 @@ class Dataset(NamedTuple):
 
     Attributes:
       name: its name in `load`.
-      train: `{"x": [n, ...], "y": [n]}`. Images are float32 in `[0, 1]`, `[n, H, W, C]`; text is an array
-        of strings until `tokenize` makes it ids; labels are int32 from 0, regression targets float32. Further entries
-        are arrays `[n, ...]` of numbers, or pytrees of them: weights, masks. They follow the examples everywhere.
+      train: `{"x": [n, ...], "y": [n]}`. Images are float32 in `[0, 1]`, `[n, H, W, C]`; text is an array of strings
+        until `tokenize` makes it ids; labels are int32 from 0, regression targets float32. Further entries are arrays
+        `[n, ...]` of numbers, or pytrees of them: weights, masks. They follow the examples everywhere.
       test: the official test split, with the same entries, or `None` where there is none.
       num_classes: `None` for regression, and for texts without labels.
       writer: `{"train": [n], "test": [n']}` int32, the writer of each example, or `None` where it is not known.
       description: one line.
-      writer_names: the name of writer `i`, of any type: a user's key, a speaker. `None` where they have no names.
+      writer_names: the name of writer `i`, of any type: a user's key, a speaker; or `None`.
       tokens: of texts: what `tokenize` cuts them into, "words" or "characters".
-      table: of a table: the columns of the inputs, the names of the labels and what was scaled, for
-        `jfcl.data.read_rows`; `None` for other data sets.
+      table: of a table, how it was read, for `jfcl.data.read_rows` (see `jfcl.data.tables`); `None` for other data
+        sets.
     """
 
     name: str
@@ -46,13 +46,9 @@ class Dataset(NamedTuple):
 def normalised(dataset: Any, *, texts: bool = False) -> Dataset:
     """Returns a data set with arrays of NumPy in the place of frames, series, sparse matrices and tensors, checked.
 
-    Args:
-      texts: whether its inputs may be texts.
-
-    Raises:
-      ValueError: parts that are not those that `Dataset` describes; images of integers, or with their channels first;
-        arrays of different lengths, empty, or other ones in the test split; numbers that are missing, infinite, beyond
-        JAX's types or equal in float32; labels outside `0..num_classes-1`.
+    Inputs may be `texts`. Refused are parts that are not those that `Dataset` describes; images of integers, or with
+    their channels first; arrays of different lengths, empty, or other ones in the test split; numbers that are missing,
+    infinite, beyond JAX's types or equal in float32; labels outside `0..num_classes-1`.
     """
     check(isinstance(dataset, Dataset), "dataset", type(dataset).__name__, "a jfcl.data.Dataset")
     name, count, writer = f"data set {dataset.name!r}", dataset.num_classes, dataset.writer

@@ -29,9 +29,8 @@ def is_picture(value: Any) -> bool:
 def picture(image: Any, where: str) -> np.ndarray:
     """Returns `[H, W, C]` float32 in `[0, 1]`, what an image of PIL shows.
 
-    Raises:
-      ValueError: 32-bit integers, and floats outside `[0, 1]`, of unknown white; several frames; an unknown mode; a
-        file that is damaged or closed.
+    Refused are 32-bit integers, and floats outside `[0, 1]`, of unknown white; several frames; unknown modes; files
+    that are damaged or closed.
     """
     try:
         image.load()
@@ -77,12 +76,7 @@ def pictures(rows: list[Any], where: str) -> np.ndarray:
 
 
 def alike(parts: Iterable[np.ndarray]) -> list[np.ndarray]:
-    """Returns images `[..., C]` with the same channels: grey becomes colour, opaque gets alpha, where others have it.
-
-    Example:
-      >>> [part.shape for part in alike([np.ones((2, 2, 1)), np.ones((2, 2, 3)), np.ones((2, 2, 2))])]
-      [(2, 2, 4), (2, 2, 4), (2, 2, 4)]
-    """
+    """Returns images `[..., C]` with the same channels: grey becomes colour, opaque gets alpha, if others have it."""
     parts = list(parts)
     channels = {part.shape[-1] for part in parts}
     if len(channels) == 1:
@@ -110,10 +104,7 @@ def labels_shown(image: Any, where: str) -> np.ndarray:
 def images_or_ids(array: np.ndarray, where: str) -> np.ndarray:
     """Returns numbers `[n, ...]` with their types settled: images as float32 in `[0, 1]`, others as they are.
 
-    Integers with two axes or more an example are images, with one axis token ids.
-
-    Raises:
-      ValueError: images of integers of unknown white; rows of bytes.
+    Integers with two axes or more an example are images, with one axis token ids; rows of bytes are refused.
     """
     what = f"{array.dtype} of shape {list(array.shape[1:])} an example"
     accepted = (

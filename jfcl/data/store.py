@@ -28,11 +28,10 @@ class ClientStore:
 
     Attributes:
       path: its folder; `None` for one in memory.
-      fields: `{"x": Field, "y": Field}`.
-      arrays: the examples as they are stored, memory-mapped.
+      fields, arrays: the `Field` of each array of the examples, and the arrays as they are stored, memory-mapped.
       offsets, rows, cluster: as in `jfcl.data.store_files`; `rows` and `cluster` may be `None`.
       max_size: the number of examples of the largest client, to which cohorts are padded.
-      about: the content of `store.json`: `num_classes`, `description`, the arguments of its making, and others.
+      about: the content of `store.json`: `num_classes`, `description`, the arguments of `generate_store`, and others.
       hash: 16 hex digits that change whenever the content does.
 
     Example:
@@ -58,10 +57,8 @@ class ClientStore:
         return (self.offsets[ids + 1] - self.offsets[ids]).astype(np.int32)
 
     def gather(self, ids: Any, *, pad_to: int | None = None) -> Clients:
-        """Returns the clients `ids` (`[C]` integers) as a cohort, in that order.
-
-        Args:
-          pad_to: the length `M` of the example axis; default: `max_size`, so that all cohorts have one shape.
+        """Returns the clients `ids` (`[C]` integers) as a cohort, in that order, padded to `pad_to`, by default
+        `max_size`.
 
         Returns:
           `Clients` of NumPy arrays with these ids, in memory that JAX on a CPU uses without a copy. Cost: one pass over
@@ -126,10 +123,10 @@ class ClientStore:
           path: a folder that is not there yet.
           clients: one dict of `[m_i, ...]` arrays per client; all with the same names and shapes of an example.
           stored: a compact type for some of them: `{"x": ("uint8", 255.0, 0.0)}` for type, `per_unit` and `offset` of
-            `Field`; the last two may be left out, and are for floats kept as integers only. Values are rounded to that
-            type. Default: the type of the arrays (64 bits become 32).
+            `Field`; the last two may be left out, and are for floats that become integers only. Default: the type of
+            the arrays (64 bits become 32).
           cluster: `[N]` integers, the true clusters.
-          about: kept in `store.json`: `num_classes`, `description`, and other JSON values.
+          about: further content of `store.json`: `num_classes`, `description`, and other JSON values.
 
         Raises:
           ValueError: no clients, arrays of one client that differ in length, names or shapes that change, NaN or
@@ -160,9 +157,6 @@ class ClientStore:
           base: dicts of `[n, ...]` arrays, written one after the other: row `r` is the `r`-th of all their examples.
           rows: `[m_i]` integers per client, its examples among them.
           path, stored, cluster, about: as in `create`.
-
-        Raises:
-          ValueError: rows outside the base, and the errors of `create`.
         """
         with _writing(path, stored, cluster, about) as writer:
             count = sum(writer.examples(part, "base") for part in base)
@@ -180,8 +174,8 @@ class ClientStore:
     def open(cls, path: str | Path, *, verify: bool = False) -> ClientStore:
         """Opens the store in `path`, memory-mapped: only `store.json` and the places of clients' examples are read.
 
-        Raises:
-          ValueError: no store, one of another format, a file that is missing, truncated or (with `verify`) changed.
+        With `verify`, everything is read. A store of another format, and a file that is missing, truncated or (with
+        `verify`) changed, is refused.
         """
         plain.check_path("path", path)
         path = Path(path)

@@ -38,10 +38,6 @@ def load_tfds(name: str, data_dir, *, known: Iterable[str] = (), official: str =
       name, data_dir: as in `from_tfds`.
       known: further names to suggest for an unknown `name`.
       official: where the official files are and into which folder they belong, where jfcl reads those.
-
-    Raises:
-      ValueError: an unknown name; not prepared and TensorFlow not installed; a download host that cannot be
-        reached; no "train" split, image (or text) or label; images of different sizes.
     """
     folder = _folder(name, data_dir, known, official)
     with _readable(folder) as builder:
@@ -60,12 +56,6 @@ def from_tfds(name: str, *, data_dir: str | os.PathLike | None = None, **options
       name: its name in TFDS, with its config if it has one.
       data_dir: a TFDS directory to search first; default: the environment variable `JFCL_DATA_DIR`.
       options: of features as in `jfcl.data.from_huggingface` of columns.
-
-    Returns:
-      `Dataset` of the splits "train" and "test" (if there is one).
-
-    Raises:
-      ValueError: those of `jfcl.data.load` for a set of TFDS, and of `jfcl.data.from_frame` for its features.
 
     Example:
       >>> from_tfds("shakespeare", by="character")  # doctest: +SKIP
@@ -113,8 +103,7 @@ def _rows(builder: Any, split: str) -> list[dict[str, Any]]:
 def _readable(folder: Path, builder: Any = None) -> Iterator[Any]:
     """Yields the builder of a folder; raises `ValueError` for the errors of its readers, which are several libraries.
 
-    Args:
-      builder: one that prepares the folder; default: a reader of the prepared folder.
+    `builder` prepares the folder; the default reads a prepared one.
     """
     import tensorflow_datasets as tfds
 

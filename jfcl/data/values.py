@@ -80,8 +80,7 @@ def array_of(values: Any, where: str) -> np.ndarray:
 def plain(values: Any, where: str) -> Any:
     """Returns numbers `[n, ...]`, also of frames, sparse matrices and decimals, or a list of other values.
 
-    Raises:
-      ValueError: not several values; none; missing ones; dates.
+    Refused are single values, none, missing ones, and dates.
     """
     if is_table(values):
         names = list(values.columns)
@@ -122,11 +121,7 @@ def side_by_side(columns: Mapping[Any, Any], where: str = "") -> np.ndarray:
 
 
 def stacked(rows: Any, where: str) -> np.ndarray:
-    """Returns `[n, ...]` of what `plain` returns: of numbers, arrays or images of labels, or of texts as objects.
-
-    Raises:
-      ValueError: rows of other kinds, of different shapes, or images and maps of different types.
-    """
+    """Returns `[n, ...]` of what `plain` returns: of numbers, arrays or images of labels, or of texts as objects."""
     if isinstance(rows, np.ndarray):
         return rows
     if all(isinstance(row, str) for row in rows):
@@ -153,10 +148,8 @@ def stacked(rows: Any, where: str) -> np.ndarray:
 def as_numpy(values: Any, where: str = "examples") -> Any:
     """Returns tensors of PyTorch and JAX, and numbers of their small types, as NumPy's; other values as they are.
 
-    Arrays have the byte order of the machine, and numbers 64 bits at most.
-
-    Raises:
-      ValueError: a masked array with missing values; a tensor that is sparse, quantised or without values.
+    Arrays have the byte order of the machine, and numbers 64 bits at most. Masked arrays with missing values, and
+    tensors that are sparse, quantised or without values, are refused.
     """
     if hasattr(values, "detach"):
         try:

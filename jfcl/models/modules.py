@@ -37,10 +37,9 @@ class Network(NamedTuple):
       apply: `(params, x) -> outputs`, for evaluation.
       train: `(key, params, x, real) -> (outputs, params)`, see `Task.train_loss`; None where it is `apply`.
       represent: `(params, x) -> [B, H]`, the inputs of the last dense layer, or else the outputs; None: not known.
-      statistics: as in `Task`.
-      head: as in `Task`.
-      outputs: the shape and the type of the outputs for two inputs.
-      is_softmax: whether the outputs are those of a softmax.
+      statistics, head: as in `Task`.
+      outputs, is_softmax: the shape and the type of the outputs for two inputs, and whether they are those of a
+        softmax.
     """
 
     name: str
