@@ -136,9 +136,6 @@ def cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
 
     Accelerators compare the classes with the label, since a gather is slow there. A label out of range gives NaN. The
     result is float32 at least.
-
-    Raises:
-      ValueError: labels of another shape, such as `[B, 1]` or one-hot.
     """
     wanted = f"{logits.shape[:-1]}, one label for each vector of logits {logits.shape}"
     check(labels.shape == logits.shape[:-1], "the shape of the labels", labels.shape, wanted)
@@ -302,14 +299,10 @@ def classification(
 def regression(
     module: Any, input_shape: tuple[int, ...], *, half: bool = False, training_argument: str | None = None
 ) -> Task:
-    """Returns the task of regression by a flax module: the squared error, or half of it.
+    """Returns the task of regression by a flax module: the squared error, or with `half` 1/2 of it.
 
     Args:
       module: maps `[B, *input_shape]` to values of the targets' shape; this and the others as in `classification`.
-      half: use 1/2 of the squared error.
-
-    Returns:
-      `Task` without an accuracy.
 
     Example:
       >>> import jfcl
