@@ -78,7 +78,6 @@ def generate_store(
       >>> len(train), train.gather([5, 999]).examples["x"].shape, train.arrays["x"].shape
       (1000, (2, 20, 8, 8, 1), (5752, 8, 8, 1))
     """
-    check_count("num_clients", num_clients)
     check_count("examples_per_client", examples_per_client)
     clients = num_clients, num_clusters, heterogeneity, partition, examples_per_client, test_fraction, seed
     rules = pools.Rules(*clients, labels_per_client, alpha, exponent, min_size)

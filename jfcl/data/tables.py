@@ -37,11 +37,7 @@ def frame_of(table: Any, argument: str, by: str | None = None) -> Any:
     """Returns a table as a pandas frame with names that differ: a frame, one of polars or pyarrow, or a file's name."""
     if is_file(table):
         return read_file(table, argument, by)
-    if hasattr(table, "to_pandas"):  # of polars, pyarrow
-        try:
-            table = table.to_pandas()
-        except ImportError as error:
-            raise ValueError(f"{argument}: a {type(table).__module__} table is read by pandas: {error}") from None
+    table = table.to_pandas() if hasattr(table, "to_pandas") else table  # of polars, pyarrow
     check(is_table(table), argument, type(table), "a frame with columns")
     names, levels = list(table.columns), getattr(table.columns, "nlevels", 1)
     accepted = "of one level: frame.columns = ['_'.join(map(str, names)) for names in frame.columns]"

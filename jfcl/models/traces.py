@@ -15,26 +15,26 @@ OF_SUMS = (*SAME_VALUES, "broadcast_in_dim")
 
 def ends_in_softmax(jaxpr: Any) -> bool:
     """Returns whether the outputs of a program are exponentials divided by their sum over the last axis."""
+    by_output = {id(out): equation for equation in jaxpr.eqns for out in equation.outvars}
 
-    def made_by(variable: Any, through: tuple[str, ...]) -> Any:
+    def source(variable: Any, through: tuple[str, ...]) -> Any:
         """Returns the equation of a variable, or of that from which the operations `through` make it."""
-        while True:
-            found = [eqn for eqn in jaxpr.eqns if any(out is variable for out in eqn.outvars)]
-            if not found or found[0].primitive.name not in through:
-                return found[0] if found else None
-            variable = found[0].invars[0]
+        equation = by_output.get(id(variable))
+        while equation is not None and equation.primitive.name in through:
+            equation = by_output.get(id(equation.invars[0]))
+        return equation
 
-    last = made_by(jaxpr.outvars[0], SAME_VALUES)
+    last = source(jaxpr.outvars[0], SAME_VALUES)
     inner = None if last is None else last.params.get("jaxpr", last.params.get("call_jaxpr"))
     if inner is not None and len(last.outvars) == 1:  # a function under jit, or with derivatives of its own
         return ends_in_softmax(getattr(inner, "jaxpr", inner))
     if last is None or last.primitive.name != "div":
         return False
-    above, below = made_by(last.invars[0], SAME_VALUES), made_by(last.invars[1], OF_SUMS)
+    above, below = source(last.invars[0], SAME_VALUES), source(last.invars[1], OF_SUMS)
     if above is None or below is None or (above.primitive.name, below.primitive.name) != ("exp", "reduce_sum"):
         return False
     summed = below.invars[0]
-    return below.params["axes"] == (summed.aval.ndim - 1,) and made_by(summed, SAME_VALUES) is above
+    return below.params["axes"] == (summed.aval.ndim - 1,) and source(summed, SAME_VALUES) is above
 
 
 @contextlib.contextmanager
