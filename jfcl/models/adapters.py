@@ -156,11 +156,15 @@ def _beside(shapes: dict[str, tuple], merge: Callable, scale: float) -> Callable
         return name if type(layer) is nn.Dense and shapes.get(name) == (x.shape[-1], layer.features) else None
 
     def kernels(function, trained, *rest):
+        """Returns the kernels on which the outputs depend in dense layers alone, as they do not with tied weights."""
         names = set()
 
-        def note(layer, call, inputs, *args, **kwargs):
-            names.add(name_of(layer, inputs))
-            return call(inputs, *args, **kwargs)
+        def cut(layer, call, inputs, *args, **kwargs):
+            out, name = call(inputs, *args, **kwargs), name_of(layer, inputs)
+            if name is None:
+                return out
+            names.add(name)
+            return jnp.broadcast_to(inputs.sum().astype(out.dtype), out.shape)  # the inputs may use another kernel
 
         def normalise(layer, call, *args, **kwargs):  # with a kernel that is not the parameter itself
             before = set(names)
@@ -168,24 +172,11 @@ def _beside(shapes: dict[str, tuple], merge: Callable, scale: float) -> Callable
             names.intersection_update(before)
             return out
 
-        with at_layers(nn.Dense, note), at_layers((nn.WeightNorm, nn.SpectralNorm), normalise):
-            jax.eval_shape(lambda trained, *rest: function(merge(trained), *rest), trained, *rest)
-        return names - {None} - used_elsewhere(names - {None}, function, trained, *rest)
-
-    def used_elsewhere(names, function, trained, *rest):
-        """Returns the kernels on which the outputs depend without their layers, as in a decoder with tied weights."""
-
-        def cut(layer, call, inputs, *args, **kwargs):
-            out = call(inputs, *args, **kwargs)
-            if name_of(layer, inputs) not in names:
-                return out
-            return jnp.broadcast_to(inputs.sum().astype(out.dtype), out.shape)  # the inputs may use another kernel
-
-        params = jax.eval_shape(lambda trained: merge(trained, names), trained)
-        with at_layers(nn.Dense, cut):
+        params = jax.eval_shape(lambda trained: merge(trained, shapes), trained)
+        with at_layers(nn.Dense, cut), at_layers((nn.WeightNorm, nn.SpectralNorm), normalise):
             traced = jax.make_jaxpr(function)(params, *rest).jaxpr
         _, used = dce_jaxpr(traced, [True] * len(traced.outvars))
-        return {name for name, is_used in zip(named_parameters(params), used, strict=False) if is_used}
+        return names - {name for name, is_used in zip(named_parameters(params), used, strict=False) if is_used}
 
     def of(function):
         known = []  # the kernels that `function` uses in dense layers alone; another one may use them otherwise
