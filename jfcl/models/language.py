@@ -68,8 +68,13 @@ def _language_model(module: Any, length: int, vocab_size: int, training_argument
     check_logits(net, (2, length - 1, vocab_size), f"{vocab_size} logits a word, {fitting}")
 
     def inputs(batch):
-        _check_ids(batch["x"], length, vocab_size)
-        return batch["x"][:, :-1]
+        x = batch["x"]
+        check(jnp.issubdtype(x.dtype, jnp.integer), "x", x.dtype, "token ids, which are integers (jfcl.data.tokenize)")
+        check(x.ndim == 2 and x.shape[1] == length, "x", x.shape, f"token ids of shape (B, {length})")
+        if is_concrete(x) and x.size:
+            low, high = int(x.min()), int(x.max())
+            check(low >= 0 and high < vocab_size, "x", f"{low}..{high}", f"token ids in 0..{vocab_size - 1}")
+        return x[:, :-1]
 
     def of_words(score: Callable) -> Callable:
         """Returns the mean `[B]` of `score(logits, targets)` over the targets of every text."""
@@ -92,14 +97,6 @@ def _language_model(module: Any, length: int, vocab_size: int, training_argument
     at_once = max(1, MOST_LOGITS // ((length - 1) * vocab_size))
     task = Task(*functions, perplexity=True, head=net.head, reads=("x",), inputs=inputs, at_once=at_once)
     return task if net.train is None else task._replace(train_loss=train_loss)
-
-
-def _check_ids(x: jax.Array, length: int, vocab_size: int) -> None:
-    check(jnp.issubdtype(x.dtype, jnp.integer), "x", x.dtype, "token ids, which are integers (jfcl.data.tokenize)")
-    check(x.ndim == 2 and x.shape[1] == length, "x", x.shape, f"token ids of shape (B, {length})")
-    if is_concrete(x) and x.size:
-        low, high = int(x.min()), int(x.max())
-        check(low >= 0 and high < vocab_size, "x", f"{low}..{high}", f"token ids in 0..{vocab_size - 1}")
 
 
 def check_tokens(clients: Clients, vocab_size: int, *, name: str = "clients") -> None:
