@@ -246,8 +246,8 @@ def compares_clusters(summary: dict[str, Any]) -> bool:
 
 def seeds_text(summaries: dict[str, dict[str, Any]]) -> str:
     """Returns the seeds of runs, for the title of a table."""
-    seeds = [[row["seed"] for row in summary["per_seed"]] for summary in summaries.values()]
-    texts = {f"mean ± sample std over {len(s)} seeds" if len(s) > 1 else f"seed {s[0]}" for s in seeds}
+    runs = [summary["per_seed"] for summary in summaries.values()]
+    texts = {f"mean ± sample std over {len(r)} seeds" if len(r) > 1 else f"seed {r[0]['seed']}" for r in runs}
     return " or ".join(sorted(texts))
 
 
