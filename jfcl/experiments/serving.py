@@ -49,13 +49,13 @@ class LoadedRun(NamedTuple):
 
     @property
     def task(self) -> Task:
-        """The task of the result of `model`."""
+        """The task that the results of `model` are parameters of."""
         return self.setup.task if self.weights is None else mixture_task(self.setup.task)
 
     def model(self, client: int) -> PyTree:
-        """Returns the model of a client of the run, its personal parameters included; one model for one example.
+        """Returns the parameters of a client's model, its personal ones included.
 
-        Of a mixture, it is all models and the client's weights, `(params, weights [K])`.
+        Of a mixture, they are those of all models and the client's weights, `(params, weights [K])`.
 
         Raises:
           ValueError: a client that is not in `0..N-1`.
@@ -72,7 +72,15 @@ class LoadedRun(NamedTuple):
         It raises `ValueError` for inputs of another shape than the task's, or that flattened, which a model may take
         and read wrongly (images with the channels first).
         """
-        return predictor(self.task, self.model(client))
+        model, predict, wanted = self.model(client), jax.jit(self.task.apply), self.task.input_shape
+
+        def outputs(x: Any) -> jax.Array:
+            shape = np.shape(x)
+            fits = wanted is None or (len(shape) > 1 and shape[1:] in (wanted, (math.prod(wanted),)))
+            check(fits, "x", shape, f"of shape (B, *{wanted})")
+            return predict(model, jnp.asarray(x))
+
+        return outputs
 
     def client(self, name: Any) -> int:
         """Returns the client with a name in the table that the run was on: a value of its column `by`.
@@ -86,7 +94,7 @@ class LoadedRun(NamedTuple):
         return names.index(name)
 
     def read(self, frame: Any) -> dict[str, np.ndarray]:
-        """Returns rows of a frame `{"x", "y"}` as the table of the run was read; see `jfcl.data.read_rows`.
+        """Reads rows of a frame as the table of the run: `{"x", "y"}`; see `jfcl.data.read_rows`.
 
         Raises:
           ValueError: a run on other data than a table; a frame without its columns, or with other values.
@@ -181,19 +189,6 @@ def structured(arrays: PyTree, like: PyTree) -> PyTree:
     check(sorted(rows) == sorted(wanted), "the models of the folder", sorted(rows), accepted)
     leaves = [np.asarray(rows[name], leaf.dtype) for name, leaf in wanted.items()]
     return jax.tree.unflatten(jax.tree.structure(like), leaves)
-
-
-def predictor(task: Task, model: PyTree) -> Callable[[Any], jax.Array]:
-    """Returns the compiled function of one model; see `LoadedRun.predictor`."""
-    predict, wanted = jax.jit(task.apply), task.input_shape
-
-    def outputs(x: Any) -> jax.Array:
-        shape = np.shape(x)
-        fits = wanted is None or (len(shape) > 1 and shape[1:] in (wanted, (math.prod(wanted),)))
-        check(fits, "x", shape, f"of shape (B, *{wanted})")
-        return predict(model, jnp.asarray(x))
-
-    return outputs
 
 
 def choose(task: Task, params: PyTree, cluster: np.ndarray, clients: Clients, examples: dict[str, Any], by: str) -> int:
