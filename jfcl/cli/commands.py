@@ -92,9 +92,7 @@ def given_options(args: argparse.Namespace) -> dict[str, Any]:
             options = {name: value for name, value in options.items() if name not in group}
     options |= flags
     if "method" not in options:
-        raise ValueError(
-            "METHOD must be given, or stand in --config: 'jfcl list methods' shows them, jfcl --help examples"
-        )
+        raise ValueError("METHOD must be given, or stand in --config; 'jfcl list methods' shows them")
     return options
 
 
@@ -105,9 +103,9 @@ def _flags(args: argparse.Namespace, method: str | None) -> dict[str, Any]:
 
 
 def _arguments(function: Callable, args: argparse.Namespace) -> dict[str, Any]:
-    """Returns the keyword arguments of the function of a command that have flags."""
+    """Returns the keyword arguments of `run` or `run_sweep` that have flags."""
     arguments = {name: getattr(args, name) for name in options_of(function) if hasattr(args, name)}
-    return arguments | ({"progress": not args.quiet} if hasattr(args, "quiet") else {})
+    return arguments | {"progress": not args.quiet}
 
 
 def command_run(args: argparse.Namespace, console: Console) -> None:
