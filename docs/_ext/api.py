@@ -1,6 +1,7 @@
 """The pages of the API: the public modules, and the order in which a page describes their names, that of their use.
 
-A name that is not listed here is an internal helper, and has no entry.
+A name in a module's `__all__` that is not listed here comes last. Other names that are not listed, and checks, are
+internal helpers, which have no entry.
 """
 
 # The public modules, by the title of their group, with one line on each.
@@ -88,10 +89,11 @@ SECTIONS = {
     "jfcl.hosts": {"": "connect devices several is_first fetch leave"},
     "jfcl.targets": {"": "target Target Chip mesh"},
     "jfcl.kernels": {
-        "Similarities": "pairwise_cosine gram squared_distances separation_gap similarity_tolerance",
+        "Similarities": "pairwise_cosine gram squared_distances separation_gap similarity_tolerance profile_distances "
+        "principal_vectors subspace_angles ANGLES",
         "Bipartitions and dendrograms": "optimal_bipartition bipartition_of_updates Bipartition single_linkage_tree "
-        "complete_linkage_tree cut",
-        "Clusterings": "threshold_clustering kmeans KMeans",
+        "complete_linkage_tree linkage_tree cut cut_by_silhouette ChosenCut silhouette LINKAGES",
+        "Clusterings": "threshold_clustering kmeans KMeans least_cost_assignment",
         "Robust aggregators": "mean coordinate_median trimmed_mean mean_around_median geometric_median centered_clip "
         "krum multi_krum bulyan AGGREGATORS",
         "Pre-aggregators": "nearest_neighbour_mixing bucketing clip_norms adaptive_clip PRE_AGGREGATORS "

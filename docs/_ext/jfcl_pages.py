@@ -60,7 +60,10 @@ def sections_of(module: types.ModuleType) -> dict[str, list[str]]:
     missing = [name for names in sections.values() for name in names if not hasattr(module, name)]
     if missing:
         raise ValueError(f"docs/_ext/api.py lists names that {module.__name__} does not have: {', '.join(missing)}")
-    return sections
+    listed = {name for names in sections.values() for name in names}
+    public = public_names(module) if hasattr(module, "__all__") and module.__name__ != "jfcl.core" else []
+    rest = [name for name in public if name not in listed and not name.startswith("check_")]
+    return sections | ({"Further": rest} if rest else {})
 
 
 def entry(name: str, value: object) -> str:
@@ -90,15 +93,14 @@ def page_of(name: str, described: dict[int, str]) -> str:
     parts = [f"{name}\n{'=' * len(name)}", about]
     elsewhere = [described[id(getattr(module, p))] for p in public_names(module) if id(getattr(module, p)) in described]
     for title, names in sections_of(module).items():
-        parts += [f"{title}\n{'-' * len(title)}"] if title else []
+        new = [public for public in names if id(getattr(module, public)) not in described]
+        parts += [f"{title}\n{'-' * len(title)}"] if title and new else []
         if title == "Methods":
             links = ", ".join(f":py:obj:`{function}`" for function in elsewhere)
             parts.append(f"Each has a :doc:`page of its own <../methods/index>`: {links}.")
-        for public in names:
-            value = getattr(module, public)
-            if id(value) not in described:
-                described[id(value)] = f"{name}.{public}"
-                parts.append(entry(f"{name}.{public}", value))
+        for public in new:
+            described[id(getattr(module, public))] = f"{name}.{public}"
+            parts.append(entry(f"{name}.{public}", getattr(module, public)))
     if elsewhere and name != "jfcl":
         parts.append("Described on other pages: " + ", ".join(f":py:obj:`{other}`" for other in elsewhere) + ".")
     return "\n\n".join(parts) + "\n"
