@@ -48,21 +48,22 @@ def public_names(module: types.ModuleType) -> list[str]:
     return [name for name in names if not isinstance(getattr(module, name), types.ModuleType) and name != "__version__"]
 
 
-def sections_of(module: types.ModuleType) -> dict[str, list[str]]:
-    """Returns the names that a page describes, by the titles of its sections.
+def sections_of(name: str) -> dict[str, list[str]]:
+    """Returns the names that the page of a module describes, by the titles of its sections.
 
     Raises:
       ValueError: `api.py` lists a name that the module does not have.
     """
-    if module.__name__ not in SECTIONS:
+    module = importlib.import_module(name)
+    if name not in SECTIONS:
         return {"": public_names(module)}
-    sections = {title: names.split() for title, names in SECTIONS[module.__name__].items()}
-    missing = [name for names in sections.values() for name in names if not hasattr(module, name)]
+    sections = {title: names.split() for title, names in SECTIONS[name].items()}
+    missing = [public for names in sections.values() for public in names if not hasattr(module, public)]
     if missing:
-        raise ValueError(f"docs/_ext/api.py lists names that {module.__name__} does not have: {', '.join(missing)}")
-    listed = {name for names in sections.values() for name in names}
-    public = public_names(module) if hasattr(module, "__all__") and module.__name__ != "jfcl.core" else []
-    rest = [name for name in public if name not in listed and not name.startswith("check_")]
+        raise ValueError(f"docs/_ext/api.py lists names that {name} does not have: {', '.join(missing)}")
+    listed = {public for names in sections.values() for public in names}
+    rest = [public for public in getattr(module, "__all__", ()) if public not in listed]
+    rest = [public for public in public_names(module) if public in rest and not public.startswith("check_")]
     return sections | ({"Further": rest} if rest else {})
 
 
@@ -92,7 +93,7 @@ def page_of(name: str, described: dict[int, str]) -> str:
         )
     parts = [f"{name}\n{'=' * len(name)}", about]
     elsewhere = [described[id(getattr(module, p))] for p in public_names(module) if id(getattr(module, p)) in described]
-    for title, names in sections_of(module).items():
+    for title, names in sections_of(name).items():
         new = [public for public in names if id(getattr(module, public)) not in described]
         parts += [f"{title}\n{'-' * len(title)}"] if title and new else []
         if title == "Methods":
