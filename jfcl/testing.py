@@ -321,7 +321,8 @@ def check_algorithm(
       padding_tolerance: largest change of a model by padding clients. The guarantee is 0. Servers that multiply
         matrices over clients need slightly more, since the blocks of the product depend on the number of clients.
       examples_tolerance: the same for padding examples, for training in the span of the examples (see
-        `jfcl.training.span`), which multiplies matrices over examples, and for batch statistics, which are their sums.
+        `jfcl.training.span`) and of several models side by side, which multiply matrices over examples, and for batch
+        statistics, which are their sums.
 
     Raises:
       AssertionError: names the guarantee that is violated.

@@ -38,16 +38,21 @@ OPTIONS = {
     "pacfl": {"num_clusters": 2, "num_vectors": 2, "by_label": False},
     "fedgroup": {"num_clusters": 2, "pretrain_steps": 3},
     "stocfl": {"max_clusters": 4, "observe_epochs": 2},
+    "fedem": {"num_clusters": 2},
+    "fedrc": {"num_clusters": 2},
+    "fedsoft": {"num_clusters": 2, "lam": 0.5},
 }
 ONE_STEP = {"myopic_clustering", "momentum_clustering"}
 KIND = {
     "knn_per": "classification",
+    "fedem": "classification",
+    "fedrc": "classification",
     "fedper": "network",
     "fedrep": "network",
     "lg_fedavg": "network",
     "fedbn": "network",
 }
-EXAMPLES = {"pacfl": 1e-3}  # eigenvectors of products of examples, in its state
+EXAMPLES = {"pacfl": 1e-3, "fedem": 1e-6, "fedrc": 1e-6}  # products of examples: its state, K models side by side
 MULTIPLIES = {"myopic_clustering", "momentum_clustering"}
 # CFL's clients need enough examples to know their own model, which 3 of 4 unknowns are not; see test_cfl for it.
 FINDS_CLUSTERS = {"ifca", "oracle"}  # CLoVE: some clients have larger losses than others under all models
@@ -86,6 +91,7 @@ def test_no_device_gathers_the_data_of_others(name):
 
 # Those that share their round with one of the others, or compile for longest; make test-slow runs them.
 SLOW = {
+    "fedrc",
     "pacfl",
     "fedgroup",
     "stocfl",

@@ -157,6 +157,50 @@ def byzantine_cfl(p: Picture) -> None:
     p.say(320, 200, "the smaller side is excluded in all later rounds")
 
 
+SHARES = (0.0, 0.75, 0.25, 1.0, 0.5, 0.1)  # of the second of two distributions, of six clients
+
+
+def fedem(p: Picture) -> None:
+    at = {BLUE: 220, ORANGE: 420}
+    for color, x in at.items():
+        p.model(x, 45, color)
+    for i, share in enumerate(SHARES):
+        x, y, width = 120 + 80 * i, 160, 44 * share
+        for color, weight in ((BLUE, 1 - share), (ORANGE, share)):
+            if weight:
+                p.line(at[color], 64, x, y - 14, color, 1 + 4 * weight)
+        p.append(f'<rect x="{x - 22}" y="{y - 10}" width="{44 - width}" height="20" fill="{BLUE}"/>')
+        p.append(f'<rect x="{x + 22 - width}" y="{y - 10}" width="{width}" height="20" fill="{ORANGE}"/>')
+    p.say(320, 200, "each example weighs the models; each client has a mixture of them")
+
+
+def fedrc(p: Picture) -> None:
+    for left, color, names in ((60, BLUE, ("cat", "dog")), (350, ORANGE, ("dog", "cat"))):
+        p.box(left, 45, 230, 105, color)
+        p.say(left + 115, 32, "one concept" if color == BLUE else "another concept")
+        for i, (first, second) in enumerate(((0, 1), (1, 1), (0, 0))):
+            x = left + 40 + 75 * i
+            p.client(x, 75, color)
+            p.say(x, 110, names[first])
+            p.say(x, 130, names[second])
+    p.say(320, 180, "models divide clients by what label an input has,")
+    p.say(320, 200, "not by how many of each label they have")
+
+
+def fedsoft(p: Picture) -> None:
+    at = {BLUE: 100, ORANGE: 540}
+    for color, x in at.items():
+        p.model(x, 110, color, 36)
+        p.say(x, 150, "centre")
+    for share, y in ((0.2, 60), (0.5, 150), (0.8, 75)):
+        x = 100 + 440 * share
+        for color, weight in ((BLUE, 1 - share), (ORANGE, share)):
+            p.line(x, y, at[color] + (18 if color == BLUE else -18), 110, color, 1 + 4 * weight, "2 5")
+        p.model(x, y, GREY, 22)
+    p.say(320, 30, "a model of each client, pulled by its shares")
+    p.say(320, 203, "a centre is the mean of its clients' models")
+
+
 def federated_clustering(p: Picture) -> None:
     p.ring(190, 110, 70)
     p.client(190, 110, BLUE)
@@ -381,7 +425,8 @@ PICTURES: dict[str, Callable[[Picture], None]] = {
     f.__name__: f
     for f in (
         fedavg, local, oracle, ifca, hypcluster, clove, cfl, byzantine_cfl, federated_clustering, myopic_clustering,
-        momentum_clustering, fesem, one_shot, flhc, pacfl, fedgroup, stocfl, ditto, knn_per, fedper, fedrep, lg_fedavg,
+        momentum_clustering, fesem, fedem, fedrc, fedsoft, one_shot, flhc, pacfl, fedgroup, stocfl, ditto, knn_per,
+        fedper, fedrep, lg_fedavg,
         fedbn,
     )
 }  # fmt: skip

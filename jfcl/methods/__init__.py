@@ -13,8 +13,11 @@ from jfcl.methods.cfl import byzantine_cfl, cfl
 from jfcl.methods.clove import clove
 from jfcl.methods.ditto import ditto
 from jfcl.methods.fedavg import fedavg, fedbn, fedper, fedrep, lg_fedavg
+from jfcl.methods.fedem import fedem
 from jfcl.methods.federated_clustering import federated_clustering
 from jfcl.methods.fedgroup import fedgroup
+from jfcl.methods.fedrc import fedrc
+from jfcl.methods.fedsoft import fedsoft
 from jfcl.methods.fesem import fesem
 from jfcl.methods.flhc import flhc
 from jfcl.methods.hypcluster import hypcluster
@@ -37,7 +40,7 @@ class Method(NamedTuple):
       summary: one line for `jfcl list`.
       defaults: of `jfcl run`, where they differ from those of the factory or of other methods.
       by_client: whether there is a model for each client, and no clusters are found.
-      chooses: whether clients choose the model of lowest loss.
+      chooses: whether clients choose the model of lowest loss, or weigh models by their losses.
       sends: whether clients send anything.
     """
 
@@ -88,6 +91,9 @@ METHODS = {
     "fedgroup": Method(fedgroup, "groups by the directions of first updates (Duan et al. 2021); FlexCFL: --migrate"),
     "stocfl": Method(stocfl, "clusters of similar clients merge as they are seen (Zeng et al. 2023)"),
     "fesem": Method(fesem, "clients join the model nearest to their own (Xie et al. 2021)"),
+    "fedem": Method(fedem, "each client has its own mixture of K models (Marfoq et al. 2021)", chooses=True),
+    "fedrc": Method(fedrc, "the same, clustered by concept and not by label (Guo et al. 2024)", chooses=True),
+    "fedsoft": Method(fedsoft, "own models near those of several clusters (Ruan and Joe-Wong 2022)", chooses=True),
     "fedper": Method(fedper, "a common body, a head of each client (Arivazhagan et al. 2019)"),
     "fedrep": Method(fedrep, "the same, head and body trained in turn (Collins et al. 2021)"),
     "lg_fedavg": Method(lg_fedavg, "a common head, a body of each client (Liang et al. 2020)"),

@@ -113,6 +113,7 @@ class Averaging(NamedTuple):
     start: Callable[[PyTree, Clients], jax.Array] = one_cluster
     choose: Choose = keep_cluster
     divide_by: str = "cluster"
+    train: Callable[..., tuple[local.Trained, PyTree, PyTree]] = phases.train_scopes
     anchor: PyTree | None = None
     weights: str | jax.Array = "size"
     shared: Callable[[str], bool] | None = None
@@ -285,7 +286,7 @@ def train_client(rules: Averaging, state: AveragingState, clients: Clients) -> C
         rest = examples, size, opt_state, state.round
         how = rules.task, rules.training, rules.personal_steps
         more = {"products": products, "anchor": rules.anchor}
-        trained, update, own = phases.train_scopes(*how, key, begin, own, *rest, **more)
+        trained, update, own = rules.train(*how, key, begin, own, *rest, **more)
         finite, inside = is_finite((update, own)), ()
         if rules.dp is not None:
             update, inside = privacy.clipped(update, privacy.clip_of(rules.dp, state.clip))

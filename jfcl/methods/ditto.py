@@ -72,7 +72,6 @@ def ditto(
     """
     options["client_axis"] = client_axis = mapping.or_auto(options["client_axis"])
     common = fedavg(task, training, **options)
-    near = training._replace(prox=lam)
 
     def init(key: jax.Array, clients: Clients) -> DittoState:
         state = common.init(key, clients)
@@ -86,7 +85,7 @@ def ditto(
         chosen = select_cohort(key, clients, options["cohort"])
         params, opt_states = take_rows(chosen, (state.params, state.client))
         mine = state._replace(params=params, client=opt_states)
-        trained, finite = train_personal(task, near, client_axis, chosen, mine, anchor=middle)
+        trained, finite = train_personal(task, training, client_axis, chosen, mine, pull=lambda _: (middle, lam))
         shared, metrics = common.step(key, state.common, clients)
         present = take_rows(chosen, ~jnp.isnan(metrics["loss"]))  # NaN for absent clients alone
         mine = next_personal(mine, trained, present & finite)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -70,15 +71,29 @@ def train_personal(
     cohort: Cohort,
     state: Any,
     *,
-    anchor: PyTree | None = None,
+    pull: Callable[[PyTree], tuple[PyTree, Any]] | None = None,
+    rows: PyTree = None,
 ) -> tuple[Trained, jax.Array]:
-    """Trains every client's own model: `(Trained of [N, ...], finite [N] bool)`; `anchor` as in `local.train`."""
+    """Trains every client's own model.
 
-    def client(key, examples, size, params, opt_state):
-        trained = train(task, training, key, params, examples, size, opt_state, state.round, anchor=anchor)
+    Args:
+      task, training, client_axis, cohort: as in `train_clients` and `local.train`.
+      state: with `params` and `client` `[C, ...]`, and `round`.
+      pull: `(row) -> (anchor, strength)`, the client's own proximal term `strength / 2 ‖w − anchor‖²`, in place of that
+        of `training`; None: that one.
+      rows: pytree of `[C, ...]`, the arguments of `pull`.
+
+    Returns:
+      `(Trained of [C, ...], finite [C] bool)`.
+    """
+
+    def client(key, examples, size, params, opt_state, row):
+        anchor, strength = (None, training.prox) if pull is None else pull(row)
+        how = task, training._replace(prox=strength), key, params, examples, size, opt_state, state.round
+        trained = train(*how, anchor=anchor)
         return trained, is_finite(trained.params)
 
-    return train_clients(client_axis, client, cohort, state.params, state.client)
+    return train_clients(client_axis, client, cohort, state.params, state.client, rows)
 
 
 def next_personal(state: Any, trained: Trained, keep: jax.Array) -> Any:

@@ -179,7 +179,7 @@ def at_step(opt_state: PyTree, steps_done: jax.Array) -> PyTree:
         return _counts_schedule(state) or isinstance(state, optax.AddNoiseState)
 
     def one(state):
-        return state._replace(count=jnp.asarray(steps_done, jnp.int32)) if counts(state) else state
+        return state._replace(count=jnp.full_like(state.count, steps_done)) if counts(state) else state  # of K models
 
     return jax.tree.map(one, opt_state, is_leaf=counts)
 

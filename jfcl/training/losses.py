@@ -63,6 +63,20 @@ def mean_loss(task: Task, params: PyTree, examples: Batch, size: jax.Array) -> j
     return masked_mean(task.loss(params, blank_padding(examples, size)), real)
 
 
+def means(values: jax.Array, size: jax.Array) -> jax.Array:
+    """Returns the means `[K]` of `values` `[M, K]` over one client's `size` real examples; zeros without any."""
+    return jax.vmap(masked_mean, (1, None))(values, jnp.arange(len(values)) < size)
+
+
+def example_losses(task: Task, params: PyTree, examples: Batch, size: jax.Array) -> jax.Array:
+    """Returns the loss of each of one client's examples under each of `K` models, `[M, K]` float32.
+
+    Losses that are not finite are infinite; those of padding have no meaning.
+    """
+    losses = jax.vmap(task.loss, (0, None), 1)(params, blank_padding(examples, size)).astype(jnp.float32)
+    return jnp.where(jnp.isfinite(losses), losses, jnp.full_like(losses, jnp.inf))
+
+
 def training_loss(
     task: Task, key: jax.Array, params: PyTree, batch: Batch, real: jax.Array
 ) -> tuple[jax.Array, PyTree]:

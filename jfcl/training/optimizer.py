@@ -21,6 +21,19 @@ def optimizer_step(
     return optimizer.update(grads, opt_state, params, **({"value": loss} if takes_loss else {}))
 
 
+def of_each(optimizer: optax.GradientTransformation, part: str) -> optax.GradientTransformation:
+    """Returns the optimiser that applies `optimizer` to each of the models `params[part]` `[K, ...]` by itself.
+
+    Norms, trust ratios and the like are then those of one model. The other entries of `params` do not move.
+    """
+
+    def update(grads: PyTree, state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
+        updates, state = jax.vmap(optimizer.update)(grads[part], state, params[part])
+        return grads | {part: updates}, state
+
+    return optax.GradientTransformation(lambda params: jax.vmap(optimizer.init)(params[part]), update)
+
+
 def check_optimizer(argument: str, optimizer: Any, task: Task, *, with_loss: bool = True) -> None:
     """Raises `ValueError` for an optimiser with which `optimizer_step` cannot do a step of a model.
 

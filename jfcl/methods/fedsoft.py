@@ -1,0 +1,211 @@
+"""FedSoft (Ruan, Joe-Wong 2022): clients of several clusters, with models of their own near those of the clusters."""
+
+from __future__ import annotations
+
+import zlib
+from functools import partial
+from typing import Annotated, NamedTuple, Unpack
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jfcl import mapping
+from jfcl.core import (
+    Algorithm,
+    Clients,
+    Cohort,
+    PyTree,
+    Served,
+    Task,
+    check_at_most_clients,
+    check_count,
+    client_keys,
+    num_bytes,
+    num_clients,
+    take_clients,
+)
+from jfcl.core.options import Interval, Range, Real
+from jfcl.mapping.memory import in_lots
+from jfcl.methods import round as phases
+from jfcl.methods.mixture import spread
+from jfcl.methods.options import SENDING, Options, Rounds, factory
+from jfcl.methods.personal import initial_state, next_personal, train_personal
+from jfcl.robust.aggregate import attacked_models, clients_check, cluster_mean, where_rows
+from jfcl.training import local
+from jfcl.training.losses import example_losses, means
+
+CENTRES = zlib.crc32(b"centres")  # folded into the key of `init`
+DRAW = zlib.crc32(b"clients of each centre")  # folded into the key of a round
+
+
+class FedSoftState(NamedTuple):
+    """The state of FedSoft.
+
+    Attributes:
+      params: pytree of `[N, ...]`, the clients' own models, `w_i`.
+      cluster: `[N]` int32, `0 .. N-1`.
+      round: `[]` int32, rounds done.
+      client: the optimisers of the clients' models `[N, ...]` under `keep="everything"`, else `()`.
+      share: `[N, K]`, the importance `u_ik` of each centre for each client, 1 / K before its first estimation.
+      common: pytree of `[K, ...]`, the centres `c_k`: the models of the clusters.
+    """
+
+    params: PyTree
+    cluster: jax.Array
+    round: jax.Array
+    client: PyTree
+    share: jax.Array
+    common: PyTree
+
+
+@factory(*SENDING)
+def fedsoft(
+    task: Task,
+    training: local.LocalTraining,
+    *,
+    num_clusters: int,
+    lam: Annotated[Real, Interval("[0, inf)")] = 0.1,
+    selection: Annotated[int | None, Range(1)] = None,
+    estimate_every: Rounds = 1,
+    smoothing: Annotated[Real, Interval("(0, 1]")] = 1e-4,
+    **options: Unpack[Options],
+) -> Algorithm:
+    """Trains each client's own model on `f_i(w) + λ/2 Σ_k u_ik ‖w − c_k‖²`; a centre `c_k` is a mean of such models.
+
+    `u_ik` is the share of the client's examples of which the loss is lowest under the centre `k`.
+
+    Args:
+      task: as in `jfcl.fedavg`.
+      training: of a client's model, which goes on from its last one. The proximal term of the training is replaced.
+      num_clusters: `K`, the number of centres.
+      lam: `λ`, 0 or more: 0 is local training.
+      selection: clients drawn for each centre in a round, without replacement, with probabilities
+        `v_ik = u_ik n_i / Σ_j u_jk n_j`. One that is drawn for several centres trains once. A centre becomes the mean
+        of the models of those drawn for it. Default: all clients train, and `c_k = Σ_i v_ik w_i`.
+      estimate_every: the rounds `τ` from one estimation of `u`, by all clients, to the next.
+      smoothing: `σ`, the least `u_ik`, so that each centre has clients.
+      weights: of `n_i`: `"size"`, or `"equal"` for 1; or an array `[N]`, by a client's id.
+      init_params: of the centres: one model, with which clients start too, or `K` stacked. Default: random ones.
+
+    Returns:
+      `Algorithm` with a `FedSoftState`. Clients are served their own models, and the cluster that is reported is that
+      of the largest `u_ik`; a client that was not in training is served this centre. Metrics: those of `averaging`,
+      `mixture_entropy` and `cluster_mass` as in `jfcl.fedem`, of `u_ik / Σ_k u_ik`. An adversary attacks the models
+      that are sent. Cost of a round: a training of each client that is drawn; every `τ` rounds, `K` forward passes over
+      all examples. Memory `O(N D + K D)`. Bytes: a client that trains gets `Σ_k u_ik c_k` and sends its model; every
+      `τ` rounds all clients get the `K` centres, and send `K` numbers.
+
+    Raises:
+      ValueError: `selection` above the number of clients; numbers outside of their ranges; unknown `weights`.
+
+    Source: FedSoft: Soft Clustered Federated Learning with Proximal Local Updating (Ruan, Joe-Wong 2022), Algorithms 1
+    and 2. The published code does not run at the estimation of `u`, and its accuracies are those of training examples.
+    It replaces zeros by `σ`, the same as here unless a share is below `σ`.
+
+    Example:
+      >>> import jax, jfcl, numpy as np, optax
+      >>> task = jfcl.models.task(lambda _: {"b": jax.numpy.zeros(())}, lambda p, x: x + p["b"], kind="regression")
+      >>> y = np.float32([[1, 1, 1, 1], [1, 1, 5, 5], [5, 5, 5, 5]])
+      >>> clients = jfcl.Clients({"x": np.zeros((3, 4), np.float32), "y": y}, np.full(3, 4, np.int32))
+      >>> options = {"num_clusters": 2, "init_params": {"b": np.float32([0, 6])}}
+      >>> algorithm = jfcl.fedsoft(task, jfcl.local_training(optax.sgd(0.1), num_steps=20), **options)
+      >>> state, _ = jfcl.rollout(algorithm, clients, key=jax.random.key(0), num_rounds=10)
+      >>> np.round(state.share, 1).tolist()
+      [[1.0, 0.0], [0.5, 0.5], [0.0, 1.0]]
+    """
+    check_count("num_clusters", num_clusters)
+    start, weights, adversary = options["init_params"], options["weights"], options["adversary"]
+    phases.check_weights(weights)
+    client_axis, of_options = mapping.or_auto(options["client_axis"]), clients_check(adversary, weights)
+
+    def init(key: jax.Array, clients: Clients) -> FedSoftState:
+        n = num_clients(clients)
+        check_at_most_clients("selection", selection, n)
+        centres = phases.initial_models(task, jax.random.fold_in(key, CENTRES), num_clusters, start)
+        is_one = start is not None and jax.tree.map(jnp.shape, start) == jax.tree.map(lambda c: c.shape[1:], centres)
+        own = initial_state(task, training, key, clients, start if is_one else None)
+        return FedSoftState(*own, jnp.full((n, num_clusters), 1 / num_clusters, jnp.float32), centres)
+
+    def estimate(centres: PyTree, clients: Clients) -> jax.Array:
+        of_each = in_lots(client_axis, task, clients, num_clusters)(partial(shares, task), in_axes=(None, 0, 0))
+        return jnp.maximum(of_each(centres, clients.examples, jnp.asarray(clients.size)), smoothing)
+
+    def step(key: jax.Array, state: FedSoftState, clients: Clients):
+        # Estimate the importance of the centres for each client.
+        centres, size, everyone = state.common, jnp.asarray(clients.size), phases.select_cohort(key, clients)
+        is_due = state.round % estimate_every == 0
+        share = jax.lax.cond(is_due, lambda: estimate(centres, clients), lambda: state.share)
+        counts = share * phases.weights_of(weights, clients)[:, None]
+        cohort = everyone
+        if selection is not None:
+            counts = drawn(jax.random.fold_in(key, DRAW), counts, clients, selection)
+            rows = jnp.argsort(~(counts > 0).any(axis=1))[: num_clusters * selection]
+            cohort = Cohort(take_clients(clients, rows), rows.astype(jnp.int32), everyone.key)
+
+        # Train the clients that were drawn, near the centres.
+        own = state.params, state.client
+        begin, opt_states = phases.take_rows(cohort, own)
+        mine, near, counts = state._replace(params=begin, client=opt_states), *phases.take_rows(cohort, (share, counts))
+        present = (counts > 0).any(axis=1)
+
+        def pull(row):
+            def mean(c):
+                return jnp.tensordot((row / row.sum()).astype(c.dtype), c, 1, precision=jax.lax.Precision.HIGHEST)
+
+            return jax.tree.map(mean, centres), lam * row.sum()
+
+        trained, finite = train_personal(task, training, client_axis, cohort, mine, pull=pull, rows=near)
+        mine = next_personal(mine, trained, present & finite)
+        params, opt_states = phases.put_rows(cohort, own, (mine.params, mine.client))
+
+        # Average the models that are sent into the centres, and report.
+        arguments = cohort.key, begin, trained.params, cohort.clients, present & finite, near.argmax(axis=1)
+        sent, usable = attacked_models(adversary, *arguments)
+        counts, all_one = counts * usable[:, None].astype(jnp.float32), jnp.zeros(len(usable), jnp.int32)
+        of_each = [cluster_mean(sent, all_one, counts[:, k], 1, client_axis) for k in range(num_clusters)]
+        means_of = jax.tree.map(lambda *mean: jnp.concatenate(mean), *of_each)
+        new = where_rows(counts.sum(axis=0) > 0, means_of, centres)
+        model, n = float(num_bytes(jax.tree.map(lambda c: c[0], centres))), num_clients(clients)
+        metrics = phases.round_metrics(present, trained.loss, usable, trained.num_steps, model, model)
+        asked = is_due.astype(jnp.float32) * (size > 0).sum().astype(jnp.float32)
+        metrics["loss"] = phases.loss_of_all(cohort, metrics["loss"], n)
+        metrics["bytes_down"] += asked * (num_clusters * model)
+        metrics["bytes_up"] += asked * (4.0 * num_clusters)
+        metrics |= spread(share / share.sum(axis=1, keepdims=True), size)
+        return state._replace(params=params, client=opt_states, round=mine.round, share=share, common=new), metrics
+
+    def adopt(state: FedSoftState, clients: Clients) -> Served:
+        return Served(state.common, estimate(state.common, clients).argmax(axis=1).astype(jnp.int32))
+
+    def check_selection(clients: Clients) -> None:
+        if of_options is not None:
+            of_options(clients)
+        check_at_most_clients("selection", selection, int((np.asarray(clients.size) > 0).sum()))
+
+    return Algorithm(init, step, task, check_selection, serve=serve, adopt=adopt)
+
+
+def serve(state: FedSoftState, clients: Clients | None = None) -> Served:
+    """Returns each client's own model, and the cluster of its most important centre."""
+    return Served(state.params, None, found=state.share.argmax(axis=1).astype(jnp.int32))
+
+
+def shares(task: Task, centres: PyTree, examples: PyTree, size: jax.Array) -> jax.Array:
+    """Returns the shares `[K]` of one client's examples of which the loss is lowest under each centre."""
+    best = example_losses(task, centres, examples, size).argmin(axis=1)
+    return means(jax.nn.one_hot(best, len(jax.tree.leaves(centres)[0])), size)
+
+
+def drawn(key: jax.Array, weights: jax.Array, clients: Clients, count: int) -> jax.Array:
+    """Draws `count` clients for each centre without replacement, with probabilities as `weights` `[N, K]`.
+
+    The largest of `log(weight) + Gumbel noise` are such draws. The noise is a function of a client's id.
+
+    Returns:
+      `[N, K]` float32, 1 for those drawn.
+    """
+    noise = jax.vmap(lambda key: jax.random.gumbel(key, weights.shape[1:]))(client_keys(key, clients))
+    scores = jnp.where(weights > 0, jnp.log(weights) + noise, -jnp.inf)
+    place = jnp.argsort(jnp.argsort(-scores, axis=0), axis=0)
+    return ((place < count) & (weights > 0)).astype(jnp.float32)

@@ -1,0 +1,207 @@
+"""Mixtures of models: FedAvg of the stack of `K` models, which each client weighs for each of its examples."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jfcl import mapping
+from jfcl.core import Algorithm, Batch, Clients, PyTree, Served, Task, check_mixes
+from jfcl.mapping.memory import in_lots
+from jfcl.methods import round as phases
+from jfcl.methods.averaging import Averaging, AveragingState, averaging, with_models
+from jfcl.training.local import LocalTraining, Trained
+from jfcl.training.losses import blank_padding, example_losses, masked_mean, means
+from jfcl.training.optimizer import check_optimizer, of_each
+
+WEIGHT = "responsibility"  # the name of a client's responsibilities `[M, K]` among its arrays
+
+
+class Labels(NamedTuple):
+    """What a server learns of the labels: a table, the mean of the clients' tables.
+
+    Attributes:
+      start: `(models [K, ...], clients) -> table`, before the first round.
+      count: `(table, q [M, K], examples, size) -> table`, that of one client.
+      log_factor: `(table, examples) -> [M, K]`, added to the logarithm of the responsibilities.
+    """
+
+    start: Callable[[PyTree, Clients], jax.Array]
+    count: Callable[[jax.Array, jax.Array, Batch, jax.Array], jax.Array]
+    log_factor: Callable[[jax.Array, Batch], jax.Array]
+
+
+def mixture(
+    task: Task,
+    training: LocalTraining,
+    num_clusters: int,
+    *,
+    hard: bool,
+    newcomer_steps: int,
+    labels: Labels | None = None,
+    **options: Any,
+) -> Algorithm:
+    """Builds a method with mixtures, for authors of methods; users call `jfcl.fedem` or `jfcl.fedrc`.
+
+    Returns:
+      `Algorithm` with an `AveragingState` of one model, `params` `{"models": [1, K, ...], "labels": [1, ...]}`, and
+      `personal["mixture"]` `[N, K]`. Metrics of `averaging`, `mixture_entropy` `[]`, `cluster_mass` `[K]`.
+
+    Raises:
+      ValueError: optimisers that need the loss; as in `jfcl.fedavg`. `check` refuses a task without `mix`.
+    """
+    for name, optimizer in (("optimizer", training.optimizer), ("server_optimizer", options["server_optimizer"])):
+        if optimizer is not None:  # the models have one loss, their sum
+            check_optimizer(name, optimizer, task, with_loss=False)
+    start, client_axis = options.pop("init_params"), mapping.or_auto(options.pop("client_axis"))
+    server = options.pop("server_optimizer")
+    rules = Averaging(
+        stacked(task, num_clusters, labels is not None),
+        training._replace(optimizer=of_each(training.optimizer, "models")),
+        num_clusters=1,
+        personal=lambda path: path == "mixture",
+        train=partial(train, task, labels),
+        server_optimizer=None if server is None else of_each(server, "models"),
+        client_axis=client_axis,
+        **options,
+    )
+    common, serve = averaging(rules), ServeMixture(hard)
+
+    def init(key: jax.Array, clients: Clients) -> AveragingState:
+        models = phases.initial_models(task, key, num_clusters, start)
+        whole = stack_of(models, None if labels is None else labels.start(models, clients))
+        state, whole = common.init(key, clients), jax.tree.map(lambda p: p[None], whole)
+        params, own = phases.initial_scopes(rules.personal, whole, state.cluster)
+        return with_models(rules, state, params, state.cluster, own)
+
+    def step(key: jax.Array, state: AveragingState, clients: Clients):
+        state, metrics = common.step(key, state, clients)
+        return state, metrics | spread(state.personal["mixture"], jnp.asarray(clients.size))
+
+    def check(clients: Clients) -> None:
+        if not hard:
+            check_mixes(task)
+        if common.check is not None:
+            common.check(clients)
+
+    def adopt(state: AveragingState, clients: Clients) -> Served:
+        axis, models = in_lots(client_axis, task, clients, num_clusters), models_of(state)
+        fit = axis(partial(fitted, task, newcomer_steps), in_axes=(None, 0, 0))
+        return serve.of(models, fit(models, clients.examples, jnp.asarray(clients.size)))
+
+    return Algorithm(init, step, task, check, serve=serve, adopt=adopt)
+
+
+class ServeMixture(NamedTuple):
+    """`Algorithm.serve` of methods with mixtures: these, or the models of the largest weights. Equal ones share
+    programs."""
+
+    hard: bool
+
+    def __call__(self, state: AveragingState, clients: Clients | None = None) -> Served:
+        """Returns the models, and each client's mixture of them or, if `hard`, its model of the largest weight."""
+        return self.of(models_of(state), state.personal["mixture"])
+
+    def of(self, models: PyTree, weights: jax.Array) -> Served:
+        """Returns what clients with the mixtures `weights` `[N, K]` are served."""
+        return Served(models, weights.argmax(axis=1).astype(jnp.int32) if self.hard else weights)
+
+
+def models_of(state: AveragingState) -> PyTree:
+    """Returns the models `[K, ...]` of a state."""
+    return jax.tree.map(lambda p: p[0], state.params["models"])
+
+
+def stack_of(models: PyTree, table: jax.Array | None) -> PyTree:
+    """Returns the models `[K, ...]`, the mixture of a client at first, and the table of labels, as one model."""
+    count = len(jax.tree.leaves(models)[0])
+    stack = {"models": models, "mixture": jnp.full(count, 1 / count, jnp.float32)}
+    return stack if table is None else stack | {"labels": table}
+
+
+def stacked(task: Task, num_clusters: int, has_labels: bool) -> Task:
+    """Returns the task of `stack_of` `K` models: the sum of their losses, each times its responsibility.
+
+    The mixture and the table are statistics, which no optimiser moves.
+    """
+
+    def init(key: jax.Array) -> PyTree:
+        models = jax.vmap(task.init)(jax.random.split(key, num_clusters))
+        return stack_of(models, jnp.zeros((1, num_clusters)) if has_labels else None)
+
+    def train_loss(key: jax.Array, stack: PyTree, batch: Batch, real: jax.Array) -> tuple[jax.Array, PyTree]:
+        models = stack["models"]
+        if task.train_loss is None:
+            losses = jax.vmap(task.loss, (0, None))(models, batch)
+        else:
+            keys = jax.random.split(key, num_clusters)
+            losses, models = jax.vmap(task.train_loss, (0, 0, None, None))(keys, models, batch, real)
+        return (batch[WEIGHT].T.astype(losses.dtype) * losses).sum(axis=0), stack | {"models": models}
+
+    def is_statistic(path: str) -> bool:
+        part, _, name = path.partition("/")
+        return part != "models" or (task.statistics is not None and task.statistics(name))
+
+    lost = dict.fromkeys(("dense_start", "represent", "head", "merge"))
+    return task._replace(init=init, train_loss=train_loss, statistics=is_statistic, **lost)
+
+
+def train(
+    task: Task,
+    labels: Labels | None,
+    of_stack: Task,
+    training: LocalTraining,
+    personal_steps: None,
+    *client: Any,
+    **_: Any,
+) -> tuple[Trained, PyTree, PyTree]:
+    """Computes one client's responsibilities and mixture, and trains its models: a form of `round.train_scopes`.
+
+    Args:
+      task: of one model.
+      labels: see `mixture`.
+      of_stack and the others: the arguments of `train_scopes`.
+    """
+    key, stack, own, examples, size, *rest = client
+    losses = example_losses(task, stack["models"], examples, size)
+    log_factor = 0.0 if labels is None else labels.log_factor(stack["labels"], examples)
+    q, weights = responsibilities(own["mixture"], losses, size, log_factor)
+    with_q = own | {"mixture": weights}, examples | {WEIGHT: q}
+    trained, update, own = phases.train_scopes(of_stack, training, None, key, stack, *with_q, size, *rest)
+    if labels is not None:  # the mean of the clients' models then has the mean of their tables
+        update |= {"labels": labels.count(stack["labels"], q, examples, size) - stack["labels"]}
+    return trained, update, own
+
+
+def responsibilities(
+    weights: jax.Array, losses: jax.Array, size: jax.Array, log_factor: jax.Array | float = 0.0
+) -> tuple[jax.Array, jax.Array]:
+    """Returns one client's responsibilities `[M, K]`, 0 for padding, and its next mixture `[K]`, their mean.
+
+    Args:
+      weights: `[K]`, its mixture.
+      losses: `[M, K]`, the negative logarithms of the likelihoods.
+      size: `[]` int32.
+      log_factor: `[M, K]`, see `Labels`.
+    """
+    q = jax.nn.softmax(jnp.log(weights)[None] - losses + log_factor, axis=1)
+    return blank_padding(q, size), jnp.where(size > 0, means(q, size), weights)
+
+
+def fitted(task: Task, steps: int, models: PyTree, examples: Batch, size: jax.Array) -> jax.Array:
+    """Returns the mixture `[K]` of a client that was not in training, after steps from equal weights."""
+    losses = example_losses(task, models, examples, size)
+    start = jnp.full(losses.shape[1], 1 / losses.shape[1])
+    return jax.lax.fori_loop(0, steps, lambda _, weights: responsibilities(weights, losses, size)[1], start)
+
+
+def spread(weights: jax.Array, size: jax.Array) -> dict[str, jax.Array]:
+    """Returns the metrics `mixture_entropy` and `cluster_mass` of the clients' mixtures `[N, K]`."""
+    counts = size.astype(jnp.float32)
+    entropy = -jax.scipy.special.xlogy(weights, weights).sum(axis=1)
+    mass = (counts[:, None] * weights).sum(axis=0) / jnp.maximum(counts.sum(), 1)
+    return {"mixture_entropy": masked_mean(entropy, size > 0), "cluster_mass": mass}
