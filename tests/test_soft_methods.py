@@ -199,7 +199,7 @@ def test_fedrc_with_one_label_is_fedem():
     jax.tree.map(partial(np.testing.assert_allclose, atol=1e-5), *served)
 
 
-MALICIOUS = jfcl.Adversary(jfcl.attacks.nan(), np.arange(N) == 2)
+MALICIOUS = jfcl.Adversary(jfcl.attacks.UPDATE_ATTACKS["nan"](), np.arange(N) == 2)
 DP = {"dp": jfcl.privacy.GaussianDP(clip=1.0, noise=0.1), "weights": "equal"}
 
 

@@ -179,7 +179,8 @@ def at_step(opt_state: PyTree, steps_done: jax.Array) -> PyTree:
         return _counts_schedule(state) or isinstance(state, optax.AddNoiseState)
 
     def one(state):
-        return state._replace(count=jnp.full_like(state.count, steps_done)) if counts(state) else state  # of K models
+        # The count is the first field; the optimiser of several models (`of_each`) has one for each.
+        return state._replace(count=jnp.full_like(state[0], steps_done)) if counts(state) else state
 
     return jax.tree.map(one, opt_state, is_leaf=counts)
 
