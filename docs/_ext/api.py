@@ -29,6 +29,7 @@ MODULES = {
     "Authors of methods": {
         "jfcl.testing": "the conformance test of methods",
         "jfcl.methods.averaging": "the round of FedAvg for K models, with any choice of a model",
+        "jfcl.methods.mixture": "mixtures: FedAvg of a stack of K models, which clients weigh for each example",
         "jfcl.methods.round": "the phases of a round",
         "jfcl.methods.options": "options that methods share",
         "jfcl.core.options": "annotations of options, from which flags and checks follow",
