@@ -36,7 +36,10 @@ def fedrc(
 
     Args:
       task: a classification with one label for each example.
-      training, num_clusters, hard, newcomer_steps, init_params: as in `jfcl.fedem`. Newcomers have equal `T`.
+      training, num_clusters, init_params: as in `jfcl.fedem`.
+      hard: clients are served the model of the largest weight. Default: the mixture of the models' predictions.
+      newcomer_steps: EM steps on the mixture alone, from equal weights and with constant `T`, of a client that was not
+        in training.
       floor: the least share, of labels and models that no client had in the last round.
 
     Returns:

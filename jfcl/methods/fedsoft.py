@@ -83,7 +83,8 @@ def fedsoft(
       selection: clients drawn for each centre in a round, without replacement, with probabilities
         `v_ik = u_ik n_i / Σ_j u_jk n_j`. One that is drawn for several centres trains once. A centre becomes the mean
         of the models of those drawn for it. Default: all clients train, and `c_k = Σ_i v_ik w_i`.
-      estimate_every: the rounds `τ` from one estimation of `u`, by all clients, to the next.
+      estimate_every: rounds `τ` from one estimation of `u`, by all clients, to the next. In a population these are the
+        clients of the cohort, and others keep their last `u`.
       smoothing: `σ`, the least `u_ik`, so that each centre has clients.
       weights: of `n_i`: `"size"`, or `"equal"` for 1; or an array `[N]`, by a client's id.
       init_params: of the centres: one model, with which clients start too, or `K` stacked. Default: random ones.
