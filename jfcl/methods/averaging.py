@@ -103,6 +103,7 @@ class Averaging(NamedTuple):
       divide_by: the clients with the weights that divide the sum of a cluster's updates. `"cluster"`: those in the sum;
         `"participants"`: those in the sum of any cluster; `"all"`: those with examples, also where they are outside
         the cohort or their updates are not finite.
+      train: how a client trains its model, with the arguments and results of `round.train_scopes`, the default.
       anchor: the model that the proximal term of `training` pulls to; None: the one that a client starts from.
       weights and the others: the common options of methods, `jfcl.methods.options.Options`.
     """
