@@ -97,13 +97,16 @@ def mixture(
 
 
 class ServeMixture(NamedTuple):
-    """`Algorithm.serve` of methods with mixtures: these, or the models of the largest weights. Equal ones share
-    programs."""
+    """`Algorithm.serve` of methods with mixtures. Equal ones share programs.
+
+    Attributes:
+      hard: whether a client is served the model of the largest weight in its mixture, instead of the mixture.
+    """
 
     hard: bool
 
     def __call__(self, state: AveragingState, clients: Clients | None = None) -> Served:
-        """Returns the models, and each client's mixture of them or, if `hard`, its model of the largest weight."""
+        """Returns the models, and what each client is served of them."""
         return self.of(models_of(state), state.personal["mixture"])
 
     def of(self, models: PyTree, weights: jax.Array) -> Served:
@@ -195,7 +198,7 @@ def responsibilities(
 def fitted(task: Task, steps: int, models: PyTree, examples: Batch, size: jax.Array) -> jax.Array:
     """Returns the mixture `[K]` of a client that was not in training, after steps from equal weights."""
     losses = example_losses(task, models, examples, size)
-    start = jnp.full(losses.shape[1], 1 / losses.shape[1])
+    start = jnp.full(losses.shape[1], 1 / losses.shape[1], jnp.float32)
     return jax.lax.fori_loop(0, steps, lambda _, weights: responsibilities(weights, losses, size)[1], start)
 
 
