@@ -39,6 +39,7 @@ from jfcl.methods.once import with_first_costs
 from jfcl.methods.options import AVERAGING, SCOPES, Options, factory
 from jfcl.robust.aggregate import cluster_mean, ravel_clients, where_rows
 from jfcl.training import local
+from jfcl.training.losses import indexable
 
 MEASURES = ("edc", "madc")
 COLD_STREAM = zlib.crc32(b"first update of a client")  # folded into a client's key
@@ -145,7 +146,7 @@ class Grouping(NamedTuple):
 
 def _first_update(how: Grouping, start: PyTree, key, examples, size, own) -> tuple[PyTree, jax.Array]:
     """Returns the update of one client from the common start, and whether it is one."""
-    task, personal_steps = how.rules.task, how.rules.personal_steps
+    task, personal_steps, start = how.rules.task, how.rules.personal_steps, indexable(start)
     key, rest = jax.random.fold_in(key, COLD_STREAM), (examples, size, (), jnp.zeros((), jnp.int32))
     _, update, _ = phases.train_scopes(task, how.cold, personal_steps, key, start, own, *rest)
     return update, is_finite(update) & (size > 0)

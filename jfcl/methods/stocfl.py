@@ -35,6 +35,7 @@ from jfcl.methods.averaging import Averaging, AveragingState, averaging
 from jfcl.methods.options import AVERAGING, Options, factory
 from jfcl.robust.aggregate import ravel_clients
 from jfcl.training import local
+from jfcl.training.losses import indexable
 
 OBSERVE_STREAM = zlib.crc32(b"observation of a client")  # folded into a client's key
 
@@ -179,8 +180,9 @@ def _observe(
 
     def train():
         key_of_it, rest = jax.random.fold_in(key, OBSERVE_STREAM), (examples, size, (), jnp.zeros((), jnp.int32))
-        trained = local.train(task, observing, key_of_it, anchor, *rest).params
-        update = jax.tree.map(lambda a, b: (a - b)[None], trained, anchor)
+        begin = indexable(anchor)
+        trained = local.train(task, observing, key_of_it, begin, *rest).params
+        update = jax.tree.map(lambda a, b: (a - b)[None], trained, begin)
         return ravel_clients(trained_part(task, update))[0].astype(seen.dtype)
 
     return jax.lax.cond(is_new, train, lambda: seen)

@@ -104,7 +104,7 @@ def under_all(task: Task, params: PyTree) -> Callable[[Batch, jax.Array], tuple[
 
     def compare(examples, size):
         if start is None:
-            losses, products = jax.vmap(lambda p: mean_loss(task, p, examples, size))(_indexable(params)), None
+            losses, products = jax.vmap(lambda p: mean_loss(task, p, examples, size))(indexable(params)), None
         else:
             examples = blank_padding(examples, size)
             x = task.inputs_of(examples)
@@ -122,7 +122,7 @@ def under_all(task: Task, params: PyTree) -> Callable[[Batch, jax.Array], tuple[
     return compare
 
 
-def _indexable(params: PyTree) -> PyTree:
+def indexable(params: PyTree) -> PyTree:
     """Returns `params`, copied in a function that `shard_map` divides: JAX does not index arrays from outside there."""
     return jax.tree.map(jnp.copy, params) if jax.sharding.get_abstract_mesh().manual_axes else params
 
