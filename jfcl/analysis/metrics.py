@@ -72,16 +72,16 @@ def evaluate(
       [1.0, 0.0, 0.0]
     """
     if not (cluster is None or isinstance(cluster, jax.Array)):  # those on the device are a method's: not waited for
-        count, cluster = len(jax.tree.leaves(params)[0]), np.asarray(cluster)
-        n = num_clients(clients)
-        if np.issubdtype(cluster.dtype, np.floating) and cluster.shape == (n, count):
+        n, count, cluster = num_clients(clients), len(jax.tree.leaves(params)[0]), np.asarray(cluster)
+        is_mixture = np.issubdtype(cluster.dtype, np.floating) and cluster.shape == (n, count)
+        fits = is_mixture or (cluster.shape == (n,) and np.issubdtype(cluster.dtype, np.integer))
+        accepted = f"an integer for each of the {n} clients, or weights of shape ({n}, {count})"
+        check(fits, "cluster", cluster, accepted)
+        if is_mixture:
             fits = (cluster >= 0).all() and np.allclose(cluster.sum(axis=1), 1, atol=1e-3)
             check(fits, "cluster", cluster, "weights of at least 0, with sum 1 for each client")
             cluster = cluster.astype(np.float32)
         else:
-            fits = cluster.shape == (n,) and np.issubdtype(cluster.dtype, np.integer)
-            accepted = f"an integer for each of the {n} clients, or weights of shape ({n}, {count})"
-            check(fits, "cluster", cluster, accepted)
             check(((cluster >= 0) & (cluster < count)).all(), "cluster", cluster, f"in 0 .. {count - 1}")
     if cluster is not None and cluster.ndim == 2:
         check_mixes(task)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -371,19 +372,17 @@ def throughput(rows: Sequence[dict[str, Any]]) -> Figure:
       'mlp'
     """
     rows = [row for row in rows if "client_steps/s" in row]
-    models, methods, mappings = (
-        list(dict.fromkeys(row[name] for row in rows)) for name in ("model", "method", "mapping")
-    )
+    names = ("model", "method", "mapping")
+    models, methods, mappings = (list(dict.fromkeys(row[name] for row in rows)) for name in names)
     styles = ("-", "--", ":", "-.")
     figure = new_figure(2 + 4 * max(1, len(models)), 3.8, layout="constrained")
     panels = figure.subplots(1, max(1, len(models)), squeeze=False, sharex=True)[0]
     for axes, model in zip(panels, models, strict=False):
-        for i, method in enumerate(methods):
-            for j, name in enumerate(mappings):
-                line = [r for r in rows if (r["model"], r["method"], r["mapping"]) == (model, method, name)]
-                steps = [r["client_steps/s"] for r in line]
-                style = {"color": PALETTE[i % len(PALETTE)], "ls": styles[j % len(styles)], "marker": "."}
-                axes.plot([r["clients"] for r in line], steps, label=f"{method}, {name}", **style)
+        for (i, method), (j, mapping) in itertools.product(enumerate(methods), enumerate(mappings)):
+            line = [r for r in rows if [r[name] for name in names] == [model, method, mapping]]
+            steps = [r["client_steps/s"] for r in line]
+            style = {"color": PALETTE[i % len(PALETTE)], "ls": styles[j % len(styles)], "marker": "."}
+            axes.plot([r["clients"] for r in line], steps, label=f"{method}, {mapping}", **style)
         axes.set(xscale="log", yscale="log", xlabel="clients", title=model)
         axes.grid(alpha=0.3)
     panels[0].set_ylabel("client-steps a second")

@@ -176,17 +176,15 @@ def alie(deviations: float | None = None) -> UpdateAttack:
     def lie(key, x, malicious, good, ids):
         mean = _good_mean(x, good)
         spread = jnp.sqrt(_good_mean(jnp.square(x - mean), good))
-        z = _alie_quantile(good.sum(), malicious.sum()) if deviations is None else deviations
+        z = deviations
+        if z is None:
+            count, num_good = good.sum() + malicious.sum(), good.sum()
+            fooled = num_good - (count // 2 + 1 - malicious.sum())
+            share = fooled.astype(jnp.float32) / jnp.maximum(num_good, 1).astype(jnp.float32)
+            z = jnp.where(fooled > 0, jax.scipy.stats.norm.ppf(jnp.clip(share, 1e-6, 1 - 1e-6)), 0.0)
         return mean - jnp.asarray(z).astype(x.dtype) * spread + jnp.zeros_like(x)
 
     return _send(lie)
-
-
-def _alie_quantile(num_good: jax.Array, num_malicious: jax.Array) -> jax.Array:
-    count = num_good + num_malicious
-    fooled = num_good - (count // 2 + 1 - num_malicious)
-    share = fooled.astype(jnp.float32) / jnp.maximum(num_good, 1).astype(jnp.float32)
-    return jnp.where(fooled > 0, jax.scipy.stats.norm.ppf(jnp.clip(share, 1e-6, 1 - 1e-6)), 0.0)
 
 
 def mimic() -> UpdateAttack:
