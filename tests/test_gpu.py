@@ -1,5 +1,7 @@
 """Kernels on an accelerator against NumPy in float64; `pytest -m gpu` where there is one."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -36,11 +38,17 @@ def test_forms_agree():
     """The threshold must not pass near a point: rounding would then decide whether the point is within it."""
     near, far = normal(30, 20_000) + 10, 3 * normal(70, 20_000)
     points = np.concatenate([near, far])
-    for run in (
-        lambda form: kernels.threshold_clustering(points, radius=300.0, num_rounds=5, form=form),
-        lambda form: kernels.centered_clip(points, radius=100.0, num_iters=5, form=form),
-    ):
-        np.testing.assert_allclose(run("gram"), run("direct"), rtol=1e-4, atol=1e-4)
+    run = partial(kernels.threshold_clustering, points, radius=300.0, num_rounds=5)
+    np.testing.assert_allclose(run(form="gram"), run(form="direct"), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("num_iters", [2, 9])  # by passes over the updates, and by their inner products
+def test_centered_clip_is_the_papers(num_iters):
+    updates = normal(100, 20_000)
+    v, z = np.zeros(20_000), updates.astype(np.float64)
+    for _ in range(num_iters):
+        v += ((z - v) * np.minimum(1, 100 / np.linalg.norm(z - v, axis=1))[:, None]).mean(axis=0)
+    np.testing.assert_allclose(kernels.centered_clip(updates, radius=100.0, num_iters=num_iters), v, atol=1e-4)
 
 
 def test_medians():

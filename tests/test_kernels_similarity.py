@@ -157,12 +157,9 @@ def test_inside_jit_a_broken_row_is_opposed_to_all():
 
 def test_bfloat16_products_in_float32_sums():
     updates = normal((20, 4096), 0)
-    similarity = pairwise_cosine(updates, dtype=jnp.bfloat16)
+    similarity = pairwise_cosine(jnp.asarray(updates, jnp.bfloat16))
     assert similarity.dtype == jnp.float32
     np.testing.assert_allclose(similarity, cosine(updates), atol=2e-3)
-    from_bfloat16 = pairwise_cosine(jnp.asarray(updates, jnp.bfloat16))
-    assert from_bfloat16.dtype == jnp.float32
-    np.testing.assert_allclose(from_bfloat16, cosine(updates), atol=2e-3)
 
 
 def test_sixteen_bits_are_scaled_in_more():
@@ -217,7 +214,6 @@ def test_wide_updates_are_not_copied():
     [
         (lambda: similarity_tolerance(0), "num_parameters must be an integer, at least 1, got 0"),
         (lambda: similarity_tolerance(9, jnp.int32), "dtype must be a floating-point type"),
-        (lambda: pairwise_cosine(jnp.ones((2, 3)), dtype="int8"), "dtype must be a floating-point type, got dtype"),
         (lambda: pairwise_cosine(jnp.ones(3)), r"updates must be of shape \[N, D\], got \(3,\)"),
         (lambda: pairwise_cosine(jnp.ones((0, 3))), r"of at least one client \(N = 0\)"),
         (lambda: pairwise_cosine({}), "updates must be an array"),

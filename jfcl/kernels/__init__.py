@@ -3,6 +3,27 @@
 They compare clients (`pairwise_cosine`, `gram`, `squared_distances`), split them (`optimal_bipartition`,
 `bipartition_of_updates`, dendrograms), cluster vectors (`threshold_clustering`, `kmeans`), and aggregate the updates of
 clients of which some are hostile (`centered_clip` and the other `AGGREGATORS`; `make_aggregator` makes one by name).
+
+Kernels raise `ValueError` for arguments of a wrong rank, length, type or range and, outside `jit`, for NaN or infinity
+in rows that count.
+
+Every aggregator takes `updates`, `[N, D]` or a pytree of arrays stacked on a leading client axis, and returns `[D]` or
+that pytree without the client axis. Common to all:
+
+* `mask`: `[N]` bool, the clients that count.
+* Clients with NaN or infinity in their update are left out. With `return_excluded=True` the result is
+  `(aggregate, excluded)`, where `excluded` `[]` int32 is the number of such clients (masked clients do not count).
+* `weights`, where there are any: `[N]`, at least 0, scaled to sum to 1; default: all equal.
+* `num_malicious`: how many of the clients that count may be hostile, `f` in the papers.
+* The aggregate of no clients is zero.
+
+The `PRE_AGGREGATORS` take the same `updates`, `mask` and `num_malicious`, and return `(updates, mask)` for the next
+step, in which clients that do not count, or have NaN or infinity, are masked:
+
+    mixed, mask = nearest_neighbour_mixing(updates, num_malicious=2)
+    result = krum(mixed, num_malicious=2, mask=mask)
+
+`make_aggregator("nearest_neighbour_mixing+krum", num_malicious=2)` is the same as one function.
 """
 
 from jfcl.kernels.aggregators import (

@@ -1,12 +1,4 @@
-"""Steps before an aggregator (clipping, mixing of nearest neighbours, buckets), and aggregators by name.
-
-Each step returns `(updates, mask)` for the next:
-
-    mixed, mask = nearest_neighbour_mixing(updates, num_malicious=2)
-    result = krum(mixed, num_malicious=2, mask=mask)
-
-`jfcl.kernels.make_aggregator("nearest_neighbour_mixing+krum", num_malicious=2)` is the same as one function.
-"""
+"""Steps before an aggregator (clipping, mixing of nearest neighbours, buckets), and aggregators by name."""
 
 from __future__ import annotations
 
@@ -19,29 +11,13 @@ import jax
 import jax.numpy as jnp
 
 from jfcl.core.checks import check, check_choice
-from jfcl.kernels.base import PyTree, check_whole, is_computable
+from jfcl.kernels import robust
+from jfcl.kernels.base import PyTree, check_whole, is_computable, like
 from jfcl.kernels.blocks import squared_norms, usable_rows
 from jfcl.kernels.distances import squared_row_distances
-from jfcl.kernels.robust import (
-    at_most_half,
-    check_minority,
-    combine,
-    coordinate_median,
-    counted,
-    mean,
-    mean_around_median,
-    num_excluded,
-    trimmed_mean,
-)
+from jfcl.kernels.robust import combine, counted, minority
 from jfcl.kernels.robust_vectors import bulyan, centered_clip, geometric_median, krum, multi_krum
 from jfcl.kernels.similarity import scaled_rows, unit_scale
-
-
-def _with_rows(updates: PyTree, rows: list[jax.Array]) -> PyTree:
-    """Returns a pytree like `updates`, with the numbers of `rows` `[n, d]` for every leaf `[N, ...]`."""
-    leaves, structure = jax.tree.flatten(updates)
-    shaped = [x.reshape(len(x), *jnp.shape(leaf)[1:]) for x, leaf in zip(rows, leaves, strict=True)]
-    return jax.tree.unflatten(structure, shaped)
 
 
 @jax.jit
@@ -55,20 +31,9 @@ def _shorten(rows, usable, radius):
 
 
 def clip_norms(updates: PyTree, *, radius: Any, mask: jax.Array | None = None) -> tuple[PyTree, jax.Array]:
-    """Shortens every update to a length of at most `radius`.
+    """Shortens every update to a length of at most `radius`: a number, or `[N]`, at least 0.
 
-    Args:
-      updates: `[N, D]` or a stacked pytree.
-      radius: a number, or `[N]`, at least 0.
-      mask: `[N]` bool, the clients that count.
-
-    Returns:
-      `(updates, mask)`: clients that do not count, or have NaN or infinity, as zeros and masked.
-
-    Raises:
-      ValueError: wrong rank or lengths; a negative radius.
-
-    Cost: two passes.
+    Masked updates become zeros. For the other arguments and the result see `jfcl.kernels`. Cost: two passes.
 
     Example:
       >>> import jax.numpy as jnp
@@ -81,40 +46,29 @@ def clip_norms(updates: PyTree, *, radius: Any, mask: jax.Array | None = None) -
     check(radius.shape in ((), usable.shape), "radius", radius.shape, f"a number, or of shape {usable.shape}")
     if is_computable(radius):
         check((radius >= 0).all(), "radius", radius.tolist(), "at least 0, and not NaN")
-    return _with_rows(updates, _shorten(rows, usable, radius)), usable
+    return like(updates, _shorten(rows, usable, radius)), usable
 
 
 def adaptive_clip(updates: PyTree, *, num_malicious: int, mask: jax.Array | None = None) -> tuple[PyTree, jax.Array]:
     """ARC: shortens the `⌊2 (f/N) (N − f)⌋` longest updates to the length of the next (Allouah et al. 2025).
 
-    Args:
-      updates: `[N, D]` or a stacked pytree.
-      num_malicious: `f`, less than half of the clients.
-      mask: `[N]` bool, the clients that count.
-
-    Returns:
-      `(updates, mask)`, as `clip_norms`.
-
-    Raises:
-      ValueError: wrong rank or lengths; `2 f >= N`.
-
-    Cost: two passes.
+    `f` is `num_malicious`, less than half of the clients; masked updates become zeros. For the arguments and the result
+    see `jfcl.kernels`. Cost: two passes.
 
     Example:
       >>> import jax.numpy as jnp
       >>> adaptive_clip(jnp.array([[1.0], [2.0], [4.0], [8.0]]), num_malicious=1)[0].tolist()
       [[1.0], [2.0], [4.0], [4.0]]
     """
-    check_minority(updates, num_malicious)
     rows, usable = counted(updates, mask)
-    radius = _arc_radius(rows, usable, at_most_half(num_malicious, usable))
-    return _with_rows(updates, _shorten(rows, usable, radius)), usable
+    radius = _arc_radius(rows, usable, minority(num_malicious, usable))
+    return like(updates, _shorten(rows, usable, radius)), usable
 
 
 @jax.jit
 def _arc_radius(rows, usable, f):
     count = usable.sum()
-    # floor(2 f (n - f) / n). The product may exceed int32: with an estimate in floats, the difference is small again,
+    # floor(2 f (n - f) / n). The product may exceed int32; its difference from an estimate in floats is small again,
     # and right although both of its terms wrap around.
     n = jnp.maximum(count, 1)
     estimate = (2 * f.astype(jnp.float32) * ((n - f) / n)).astype(jnp.int32)
@@ -129,62 +83,39 @@ def nearest_neighbour_mixing(
 ) -> tuple[PyTree, jax.Array]:
     """NNM: replaces every update by the mean of the `N − f` nearest to it, itself included (Allouah et al. 2023).
 
-    Args:
-      updates: `[N, D]` or a stacked pytree.
-      num_malicious: `f`, less than half of the clients.
-      mask: `[N]` bool, the clients that count.
-
-    Returns:
-      `(updates, mask)`, as `clip_norms`.
-
-    Raises:
-      ValueError: wrong rank or lengths; `2 f >= N`.
-
-    Cost: `3 N² D` multiplications.
+    `f` is `num_malicious`, less than half of the clients; masked updates become zeros. For the arguments and the result
+    see `jfcl.kernels`. Cost: `3 N² D` multiplications.
 
     Example:
       >>> import jax.numpy as jnp
       >>> nearest_neighbour_mixing(jnp.array([[0.0], [1.0], [10.0]]), num_malicious=1)[0].tolist()
       [[0.5], [0.5], [5.5]]
     """
-    check_minority(updates, num_malicious)
     rows, usable = counted(updates, mask)
-    keep = usable.sum() - at_most_half(num_malicious, usable)
-    return _with_rows(
-        updates, combine(rows, _nearest(squared_row_distances(rows, usable), usable, keep), usable)
-    ), usable
+    count = usable.sum() - minority(num_malicious, usable)
+    mixing = _nearest(squared_row_distances(rows, usable), usable, count)
+    return like(updates, combine(rows, mixing, usable)), usable
 
 
 @jax.jit
-def _nearest(squares, usable, keep):
-    """Returns `[N, N]` shares: equal for each usable row's `keep` nearest, which always include itself."""
+def _nearest(squares, usable, count):
+    """Returns `[N, N]` shares: equal for each usable row's `count` nearest, which always include itself."""
     itself = jnp.eye(len(usable), dtype=bool)
     squares = jnp.where(usable, jnp.minimum(squares, jnp.finfo(squares.dtype).max), jnp.inf)  # unusable ones last
     squares = jnp.where(itself, -1.0, squares)  # a duplicate must not displace the update itself
     order = jnp.argsort(squares, axis=1, stable=True)
     rank = jnp.argsort(order, axis=1)
-    near = (rank < keep) & usable[None, :] & usable[:, None]
+    near = (rank < count) & usable[None, :] & usable[:, None]
     return near.astype(squares.dtype) / jnp.maximum(near.sum(axis=1, keepdims=True), 1).astype(squares.dtype)
 
 
 def bucketing(
     updates: PyTree, *, bucket_size: int, key: jax.Array, mask: jax.Array | None = None
 ) -> tuple[PyTree, jax.Array]:
-    """Returns the means of random buckets of `bucket_size` updates (Karimireddy, He, Jaggi 2022).
+    """Returns the means of random buckets of `bucket_size` updates, from 1 to N (Karimireddy, He, Jaggi 2022).
 
-    Args:
-      updates: `[N, D]` or a stacked pytree.
-      bucket_size: `s`, from 1 to N.
-      key: determines the buckets.
-      mask: `[N]` bool, the clients that count; they fill the first buckets.
-
-    Returns:
-      `(updates, mask)` of `⌈N / s⌉` buckets; empty ones are masked.
-
-    Raises:
-      ValueError: wrong rank or lengths; a bucket size outside `1 .. N`.
-
-    Cost: two passes.
+    The result is `(updates, mask)` of `⌈N / bucket_size⌉` buckets, drawn by `key`. The clients that count fill the
+    first ones, and empty ones are masked. For the arguments see `jfcl.kernels`. Cost: two passes.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -201,31 +132,15 @@ def bucketing(
     members = (bucket[None, :] == jnp.arange(num_buckets, dtype=jnp.int32)[:, None]) & usable[None, :]
     sizes = members.sum(axis=1)
     mixing = members.astype(jnp.float32) / jnp.maximum(sizes, 1).astype(jnp.float32)[:, None]
-    return _with_rows(updates, combine(rows, mixing, usable)), sizes > 0
+    return like(updates, combine(rows, mixing, usable)), sizes > 0
 
-
-# By name.
 
 # All have the signature `f(updates, *, mask=None, return_excluded=False, ...)`.
-AGGREGATORS = {
-    "mean": mean,
-    "centered_clip": centered_clip,
-    "coordinate_median": coordinate_median,
-    "trimmed_mean": trimmed_mean,
-    "mean_around_median": mean_around_median,
-    "krum": krum,
-    "multi_krum": multi_krum,
-    "bulyan": bulyan,
-    "geometric_median": geometric_median,
-}
-
+_OF_COORDINATES = (robust.coordinate_median, robust.trimmed_mean, robust.mean_around_median)
+_OF_UPDATES = (krum, multi_krum, bulyan, geometric_median)
+AGGREGATORS = {f.__name__: f for f in (robust.mean, centered_clip, *_OF_COORDINATES, *_OF_UPDATES)}
 # These return `(updates, mask)` for an aggregator.
-PRE_AGGREGATORS = {
-    "clip_norms": clip_norms,
-    "adaptive_clip": adaptive_clip,
-    "nearest_neighbour_mixing": nearest_neighbour_mixing,
-    "bucketing": bucketing,
-}
+PRE_AGGREGATORS = {f.__name__: f for f in (clip_norms, adaptive_clip, nearest_neighbour_mixing, bucketing)}
 SHORT_NAMES = {"nnm": "nearest_neighbour_mixing"}
 Parts = str | Sequence[str | Callable[..., Any]]
 
@@ -233,19 +148,20 @@ Parts = str | Sequence[str | Callable[..., Any]]
 def _parts(named: Parts) -> list[Callable[..., Any]]:
     """Returns the functions of the names that are joined by `+`, or listed."""
     known = AGGREGATORS | PRE_AGGREGATORS
-    listed = named.split("+") if isinstance(named, str) else named
-    parts = [part if callable(part) else SHORT_NAMES.get(part, part) for part in listed]
-    for part in parts:
+    parts = []
+    for part in named.split("+") if isinstance(named, str) else named:
         if not callable(part):
+            part = SHORT_NAMES.get(part, part)
             check_choice("aggregator", part, [*known, *SHORT_NAMES])
+        parts.append(part if callable(part) else known[part])
+    in_order = bool(parts) and parts[-1] not in PRE_AGGREGATORS.values()
+    in_order = in_order and not any(part in AGGREGATORS.values() for part in parts[:-1])
     accepted = (
         f"any of the pre-aggregators ({', '.join([*PRE_AGGREGATORS, *SHORT_NAMES])}) and at the end one aggregator"
         f" ({', '.join(AGGREGATORS)}), joined by +"
     )
-    *before, last = [*parts] or [""]
-    fits = (callable(last) or last in AGGREGATORS) and all(callable(part) or part in PRE_AGGREGATORS for part in before)
-    check(fits, "aggregator", _shown(named), accepted)
-    return [part if callable(part) else known[part] for part in parts]
+    check(in_order, "aggregator", _shown(named), accepted)
+    return parts
 
 
 def _shown(named: Parts) -> str:
@@ -256,22 +172,17 @@ def _shown(named: Parts) -> str:
 
 
 def _options(part: Callable[..., Any]) -> dict[str, inspect.Parameter]:
-    of_parts, found = ("updates", "mask", "return_excluded"), {}
-    for place, (name, option) in enumerate(inspect.signature(part).parameters.items()):
-        if place > 0 and name not in of_parts and option.kind not in (option.VAR_KEYWORD, option.VAR_POSITIONAL):
-            found[name] = option
-    return found
+    """Returns the parameters after the updates that are options of the part."""
+    parameters = list(inspect.signature(part).parameters.values())[1:]
+    of_all = ("updates", "mask", "return_excluded")
+    return {p.name: p for p in parameters if p.name not in of_all and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)}
 
 
 def aggregator_options(name: Parts, *, required: bool = False) -> list[str]:
     """Returns the names of the options that `make_aggregator(name, ...)` takes.
 
-    Args:
-      name: as in `make_aggregator`.
-      required: only those without a default in one of the parts.
-
-    Raises:
-      ValueError: an unknown name, or parts in another order than `make_aggregator` accepts.
+    With `required`, they are those without a default in one of the parts. `name` and errors are those of
+    `make_aggregator`.
 
     Example:
       >>> aggregator_options("nnm+krum"), aggregator_options("bucketing+mean")
@@ -279,16 +190,6 @@ def aggregator_options(name: Parts, *, required: bool = False) -> list[str]:
     """
     options = [(name, option) for part in _parts(name) for name, option in _options(part).items()]
     return list(dict.fromkeys(name for name, option in options if not required or option.default is option.empty))
-
-
-def _check_pair(found: Any, part: Callable[..., Any], shown: str) -> None:
-    """Raises `ValueError` unless a part before the last has returned updates and their mask, `[N]` bool."""
-    fits = isinstance(found, tuple) and len(found) == 2
-    if fits and found[1] is not None:  # as it may have been given
-        rows = jnp.shape(jax.tree.leaves(found[0])[0])[:1]
-        fits = getattr(found[1], "dtype", None) == jnp.bool_ and jnp.shape(found[1]) == rows
-    accepted = "of functions that return (updates, mask) before the last one, which returns one update"
-    check(fits, f"aggregator {shown!r}", f"{_shown([part])}, which returned {type(found).__name__}", accepted)
 
 
 def make_aggregator(name: Parts, **options: Any) -> Callable[..., Any]:
@@ -307,8 +208,7 @@ def make_aggregator(name: Parts, **options: Any) -> Callable[..., Any]:
       as excluded are those with NaN or infinity in `updates`.
 
     Raises:
-      ValueError: an unknown part, a pre-aggregator at the end, an aggregator before the end, an option that no part
-        has, or one that a part needs and is missing.
+      ValueError: unknown parts or another order of them; an option that no part has, or that is missing.
 
     Example:
       >>> import jax.numpy as jnp
@@ -329,11 +229,14 @@ def make_aggregator(name: Parts, **options: Any) -> Callable[..., Any]:
         return last
 
     def aggregator(updates, *, mask=None, return_excluded=False):
-        excluded = num_excluded(mask, counted(updates, mask)[1]) if return_excluded else None
+        excluded = robust.num_excluded(mask, counted(updates, mask)[1]) if return_excluded else None
         for pre_aggregator in before:
-            found = pre_aggregator(updates, mask=mask)
-            _check_pair(found, pre_aggregator.func, shown)
-            updates, mask = found
+            pair = pre_aggregator(updates, mask=mask)
+            fits = isinstance(pair, tuple) and len(pair) == 2 and (pair[1] is None or hasattr(pair[1], "dtype"))
+            returned = f"{_shown([pre_aggregator.func])}, which returned {type(pair).__name__}"
+            before_last = "of functions that return (updates, mask) before the last one, which returns one update"
+            check(fits, f"aggregator {shown!r}", returned, before_last)
+            updates, mask = pair
         result = last(updates, mask=mask)
         return (result, excluded) if return_excluded else result
 

@@ -13,7 +13,6 @@ import numpy as np
 from jfcl.core.checks import check
 
 PyTree = Any
-FORMS = ("auto", "direct", "gram")  # of kernels that can use inner products of the rows
 DENSE_UP_TO = 4096  # clients, up to which a method may have an [N, N] on every device: 64 MB
 _ONE = np.float32(1)
 
@@ -31,18 +30,14 @@ def is_computable(*values: Any) -> bool:
 
 
 def check_whole(argument: str, value: Any, least: int, most: int, why: str) -> None:
-    """Checks that a number, unless it is traced, is a whole one from `least` to `most`, the reason of which is `why`.
-
-    Raises:
-      ValueError: it is not.
-    """
+    """Raises `ValueError` unless a number, where it is known, is whole and from `least` to `most`, because of `why`."""
     if is_computable(value):
         fits = bool(np.ndim(value) == 0 and least <= value <= most and value == int(value))
         check(fits, argument, value, f"a whole number from {least} to {most} ({why})")
 
 
-def num_rows(updates: PyTree, *, name: str = "updates") -> int:
-    """Returns `N` of stacked `updates` (`[N, ...]` each), after a check of their shapes and types; nothing is copied.
+def rows_of(updates: PyTree, *, name: str = "updates") -> list[jax.Array]:
+    """Returns the leaves of stacked `updates` (`[N, ...]` each) as matrices `[N, d]` of floats, not concatenated.
 
     Raises:
       ValueError: no leaves, a leaf without a client axis, different or zero lengths, values that are not real numbers.
@@ -58,19 +53,15 @@ def num_rows(updates: PyTree, *, name: str = "updates") -> int:
     types = [leaf.dtype for leaf in leaves]
     real = all(jnp.issubdtype(t, jnp.floating) or jnp.issubdtype(t, jnp.integer) for t in types)
     check(real, name, types, "of real numbers")
-    return shapes[0][0]
+    leaves = [jnp.asarray(leaf, None if jnp.issubdtype(leaf.dtype, jnp.floating) else jnp.float32) for leaf in leaves]
+    return [leaf if leaf.ndim == 2 else leaf.reshape(len(leaf), -1) for leaf in leaves]
 
 
-def rows_of(updates: PyTree, *, name: str = "updates") -> list[jax.Array]:
-    """Returns the leaves of stacked `updates` (`[N, ...]` each) as matrices `[N, d]` of floats, not concatenated.
-
-    Raises:
-      ValueError: as `num_rows`.
-    """
-    count = num_rows(updates, name=name)
-    leaves = [jnp.asarray(leaf) for leaf in jax.tree.leaves(updates)]
-    leaves = [leaf if jnp.issubdtype(leaf.dtype, jnp.floating) else leaf.astype(jnp.float32) for leaf in leaves]
-    return [leaf if leaf.ndim == 2 else leaf.reshape(count, -1) for leaf in leaves]
+def like(updates: PyTree, rows: list[jax.Array]) -> PyTree:
+    """Returns a pytree like `updates`, with `rows` `[d]` or `[n, d]` in the place of each leaf `[N, ...]`."""
+    leaves, structure = jax.tree.flatten(updates)
+    shaped = [x.reshape(*x.shape[:-1], *jnp.shape(leaf)[1:]) for x, leaf in zip(rows, leaves, strict=True)]
+    return jax.tree.unflatten(structure, shaped)
 
 
 def row_mask(mask: jax.Array | None, count: int, *, name: str = "mask") -> jax.Array:
@@ -113,8 +104,9 @@ def if_rare(happens: jax.Array, rare: Callable[[], PyTree], usual: Callable[[], 
             return jax.vmap(usual, axes[2:], axis_size=size)(of_usual)
 
         def rare_of_some():
-            found = jax.vmap(rare, axes[1:2], axis_size=size)(of_rare)
-            return jax.vmap(_select, (axes[0], 0, 0))(happens, found, usual_of_all())
+            both = jax.vmap(rare, axes[1:2], axis_size=size)(of_rare), usual_of_all()
+            choose_one = lambda happens, x, y: jax.tree.map(partial(jnp.where, happens), x, y)  # noqa: E731
+            return jax.vmap(choose_one, (axes[0], 0, 0))(happens, *both)
 
         out = if_rare(happens.any(), rare_of_some, usual_of_all)
         return out, jax.tree.map(lambda _: True, out)
@@ -122,15 +114,8 @@ def if_rare(happens: jax.Array, rare: Callable[[], PyTree], usual: Callable[[], 
     return jax.tree.unflatten(tree, choose(happens, of_rare, of_usual))
 
 
-def _select(condition: jax.Array, x: PyTree, y: PyTree) -> PyTree:
-    return jax.tree.map(lambda x, y: jnp.where(condition, x, y), x, y)
-
-
 def _with_operands(branch: Callable[[], PyTree]) -> tuple[Callable[[list], list], Any, list]:
-    """Returns `branch` as a function of the outer arrays that it uses, the structure of its result, and these arrays.
-
-    The result of the function is a list of leaves.
-    """
+    """Returns `branch` as a function of its outer arrays to a list of leaves, their structure, and the outer arrays."""
     traced, shapes = jax.make_jaxpr(branch, return_shape=True)()
     return partial(jax.core.eval_jaxpr, traced.jaxpr), jax.tree.structure(shapes), traced.consts
 
@@ -139,22 +124,12 @@ COLUMNS = "columns_of_updates"  # the axis of a mesh on which each device has al
 
 
 def sum_over_columns(x: PyTree) -> PyTree:
-    """Returns sums over columns `x`; of devices that have a share of the columns each, the total of theirs.
+    """Returns `x`, sums over columns; where each device has a share of the columns, their total over the devices.
 
-    Kernels sum over columns by this function, once behind their loops. So a kernel can run inside a `shard_map` over
-    the axis `COLUMNS`: its inputs are shares of the columns, results without columns are those of all.
+    Every kernel sums over columns by this function, once after its loops. So it can run inside a `shard_map` over the
+    axis `COLUMNS`, with shares of the columns as its input.
     """
     return jax.lax.psum(x, COLUMNS) if shares_columns() else x
-
-
-def max_over_columns(x: jax.Array) -> jax.Array:
-    """Returns maxima over columns, as `sum_over_columns`."""
-    return jax.lax.pmax(x, COLUMNS) if shares_columns() else x
-
-
-def key_of_share(key: jax.Array) -> jax.Array:
-    """Returns `key`, a different one for each device that has a share of the columns."""
-    return jax.random.fold_in(key, jax.lax.axis_index(COLUMNS)) if shares_columns() else key
 
 
 def shares_columns() -> bool:

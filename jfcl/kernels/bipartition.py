@@ -1,21 +1,19 @@
 """The optimal bipartition of a cluster (Clustered Federated Learning, equation 25 and Algorithm 1).
 
 Merging the most similar pairs until two groups are left (single linkage) is Kruskal's maximum spanning tree without its
-weakest edge. Prim's algorithm finds the same in N steps over one row of similarities each: the clients in the order in
-which they join the tree, and the similarity at which each joins. The weakest of these is the optimal cross similarity,
-and the clients that joined before it are one side.
+weakest edge. Prim's algorithm finds the same in N steps over one row of similarities each. The weakest similarity at
+which a client joins the tree is the optimal cross similarity, and the clients that joined before are one side.
 """
 
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from jfcl.core.checks import check
+from jfcl.core.checks import check, check_count
 from jfcl.core.platforms import by_platform
 from jfcl.kernels.base import row_mask
 from jfcl.kernels.dendrogram import complete_linkage
@@ -43,33 +41,27 @@ def optimal_bipartition(
 ) -> Bipartition:
     """Returns the bipartition with the smallest largest similarity across (Clustered Federated Learning, equation 25).
 
-    Several bipartitions can be optimal when similarities are equal. Then the side of the first active client is the
-    smallest possible: the clients connected to it through similarities above `cross_similarity`. That depends on the
-    values alone, not on the order of an algorithm's steps.
+    Where several bipartitions are optimal, the side of the first active client is the smallest possible: the clients
+    connected to it through similarities above `cross_similarity`. That depends on the values alone.
 
     With `min_size` above 1, the maximum spanning tree of the active clients loses its weakest edge with at least
     `min_size` clients on both sides, as in HDBSCAN's condensed tree (Campello, Moulavi, Sander 2013). The sides are the
-    two components of the tree without that one edge, and `cross_similarity` is that edge's similarity. This is not the
-    minimum of equation 25 over bipartitions with `min_size` clients on each side: that minimum is reached by collecting
-    the outliers of all groups on one side, which separates no groups. Of equal similarities, that of the pair `(i, j)`,
-    `i < j`, first in lexicographic order counts as the largest, so that the tree and the edge are unique. The sides
-    then depend on the order of the clients too.
+    two components of the tree without that edge, and `cross_similarity` is its similarity. This is not the minimum of
+    equation 25 over bipartitions with `min_size` clients on each side, which is reached by collecting the outliers of
+    all groups on one side and separates no groups. Of equal similarities, that of the pair `(i, j)`, `i < j`, first in
+    lexicographic order counts as the largest, so that the sides depend on the order of the clients too.
 
     Args:
-      similarity: `[N, N]`, symmetric; the diagonal is not read.
+      similarity: `[N, N]`, symmetric (checked outside `jit`); the diagonal is not read.
       active: `[N]` bool, the members of the cluster to split; default all. Other clients change neither side.
       linkage: `"single"`: the paper's, exact. `"complete"`: that of the authors' later public code, the last merge of
         complete linkage; it keeps sides compact and is not optimal in the sense of the paper.
-      min_size: the least number of clients on each side; above 1 for single linkage only (complete linkage has no
-        spanning tree, only its last merge).
+      min_size: the least number of clients on each side, at most half of `N`; above 1 for single linkage only (complete
+        linkage has no spanning tree, only its last merge).
 
     Returns:
       `Bipartition(side [N] bool, cross_similarity [])`. Where no edge leaves `min_size` clients on both sides, `side`
       is all False and `cross_similarity` is `inf`. Inside `jit`, NaN and infinite similarities count as -1.
-
-    Raises:
-      ValueError: not square, not symmetric, NaN or infinity (the last two outside `jit` only), an unknown linkage;
-        `min_size` below 1, not an integer, more than half of `N`, or above 1 with complete linkage.
 
     Cost: `N` steps of `O(N)`, each similarity read once. With `min_size` above 1 `2 N` steps of one number more.
     Complete linkage: at most `3 N` such steps, and a copy.
@@ -90,20 +82,13 @@ def optimal_bipartition(
     """
     similarity = as_similarity(similarity)
     check(linkage in LINKAGES, "linkage", linkage, f"one of {LINKAGES}")
-    min_size = as_min_size(min_size, len(similarity))
+    count = len(similarity)
+    check_count("min_size", min_size)
+    half = f"at most half of the N = {count} clients, {count // 2}, so choose a smaller one or add clients"
+    check(min_size == 1 or 2 * min_size <= count, "min_size", min_size, half)
     check(min_size == 1 or linkage == "single", "min_size", min_size, 'for linkage="complete" 1')
-    active = row_mask(active, len(similarity), name="active")
-    return _optimal_bipartition(similarity, active, linkage, min_size)
-
-
-def as_min_size(min_size: Any, count: int) -> int:
-    """Returns `min_size` as an `int`, or raises `ValueError`."""
-    integer = isinstance(min_size, (int, np.integer)) and not isinstance(min_size, bool)
-    check(integer and min_size >= 1, "min_size", min_size, "an integer, at least 1")
-    fits = min_size == 1 or 2 * min_size <= count
-    advice = "for two sides of that many; choose a smaller one or add clients"
-    check(fits, "min_size", int(min_size), f"at most half of the N = {count} clients, {count // 2}, {advice}")
-    return int(min_size)
+    active = row_mask(active, count, name="active")
+    return _optimal_bipartition(similarity, active, linkage, int(min_size))
 
 
 @jax.jit(static_argnames=("linkage", "min_size"))
@@ -120,22 +105,10 @@ def bipartitions_of_clusters(
 ) -> Bipartition:
     """Returns the `optimal_bipartition` of the active clients of every cluster, for the cost of one.
 
-    Args:
-      similarity: `[N, N]`, symmetric.
-      active: `[N]` bool.
-      cluster: `[N]` int32 in `0..K-1`; None: one cluster of all.
-      num_clusters: `K`.
-      min_size: as in `optimal_bipartition`.
-
-    Returns:
-      `Bipartition(side [N] bool, cross_similarity [K])`.
+    `cluster` is `[N]` int32 in `0..K-1`, or None: one cluster of all. The result is
+    `Bipartition(side [N] bool, cross_similarity [K])`.
     """
     of = jnp.zeros(len(active), jnp.int32) if cluster is None else cluster
-    if min_size > 1:
-        tree = spanning_tree(similarity, active, cluster)
-        side, key, found = cut_with_size(tree, active, of, num_clusters, min_size)
-        cross = float_of_key(key)
-        return Bipartition(side, jnp.where(found, cross, jnp.inf).astype(cross.dtype))
 
     def by_prim(similarity, active, of):
         step, joined_at = join_order(similarity, active, None if cluster is None else of)
@@ -145,11 +118,16 @@ def bipartitions_of_clusters(
         cut = jax.ops.segment_min(jnp.where(joined_at == weakest[of], step, len(step)), of, num_clusters)
         return (step >= cut[of]) & active, weakest
 
-    by_boruvka = partial(weakest_joins, num_clusters=num_clusters)
-    side, weakest = by_platform(similarity, active, of, cpu=by_prim, accelerator=by_boruvka)
-    two = jax.ops.segment_sum(active.astype(jnp.int32), of, num_clusters) >= 2
+    if min_size > 1:
+        tree = spanning_tree(similarity, active, cluster)
+        side, weakest, exists = cut_with_size(tree, active, of, num_clusters, min_size)
+    else:
+        by_boruvka = partial(weakest_joins, num_clusters=num_clusters)
+        side, weakest = by_platform(similarity, active, of, cpu=by_prim, accelerator=by_boruvka)
+        exists = jax.ops.segment_sum(active.astype(jnp.int32), of, num_clusters) >= 2
+        side = side & exists[of]
     cross = float_of_key(weakest)
-    return Bipartition(side & two[of], jnp.where(two, cross, jnp.inf).astype(cross.dtype))
+    return Bipartition(side, jnp.where(exists, cross, jnp.inf).astype(cross.dtype))
 
 
 def _last_merge(similarity: jax.Array, active: jax.Array) -> Bipartition:
@@ -165,23 +143,17 @@ def _last_merge(similarity: jax.Array, active: jax.Array) -> Bipartition:
 def separation_gap(similarity: jax.Array, clusters: jax.Array, active: jax.Array | None = None) -> jax.Array:
     """Returns the separation gap of the true clusters (Clustered Federated Learning, Definition 2).
 
-    It is the smallest similarity of two clients of the same true cluster minus the optimal cross similarity. Above 0,
-    the optimal bipartition separates no two clients of one cluster. (The paper states "if and only if"; at or below 0
-    the bipartition can still be correct.)
+    It is the smallest similarity of two clients of one true cluster minus the optimal cross similarity. Above 0, the
+    optimal bipartition separates no two clients of one cluster. (The paper states "if and only if"; at or below 0 the
+    bipartition can still be correct.)
 
     Args:
-      similarity: `[N, N]`, symmetric.
+      similarity, active: see `optimal_bipartition`, the cost of which this is.
       clusters: `[N]` integers, the true clusters.
-      active: `[N]` bool: the members of the cluster to split; default all.
 
     Returns:
       `[]`. Where no two active clients share a cluster, no pair can be separated, and the smallest similarity counts
       as 1. With fewer than two active clients, `-inf`.
-
-    Raises:
-      ValueError: as `optimal_bipartition`; clusters of another length.
-
-    Cost: that of `optimal_bipartition`.
 
     Example:
       >>> import jax.numpy as jnp

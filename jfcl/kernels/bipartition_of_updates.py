@@ -1,11 +1,10 @@
 """The optimal bipartition from the updates, without the matrix of similarities.
 
-Borůvka's algorithm (1926): every group of clients joins the group of its most similar outsider, until one group is
-left. The joins are a maximum spanning tree. Similarities are computed in tiles and reduced at once to *candidates*: for
-every client, its best outsider in each block of others. A candidate that has since joined the client's own group is no
-outsider any more, but its similarity still bounds the block's similarities from above. So a row of similarities is
-computed again only where such a bound exceeds the best known outsider of the client's group, and never for the largest
-group, because the others join it.
+By Borůvka's algorithm (1926), every group of clients joins the group of its most similar outsider, until one group is
+left. Similarities are computed in tiles and reduced at once to *candidates*: for every client, its best outsider in
+each block of others. A candidate that has since joined the client's own group still bounds the block's similarities
+from above. So a row of similarities is computed again only where such a bound exceeds the best known outsider of the
+client's group, and never for the largest group, because the others join it.
 """
 
 from __future__ import annotations
@@ -18,9 +17,9 @@ import jax
 import jax.numpy as jnp
 
 from jfcl.core.checks import check
-from jfcl.kernels.base import PyTree, row_mask, rows_of, sum_dtype
+from jfcl.kernels.base import PyTree, sum_dtype
 from jfcl.kernels.bipartition import Bipartition
-from jfcl.kernels.blocks import finite_rows, fold_blocks, product_of_rows, refuse_nonfinite
+from jfcl.kernels.blocks import checked_rows, finite_rows, fold_blocks, product_of_rows
 from jfcl.kernels.similarity import scaled_rows, unit_scale
 from jfcl.kernels.spanning_tree import float_of_key, order_key
 
@@ -41,12 +40,8 @@ def bipartition_of_updates(
       block_size: the number of clients in a block; similarities of two blocks are computed at once; default 1024.
 
     Returns:
-      `Bipartition(side [N] bool, cross_similarity [])`; the same rule for equal similarities as `optimal_bipartition`
-      (equal to within the rounding of the products). Inside `jit`, rows with NaN or infinity have similarity -1 to all
-      others.
-
-    Raises:
-      ValueError: wrong rank or lengths, a block size below 1; outside `jit`: active rows with NaN or infinity.
+      `Bipartition(side [N] bool, cross_similarity [])`, with the rule of `optimal_bipartition` for similarities that
+      are equal to within rounding. Inside `jit`, rows with NaN or infinity have similarity -1 to all others.
 
     Cost: one pass over all pairs, `2 N² D` operations at the speed of the matrix product, and usually less than one
     more where clusters are well separated (at worst `log2 N` more). Memory beside the updates: `O(N)`, 64 candidates of
@@ -58,10 +53,8 @@ def bipartition_of_updates(
       >>> side.tolist(), round(float(cross), 3)
       ([False, False, True, True], 0.198)
     """
-    rows = rows_of(updates)
-    active = row_mask(active, len(rows[0]), name="active")
     check(block_size is None or block_size >= 1, "block_size", block_size, "at least 1")
-    refuse_nonfinite(rows, rows_that_count=active)
+    rows, active = checked_rows(updates, active, "updates", "active")
     return _bipartition_of_updates(rows, active, block_size or BLOCK_SIZE)
 
 
@@ -69,7 +62,7 @@ class _State(NamedTuple):
     group: jax.Array  # [N] the first member of each client's group
     best: jax.Array  # [N, G] key of each client's best outsider in each block of clients, or a bound
     outsider: jax.Array  # [N, G] that outsider; a member of the client's own group where `best` is a bound only
-    joins: tuple[jax.Array, jax.Array, jax.Array]  # [R, N] each: from, to, key (NOTHING where there was no join)
+    joins: jax.Array  # [R, 3, N] from, to, key (NOTHING where there was no join)
     round: jax.Array
 
 
@@ -82,18 +75,14 @@ class _Rows(NamedTuple):
 
 def _best_outsiders(problem: _Rows, chosen: jax.Array, group: jax.Array, width: int) -> tuple[jax.Array, jax.Array]:
     """Returns, for the clients `chosen` `[C]`, the keys and indices `[C, G]` of their best outsiders in every block."""
-    count = len(group)
+    count, dtype = len(group), sum_dtype(*problem.rows)
     places = jnp.arange(count, dtype=jnp.int32)
-    left = [
-        scaled_rows(x[chosen], (problem.active & problem.finite)[chosen], tuple(s[chosen] for s in problem.scale))
-        for x in problem.rows
-    ]
+    usable, scale = (problem.active & problem.finite)[chosen], tuple(s[chosen] for s in problem.scale)
+    left = [scaled_rows(x[chosen], usable, scale) for x in problem.rows]
 
-    def tile(start, length, found):
+    def tile(start, length, best):
         cut = partial(jax.lax.dynamic_slice_in_dim, start_index=start, slice_size=length)
-        product = sum(
-            product_of_rows(a, cut(x), sum_dtype(*problem.rows)) for a, x in zip(left, problem.rows, strict=True)
-        )
+        product = sum(product_of_rows(a, cut(x), dtype) for a, x in zip(left, problem.rows, strict=True))
         for factor in problem.scale:
             product = product * cut(factor).astype(product.dtype)[None, :]
         known = problem.finite[chosen][:, None] & cut(problem.finite)[None, :]
@@ -102,11 +91,8 @@ def _best_outsiders(problem: _Rows, chosen: jax.Array, group: jax.Array, width: 
         keys = jnp.where(outside, order_key(similarity), NOTHING)
         highest = keys.max(axis=1)
         names = jnp.where(keys == highest[:, None], cut(places)[None, :], count).min(axis=1)
-        place = (0, start // width)
-        return tuple(
-            jax.lax.dynamic_update_slice(array, column[:, None], place)
-            for array, column in zip(found, (highest, names), strict=True)
-        )
+        put = partial(jax.lax.dynamic_update_slice, start_indices=(0, start // width))
+        return tuple(put(array, column[:, None]) for array, column in zip(best, (highest, names), strict=True))
 
     empty = jnp.zeros((len(chosen), -(-count // width)), jnp.int32)
     return fold_blocks(tile, (empty, empty), count, width)
@@ -150,54 +136,47 @@ def _bipartition_of_updates(rows, active, block_size):
         joined = client < count
         client = jnp.where(joined, client, 0)
         block = jnp.argmax(sure_keys[client], axis=1)
-        record = (client, state.outsider[client, block], jnp.where(joined, of_group, NOTHING))
-        group = connect(state.group, record[0], record[1], joined)
+        outsider = state.outsider[client, block]
         return state._replace(
-            group=group,
-            joins=tuple(a.at[state.round].set(b) for a, b in zip(state.joins, record, strict=True)),
+            group=_connect(state.group, client, outsider, joined),
+            joins=state.joins.at[state.round].set([client, outsider, jnp.where(joined, of_group, NOTHING)]),
             round=state.round + 1,
         )
 
     def step(state):
-        sure_keys, best, of_group, joins, unsure = prospects(state)
-        return jax.lax.cond(
-            unsure.any(), lambda: compute(state, unsure), lambda: join(state, sure_keys, best, of_group, joins)
-        )
+        *known, unsure = prospects(state)
+        return jax.lax.cond(unsure.any(), lambda: compute(state, unsure), lambda: join(state, *known))
 
     def several_groups(state):
         return (active & (state.group != state.group[jnp.argmax(active)])).any() & (state.round < num_rounds)
 
-    none = jnp.zeros((num_rounds, count), jnp.int32)
     state = _State(
         group=places,
         best=jnp.full((count, num_blocks), UNKNOWN, jnp.int32),
         outsider=jnp.broadcast_to(places[:, None], (count, num_blocks)),
-        joins=(none, none, jnp.full_like(none, NOTHING)),
+        joins=jnp.zeros((num_rounds, 3, count), jnp.int32).at[:, 2].set(NOTHING),
         round=jnp.zeros((), jnp.int32),
     )
-    state = jax.lax.while_loop(several_groups, step, state)
-
-    return sides_of_weakest(state.joins, active)
+    return _sides_of_weakest(jax.lax.while_loop(several_groups, step, state).joins, active)
 
 
-def sides_of_weakest(joins: tuple[jax.Array, jax.Array, jax.Array], active: jax.Array) -> Bipartition:
+def _sides_of_weakest(joins: jax.Array, active: jax.Array) -> Bipartition:
     """Returns the bipartition by the weakest join: clients connected to the first by stronger joins are on its side."""
-    left, right, joined_at = (x.reshape(-1) for x in joins)
+    left, right, joined_at = joins.swapaxes(0, 1).reshape(3, -1)
     happened = joined_at != NOTHING
     last = jnp.argmin(jnp.where(happened, joined_at, UNKNOWN))
     weakest = joined_at[last]
     # Two groups can choose the same pair from either side, where its similarity is rounded differently.
-    same_pair = (jnp.minimum(left, right) == jnp.minimum(left, right)[last]) & (
-        jnp.maximum(left, right) == jnp.maximum(left, right)[last]
-    )
+    low, high = jnp.minimum(left, right), jnp.maximum(left, right)
+    same_pair = (low == low[last]) & (high == high[last])
     places = jnp.arange(len(active), dtype=jnp.int32)
-    groups = connect(places, left, right, happened & (joined_at > weakest) & ~same_pair)
+    groups = _connect(places, left, right, happened & (joined_at > weakest) & ~same_pair)
     two = active.sum() >= 2
     side = active & (groups != groups[jnp.argmax(active)]) & two
     return Bipartition(side, jnp.where(two, float_of_key(weakest), jnp.inf))
 
 
-def connect(group: jax.Array, left: jax.Array, right: jax.Array, keep: jax.Array) -> jax.Array:
+def _connect(group: jax.Array, left: jax.Array, right: jax.Array, keep: jax.Array) -> jax.Array:
     """Returns `group` `[N]` (first members of groups) after joining `left[e]` and `right[e]` where `keep[e]`."""
 
     def hook(carry):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -10,11 +12,12 @@ import jax.numpy as jnp
 
 from jfcl.core.checks import check
 from jfcl.core.platforms import by_platform
-from jfcl.kernels.base import if_rare, is_computable, sum_dtype, sum_over_columns
+from jfcl.kernels.base import PyTree, if_rare, is_computable, row_mask, rows_of, sum_dtype, sum_over_columns
 from jfcl.kernels.gram_gpu import LEAST_COLUMNS, upper_products
 
 # Full float32 on accelerators too, which by default round operands to TF32 or bfloat16.
 HIGHEST = jax.lax.Precision.HIGHEST
+matmul = partial(jnp.matmul, precision=HIGHEST)
 
 # Measured on a 2-core CPU (benchmarks/kernels.py): thinner strips save work and are slower products.
 NUM_STRIPS = 8  # of the upper triangle: 56 % of the full product's work
@@ -25,24 +28,20 @@ BLOCK_NUMBERS = 2**20  # numbers in a block of rows: 4 MB, which stays in the ca
 
 
 def fold_blocks(body: Callable[[Any, int, Any], Any], carry: Any, size: int, block: int) -> Any:
-    """Repeats `carry = body(start, length, carry)` for blocks of `0 .. size`: a loop over full blocks, then the rest.
+    """Repeats `carry = body(start, length, carry)` for blocks of `0 .. size`: a loop over full blocks, then the last.
 
     `length` is a Python integer (`block`, in the end `size % block`), so that blocks have static shapes.
     """
-    whole = size // block
+    whole, last = divmod(size, block)
     if whole == 1:
         carry = body(0, block, carry)
     elif whole:
         carry = jax.lax.fori_loop(0, whole, lambda i, c: body(i * block, block, c), carry)
-    rest = size - whole * block
-    return body(whole * block, rest, carry) if rest else carry
+    return body(whole * block, last, carry) if last else carry
 
 
 def fold_columns(body: Callable[[jax.Array, int, Any, Any], Any], carry: Any, rows: list[jax.Array], block: int) -> Any:
-    """Repeats `carry = body(part, leaf, start, carry)` for blocks of columns of all matrices.
-
-    `part` is `rows[leaf][:, start : start + block]`.
-    """
+    """Repeats `carry = body(rows[leaf][:, start : start + block], leaf, start, carry)` over all matrices."""
     for leaf, x in enumerate(rows):
 
         def on_block(start, length, carry, x=x, leaf=leaf):
@@ -68,13 +67,9 @@ def squared_norms(rows: list[jax.Array]) -> jax.Array:
 
 
 def squares_of_share(rows: list[jax.Array]) -> jax.Array:
-    """Returns `squared_norms` without those columns that other devices have; their sum follows behind a loop."""
-    return sum(_dot(x, x) for x in rows)
-
-
-def _dot(x: jax.Array, y: jax.Array) -> jax.Array:
+    """Returns `squared_norms` without the columns of other devices, for sums in a loop."""
     dims = (((1,), (1,)), ((0,), (0,)))
-    return jax.lax.dot_general(x, y, dims, precision=HIGHEST, preferred_element_type=sum_dtype(x))
+    return sum(jax.lax.dot_general(x, x, dims, HIGHEST, preferred_element_type=sum_dtype(x)) for x in rows)
 
 
 def fold_rows(body: Callable[[list[jax.Array], Any, int, Any], Any], carry: Any, rows: list[jax.Array]) -> Any:
@@ -90,13 +85,12 @@ def fold_rows(body: Callable[[list[jax.Array], Any, int, Any], Any], carry: Any,
 def distances_from(rows: list[jax.Array], point: list[jax.Array], usable: jax.Array) -> jax.Array:
     """Returns `[N]` distances of the rows from one point (a vector `[d]` for each matrix); `inf` for unusable rows.
 
-    They are computed from the differences, block by block, so that they are exact for a point near the rows and far
-    from zero.
+    They are computed from differences, and so exact for a point near the rows and far from zero.
     """
 
-    def measure(parts, start, length, found):
-        squares = squares_of_share([x - p[None, :] for x, p in zip(parts, point, strict=True)])
-        return jax.lax.dynamic_update_slice_in_dim(found, squares, start, axis=0)
+    def measure(parts, start, length, squares):
+        some = squares_of_share([x - p[None, :] for x, p in zip(parts, point, strict=True)])
+        return jax.lax.dynamic_update_slice_in_dim(squares, some, start, axis=0)
 
     squares = sum_over_columns(fold_rows(measure, jnp.zeros(len(usable), sum_dtype(*rows)), rows))
     return jnp.where(usable, jnp.sqrt(squares), jnp.inf)
@@ -116,12 +110,21 @@ def finite_rows(rows: list[jax.Array]) -> jax.Array:
     return if_rare(~jnp.isfinite(norms).all(), check_all, lambda: jnp.ones(norms.shape, bool))
 
 
-def refuse_nonfinite(rows: list[jax.Array], *, name: str = "updates", rows_that_count: jax.Array | None = None) -> None:
+def checked_rows(
+    points: PyTree, mask: jax.Array | None, name: str = "points", mask_name: str = "mask"
+) -> tuple[list[jax.Array], jax.Array]:
+    """Returns `rows_of(points)` and `[N]` bool, the rows that count; outside `jit`, these must be finite."""
+    rows = rows_of(points, name=name)
+    mask = row_mask(mask, len(rows[0]), name=mask_name)
+    refuse_nonfinite(rows, name, mask)
+    return rows, mask
+
+
+def refuse_nonfinite(rows: list[jax.Array], name: str, rows_that_count: jax.Array | None = None) -> None:
     """Raises `ValueError` with the number of rows with NaN or infinity; does nothing inside `jit`."""
-    if not is_computable(rows, rows_that_count):
-        return
-    num_bad = int(_num_nonfinite(rows, rows_that_count))
-    check(num_bad == 0, name, f"NaN or infinity in {num_bad} row(s)", "finite")
+    if is_computable(rows, rows_that_count):
+        num_bad = int(_num_nonfinite(rows, rows_that_count))
+        check(num_bad == 0, name, f"NaN or infinity in {num_bad} row(s)", "finite")
 
 
 @jax.jit
@@ -139,23 +142,22 @@ def usable_rows(x: jax.Array, usable: jax.Array) -> jax.Array:
 def weighted_sum(x: jax.Array, weights: jax.Array, usable: jax.Array) -> jax.Array:
     """Returns `weights` `[N]` or `[K, N]` times the usable rows of `x` `[N, d]`; the others may hold NaN.
 
-    The result has the type of `x`. Products and sums of 16-bit numbers are float32, because float16 cannot represent
-    `1/N` for large N.
+    The result has the type of `x`. Products and sums of 16-bit numbers are float32: float16 has no `1/N` for large N.
     """
     dtype = sum_dtype(x)
     weights = weights.astype(dtype)
 
     def cleaned():
         def put(part, leaf, start, out):
-            sums = jnp.matmul(weights, usable_rows(part, usable).astype(dtype), precision=HIGHEST)
+            sums = matmul(weights, usable_rows(part, usable).astype(dtype))
             return jax.lax.dynamic_update_slice_in_dim(out, sums.astype(x.dtype), start, axis=-1)
 
         return fold_columns(put, jnp.zeros((*weights.shape[:-1], x.shape[1]), x.dtype), [x], BLOCK_COLUMNS)
 
     if x.dtype != dtype:  # block by block, without a copy of all of `x` in float32
         return cleaned()
-    total = jnp.matmul(weights, x, precision=HIGHEST)
-    # 0 · NaN is NaN. In that case, the sum is computed again without the unusable rows.
+    total = matmul(weights, x)
+    # 0 · NaN is NaN: then the sum is computed again without the unusable rows.
     return if_rare(~jnp.isfinite(total).all(), cleaned, lambda: total)
 
 
@@ -171,36 +173,30 @@ def symmetric_product(rows: list[jax.Array], prepare: Callable[[jax.Array, int, 
     concatenated, and no copy of all rows is held. On an accelerator, all columns are one block, and strips are high; on
     an NVIDIA GPU, long rows are multiplied by `gram_gpu.upper_products`.
     """
-    blocks = column_block(len(rows[0]))
     widest = max(1, *(x.shape[1] for x in rows))
-    product = by_platform(
-        rows,
-        cpu=lambda rows: _sum_of_strips(rows, prepare, STRIP_ROWS, blocks),
-        accelerator=lambda rows: _sum_of_strips(rows, prepare, HIGH_STRIP_ROWS, widest),
-        cuda=lambda rows: _sum_of_leaves(rows, prepare, widest),
-    )
-    return sum_over_columns(product)
 
+    def high_strips(rows, prepare=prepare):
+        return _sum_of_strips(rows, prepare, HIGH_STRIP_ROWS, widest)
 
-def _sum_of_leaves(rows, prepare, widest):
-    """Returns `symmetric_product` of each matrix for itself: long ones by a kernel for GPUs."""
-    total = jnp.zeros((len(rows[0]),) * 2, sum_dtype(*rows))
-    for leaf, x in enumerate(rows):
-        if is_long(x):
-            total += upper_products(prepare(x, leaf, 0)).astype(total.dtype)
-            continue
-        of_leaf = lambda part, _, start, leaf=leaf: prepare(part, leaf, start)  # noqa: E731
-        total += _sum_of_strips([x], of_leaf, HIGH_STRIP_ROWS, widest)
-    return total
+    def by_leaves(rows):
+        total = jnp.zeros((len(rows[0]),) * 2, sum_dtype(*rows))
+        for leaf, x in enumerate(rows):
+            of_leaf = lambda part, _, start, leaf=leaf: prepare(part, leaf, start)  # noqa: E731
+            product = upper_products(prepare(x, leaf, 0)) if is_long(x) else high_strips([x], of_leaf)
+            total += product.astype(total.dtype)
+        return total
+
+    strips = lambda rows: _sum_of_strips(rows, prepare, STRIP_ROWS, column_block(len(rows[0])))  # noqa: E731
+    return sum_over_columns(by_platform(rows, cpu=strips, accelerator=high_strips, cuda=by_leaves))
 
 
 def is_long(x: jax.Array) -> bool:
-    """Returns whether rows `[N, D]` are long enough for `upper_products`, and of its type."""
-    return x.dtype == jnp.float32 and x.shape[1] >= LEAST_COLUMNS
+    """Returns whether rows `[N, ...]` are long enough for `upper_products`, and of its type."""
+    return x.dtype == jnp.float32 and math.prod(x.shape[1:]) >= LEAST_COLUMNS
 
 
 def _sum_of_strips(rows, prepare, least_height, block_size):
-    """Returns `symmetric_product` with strips of at least that height, and blocks of that number of columns."""
+    """Returns `symmetric_product` by strips of at least that height, in blocks of `block_size` columns."""
     count = len(rows[0])
     height = max(least_height, -(-count // NUM_STRIPS))
     starts = list(range(0, count, height))
@@ -210,11 +206,9 @@ def _sum_of_strips(rows, prepare, least_height, block_size):
         p = prepare(part, leaf, start)
         return [s + product_of_rows(p[i : i + height], p[i:], dtype) for i, s in zip(starts, strips, strict=True)]
 
-    strips = [jnp.zeros((min(height, count - i), count - i), dtype) for i in starts]
-    strips = fold_columns(add, strips, rows, block_size)
-
+    zeros = [jnp.zeros((min(height, count - i), count - i), dtype) for i in starts]
     product = jnp.zeros((count, count), dtype)
-    for i, strip in zip(starts, strips, strict=True):
+    for i, strip in zip(starts, fold_columns(add, zeros, rows, block_size), strict=True):
         size = len(strip)
         square = strip[:, :size]
         upper = jnp.arange(size)[:, None] <= jnp.arange(size)[None, :]

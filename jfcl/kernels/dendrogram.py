@@ -8,24 +8,15 @@ import jax.numpy as jnp
 from jfcl.core.checks import check
 from jfcl.kernels.base import check_whole, sum_dtype
 from jfcl.kernels.similarity import as_similarity
-from jfcl.kernels.spanning_tree import first_max, float_of_key, join_order, order_key
+from jfcl.kernels.spanning_tree import first_max, float_of_key, join_order, key_limits, order_key
 
 
 def single_linkage_tree(similarity: jax.Array) -> jax.Array:
-    """Returns the single-linkage dendrogram, at the cost of the optimal bipartition.
+    """Returns the single-linkage dendrogram of symmetric similarities `[N, N]`, at the cost of the optimal bipartition.
 
-    Args:
-      similarity: `[N, N]`, symmetric.
-
-    Returns:
-      `[N-1, 4]` in SciPy's `linkage` format: the two merged clusters (`0 .. N-1` are clients, `N + i` is the result of
-      merge `i`), their distance `1 - similarity`, and the size of the result; ordered by distance. For
-      `scipy.cluster.hierarchy` convert it to float64 first; ids are exact up to 2²⁴.
-
-    Raises:
-      ValueError: as `optimal_bipartition`.
-
-    Cost: `O(N²)`.
+    It is `[N-1, 4]` in SciPy's `linkage` format: the two merged clusters (`0 .. N-1` are clients, `N + i` is the result
+    of merge `i`), their distance `1 - similarity`, and the size of the result; ordered by distance. For
+    `scipy.cluster.hierarchy` convert it to float64 first; ids are exact up to 2²⁴.
 
     Example:
       >>> import jax.numpy as jnp
@@ -42,44 +33,28 @@ def _single_linkage_tree(similarity):
     if count == 1:
         return jnp.zeros((0, 4), similarity.dtype)
     step, joined_at = join_order(similarity, jnp.ones(count, bool))
-    at_step = jnp.zeros(count, jnp.int32).at[step].set(jnp.arange(count, dtype=jnp.int32))
+    steps = jnp.arange(count, dtype=jnp.int32)
+    at_step = jnp.zeros(count, jnp.int32).at[step].set(steps)
     gaps = joined_at[1:]  # between the clients of steps t and t + 1
     order = jnp.argsort(gaps, descending=True, stable=True)
-    similarities = float_of_key(gaps[order])
 
     # Clusters are runs of steps in the order of joining; a run is recorded at its two ends.
     def merge(i, carry):
-        begin_of, end_of, name_of, tree = carry  # of a run's last step, of its first step, of its first step
+        begin_of, end_of, name_of, merges = carry  # of a run's last step, of its first step, of its first step
         t = order[i]
         begin, end = begin_of[t], end_of[t + 1]
-        left, right = name_of[begin], name_of[t + 1]
-        names = jnp.stack([jnp.minimum(left, right), jnp.maximum(left, right)])
-        row = jnp.concatenate([names, (end - begin + 1)[None]])
-        return (
-            begin_of.at[end].set(begin),
-            end_of.at[begin].set(end),
-            name_of.at[begin].set(count + i),
-            tree.at[i].set(row),
-        )
+        merges = merges.at[i].set(_merge(name_of[begin], name_of[t + 1], end - begin + 1))
+        return begin_of.at[end].set(begin), end_of.at[begin].set(end), name_of.at[begin].set(count + i), merges
 
-    steps = jnp.arange(count, dtype=jnp.int32)
-    *_, merges = jax.lax.fori_loop(0, count - 1, merge, (steps, steps, at_step, jnp.zeros((count - 1, 3), jnp.int32)))
-    return _tree(merges, similarities)
+    carry = (steps, steps, at_step, jnp.zeros((count - 1, 3), jnp.int32))
+    return _tree(jax.lax.fori_loop(0, count - 1, merge, carry)[3], float_of_key(gaps[order]))
 
 
 def complete_linkage_tree(similarity: jax.Array) -> jax.Array:
-    """Returns the complete-linkage dendrogram (the variant of the CFL authors' public code) in SciPy's format.
+    """Returns the complete-linkage dendrogram (the variant of the CFL authors' public code), as `single_linkage_tree`.
 
-    Args:
-      similarity: `[N, N]`, symmetric.
-
-    Returns:
-      `[N-1, 4]`, as `single_linkage_tree`; the distance of two clusters is that of their least similar clients.
-
-    Raises:
-      ValueError: as `optimal_bipartition`.
-
-    Cost: at most `3 N` steps of `O(N)`, and a copy of the similarities.
+    The distance of two clusters is that of their least similar clients. Cost: at most `3 N` steps of `O(N)`, and a copy
+    of the similarities.
 
     Example:
       >>> import jax.numpy as jnp
@@ -98,18 +73,17 @@ def _complete_linkage_tree(similarity):
     _, pairs, heights = complete_linkage(similarity, jnp.ones(count, bool))
     # Chains merge out of order. Heights never fall from a cluster to the one that contains it, so sorting is enough.
     order = jnp.argsort(heights, descending=True, stable=True)
-    pairs, similarities = pairs[order], float_of_key(heights[order])
+    pairs = pairs[order]
 
     def merge(i, carry):
         name_of, size_of, merges = carry  # of slots
         a, b = pairs[i, 0], pairs[i, 1]
-        left, right = name_of[a], name_of[b]
         size = size_of[a] + size_of[b]
-        row = jnp.stack([jnp.minimum(left, right), jnp.maximum(left, right), size])
-        return name_of.at[b].set(count + i), size_of.at[b].set(size), merges.at[i].set(row)
+        merges = merges.at[i].set(_merge(name_of[a], name_of[b], size))
+        return name_of.at[b].set(count + i), size_of.at[b].set(size), merges
 
     carry = (jnp.arange(count, dtype=jnp.int32), jnp.ones(count, jnp.int32), jnp.zeros((count - 1, 3), jnp.int32))
-    return _tree(jax.lax.fori_loop(0, count - 1, merge, carry)[2], similarities)
+    return _tree(jax.lax.fori_loop(0, count - 1, merge, carry)[2], float_of_key(heights[order]))
 
 
 def complete_linkage(similarity: jax.Array, active: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -125,7 +99,7 @@ def complete_linkage(similarity: jax.Array, active: jax.Array) -> tuple[jax.Arra
     """
     count = len(similarity)
     keys = order_key(similarity)
-    out = jnp.array(jnp.iinfo(keys.dtype).min, keys.dtype)
+    out = key_limits(keys.dtype)[0]
     usable = active[:, None] & active[None, :] & ~jnp.eye(count, dtype=bool)
     keys = jnp.where(usable, keys, out)
     num_merges = active.sum() - 1
@@ -179,8 +153,13 @@ def complete_linkage(similarity: jax.Array, active: jax.Array) -> tuple[jax.Arra
     return side, pairs, heights
 
 
+def _merge(left: jax.Array, right: jax.Array, size: jax.Array) -> jax.Array:
+    """Returns `[3]`: the names of two clusters, the lower one first, and the size of their union."""
+    return jnp.stack([jnp.minimum(left, right), jnp.maximum(left, right), size])
+
+
 def _tree(merges: jax.Array, similarities: jax.Array) -> jax.Array:
-    """Returns `[N-1, 4]` from `[N-1, 3]` (two names, size) and the similarities of the merges."""
+    """Returns `[N-1, 4]` from `[N-1, 3]` (see `_merge`) and the similarities of the merges."""
     names = merges.astype(similarities.dtype)
     return jnp.stack([names[:, 0], names[:, 1], 1.0 - similarities, names[:, 2]], axis=1)
 
@@ -191,15 +170,10 @@ def cut(tree: jax.Array, *, num_clusters: int | None = None, threshold: float | 
     Args:
       tree: `[N-1, 4]` in SciPy's `linkage` format, distances not falling.
       num_clusters: the number of clusters to cut into.
-      threshold: the largest distance (`1 - similarity`) of a merge that is kept. Give exactly one of the two.
+      threshold: the largest distance (`1 - similarity`) of a merge that applies. Give exactly one of the two.
 
     Returns:
       `[N]` int32 in `0 .. K-1`, numbered by the first client of each cluster.
-
-    Raises:
-      ValueError: another shape, both or neither given, `num_clusters` outside `1 .. N`, a threshold that is NaN.
-
-    Cost: `O(N log N)`.
 
     Example:
       >>> import jax.numpy as jnp
@@ -210,8 +184,8 @@ def cut(tree: jax.Array, *, num_clusters: int | None = None, threshold: float | 
     tree = jnp.asarray(tree)
     check(tree.ndim == 2 and tree.shape[1] == 4, "tree", tree.shape, "of shape [N-1, 4]")
     tree = tree.astype(sum_dtype(tree))
-    one = (num_clusters is None) != (threshold is None)
-    check(one, "num_clusters, threshold", (num_clusters, threshold), "one of the two")
+    one_of_both = (num_clusters is None) != (threshold is None)
+    check(one_of_both, "num_clusters, threshold", (num_clusters, threshold), "one of the two")
     count = len(tree) + 1
     if num_clusters is not None:
         check_whole("num_clusters", num_clusters, 1, count, "N")
@@ -221,15 +195,16 @@ def cut(tree: jax.Array, *, num_clusters: int | None = None, threshold: float | 
 
 
 @jax.jit
-def _cut(tree, kept):
+def _cut(tree, applies):
+    """Returns the clusters after the merges of `tree` that apply `[N-1]` bool."""
     count = len(tree) + 1
     if count == 1:
         return jnp.zeros(1, jnp.int32)
     children = tree[:, :2].astype(jnp.int32)
 
-    def descend(i, root):  # from the last merge to the first: both children of a kept merge have its root
+    def descend(i, root):  # from the last merge to the first: both children of one that applies have its root
         merge = count - 2 - i
-        of_children = jnp.where(kept[merge], root[count + merge], children[merge])
+        of_children = jnp.where(applies[merge], root[count + merge], children[merge])
         return root.at[children[merge]].set(of_children)
 
     names = jnp.arange(2 * count - 1, dtype=jnp.int32)
@@ -240,7 +215,6 @@ def _cut(tree, kept):
 def number_by_first(labels: jax.Array, num_labels: int) -> jax.Array:
     """Renumbers `[N]` labels below `num_labels` as `0, 1, …` by their first appearance."""
     places = jnp.arange(len(labels), dtype=jnp.int32)
-    first = jnp.full(num_labels, len(labels), jnp.int32).at[labels].min(places)
-    is_first = first[labels] == places
-    rank = jnp.cumsum(is_first).astype(jnp.int32) - 1
-    return rank[first[labels]]
+    first = jnp.full(num_labels, len(labels), jnp.int32).at[labels].min(places)[labels]
+    rank = jnp.cumsum(first == places).astype(jnp.int32) - 1
+    return rank[first]

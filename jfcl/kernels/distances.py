@@ -1,62 +1,51 @@
-"""Inner products and squared distances of points, and a point in the middle of most of them."""
+"""Inner products and squared distances of points, a point in the middle of most of them, and centres among them.
+
+A centre that starts at `c` and moves by averaging points is always `v = Σ_i a_i z_i + b c` with `Σ_i a_i + b = 1`. Its
+distances to the points follow from inner products. So after one `Z Zᵀ` (the Gram matrix) a step of a centre, as
+`Coefficients` instead of a vector, costs `N²` operations instead of `N D`.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from jfcl.core.checks import check
-from jfcl.kernels.base import PyTree, row_mask, rows_of, sum_dtype, sum_over_columns
-from jfcl.kernels.blocks import (
-    finite_rows,
-    product_of_rows,
-    refuse_nonfinite,
-    squared_norms,
-    symmetric_product,
-    usable_rows,
-    weighted_sum,
-)
+from jfcl.kernels import blocks
+from jfcl.kernels.base import PyTree, rows_of, sum_dtype, sum_over_columns
 from jfcl.kernels.similarity import signed_sums
 
 
 def gram(points: PyTree, *, mask: jax.Array | None = None) -> jax.Array:
-    """Returns the inner products of all points, `Z Zᵀ`.
+    """Returns the inner products of all points, `Z Zᵀ` `[N, N]`, exactly symmetric.
 
-    Args:
-      points: `[N, D]`, or a pytree of arrays stacked on a leading axis.
-      mask: `[N]` bool; rows that do not count have inner product 0, also with NaN.
-
-    Returns:
-      `[N, N]`, exactly symmetric. Inside `jit`, rows with NaN or infinity count as masked.
-
-    Raises:
-      ValueError: wrong rank or lengths, no points; outside `jit`: rows with NaN or infinity that count.
-
-    Cost: `N² D` multiplications, `O(N²)` memory beside the input.
+    `points` are `[N, D]`, or a pytree of arrays stacked on a leading axis. Rows that do not count by `mask` `[N]` bool
+    have inner product 0, also with NaN; inside `jit`, so have rows with NaN or infinity. Cost: `N² D` multiplications,
+    `O(N²)` memory beside the input.
 
     Example:
       >>> import jax.numpy as jnp
       >>> gram(jnp.array([[1.0, 2.0], [3.0, 4.0]])).tolist()
       [[5.0, 11.0], [11.0, 25.0]]
     """
-    rows = rows_of(points, name="points")
-    mask = row_mask(mask, len(rows[0]))
-    refuse_nonfinite(rows, name="points", rows_that_count=mask)
-    return _gram(rows, mask)
+    return _gram(*blocks.checked_rows(points, mask))
 
 
 @jax.jit
 def _gram(rows, mask):
-    usable = mask & finite_rows(rows)
-    return symmetric_product(rows, lambda part, leaf, start: usable_rows(part, usable))
+    usable = mask & blocks.finite_rows(rows)
+    return blocks.symmetric_product(rows, lambda part, leaf, start: blocks.usable_rows(part, usable))
 
 
 def squared_distances(points: PyTree, centers: PyTree | None = None, *, mask: jax.Array | None = None) -> jax.Array:
     """Returns squared Euclidean distances, `‖x‖² − 2 x·y + ‖y‖²`, relative to an origin among the points.
 
-    Relative to zero, an offset that all points share would cost the digits of their differences. Their mean is no
-    suitable origin where a few hostile points are far away. The origin is therefore the mean of the quarter of the
-    points nearest to a central one.
+    Relative to zero, an offset that all points share would cost the digits of their differences; relative to the mean,
+    so would a few hostile points far away. The origin is the mean of a quarter of the points, those nearest to a
+    central one.
 
     Args:
       points: `[N, D]`, or a pytree of arrays stacked on a leading axis.
@@ -68,9 +57,6 @@ def squared_distances(points: PyTree, centers: PyTree | None = None, *, mask: ja
       squared distance to the origin, so very close pairs far from it have few correct digits. All distances of a point
       are infinite if its square overflows. Inside `jit`, points with NaN or infinity count as masked.
 
-    Raises:
-      ValueError: wrong rank or lengths, no points; outside `jit`: rows with NaN or infinity that count.
-
     Cost: `N² D` (`2 N K D`) multiplications and three passes over the points.
 
     Example:
@@ -78,23 +64,21 @@ def squared_distances(points: PyTree, centers: PyTree | None = None, *, mask: ja
       >>> squared_distances(jnp.array([[0.0, 0.0], [3.0, 4.0], [0.0, 1.0]])).tolist()
       [[0.0, 25.0, 1.0], [25.0, 0.0, 18.0], [1.0, 18.0, 0.0]]
     """
-    rows = rows_of(points, name="points")
-    mask = row_mask(mask, len(rows[0]))
-    refuse_nonfinite(rows, name="points", rows_that_count=mask)
+    rows, mask = blocks.checked_rows(points, mask)
     if centers is None:
         return squared_row_distances(rows, mask)
     others = rows_of(centers, name="centers")
     widths = [x.shape[1] for x in rows], [x.shape[1] for x in others]
     check(widths[0] == widths[1], "centers", widths[1], f"as wide as the points, {widths[0]}")
-    refuse_nonfinite(others, name="centers")
+    blocks.refuse_nonfinite(others, "centers")
     return _squared_distances_to(rows, others, mask)
 
 
 @jax.jit
 def squared_row_distances(rows: list[jax.Array], mask: jax.Array) -> jax.Array:
     """Returns `[N, N]` squared distances of all rows; `inf` for pairs with a masked or non-finite row."""
-    usable = mask & finite_rows(rows)
-    products = centred_gram(rows, central_origin(rows, usable), usable)
+    usable = mask & blocks.finite_rows(rows)
+    products = blocks.symmetric_product(rows, centred(central_origin(rows, usable), usable))
     norms = jnp.diagonal(products)
     squares = jnp.maximum(norms[:, None] + norms[None, :] - 2.0 * products, 0.0)
     same = jnp.eye(len(usable), dtype=bool)
@@ -104,24 +88,25 @@ def squared_row_distances(rows: list[jax.Array], mask: jax.Array) -> jax.Array:
 
 @jax.jit
 def _squared_distances_to(rows, others, mask):
-    usable = mask & finite_rows(rows)
+    usable = mask & blocks.finite_rows(rows)
     origin = central_origin(rows, usable)
-    moved = [usable_rows(x - o[None, :], usable) for x, o in zip(rows, origin, strict=True)]
+    shifted = [blocks.usable_rows(x - o[None, :], usable) for x, o in zip(rows, origin, strict=True)]
     others = [y - o[None, :] for y, o in zip(others, origin, strict=True)]
     dtype = sum_dtype(*rows)
-    products = sum_over_columns(sum(product_of_rows(x, y, dtype) for x, y in zip(moved, others, strict=True)))
-    squares = jnp.maximum(squared_norms(moved)[:, None] - 2.0 * products + squared_norms(others)[None, :], 0.0)
+    products = sum_over_columns(sum(blocks.product_of_rows(x, y, dtype) for x, y in zip(shifted, others, strict=True)))
+    norms, of_others = blocks.squared_norms(shifted), blocks.squared_norms(others)
+    squares = jnp.maximum(norms[:, None] - 2.0 * products + of_others[None, :], 0.0)
     return jnp.where(usable[:, None] & ~jnp.isnan(squares), squares, jnp.inf)
 
 
-def centred_gram(rows: list[jax.Array], origin: list[jax.Array], usable: jax.Array) -> jax.Array:
-    """Returns `(Z − origin)(Z − origin)ᵀ` `[N, N]`, zero for unusable rows, without a shifted copy of `Z`."""
+def centred(origin: list[jax.Array], usable: jax.Array) -> Callable[[jax.Array, int, Any], jax.Array]:
+    """Returns a function `(part, leaf, start)` of blocks of columns: rows minus `origin`, zero for unusable rows."""
 
     def moved(part, leaf, start):
         by = jax.lax.dynamic_slice_in_dim(origin[leaf], start, part.shape[1])
-        return usable_rows(part - by[None, :], usable)
+        return blocks.usable_rows(part - by[None, :], usable)
 
-    return symmetric_product(rows, moved)
+    return moved
 
 
 def central_origin(rows: list[jax.Array], usable: jax.Array) -> list[jax.Array]:
@@ -150,4 +135,81 @@ def central_origin(rows: list[jax.Array], usable: jax.Array) -> list[jax.Array]:
     limit = jnp.sort(nearest)[jnp.maximum((usable.sum() - 1) // 4, 0)]
     near = (nearest <= limit) & usable
     weights = near.astype(sketch.dtype) / jnp.maximum(near.sum(), 1).astype(sketch.dtype)
-    return [weighted_sum(x, weights, near) for x in rows]
+    return [blocks.weighted_sum(x, weights, near) for x in rows]
+
+
+class Products(NamedTuple):
+    """Inner products relative to an origin among the points, from which distances are computed."""
+
+    points: jax.Array  # [N, N]
+    far: jax.Array  # [N] bool: points with squares that overflow: zero in the products, at an infinite distance
+    starts: jax.Array | None  # [K, N]: of each centre's start with each point; None: the starts are points
+    start_norms: jax.Array | None  # [K]
+
+
+class Coefficients(NamedTuple):
+    """`K` centres: `a` `[K, N]` for the points, `b` `[K]` for each centre's own start."""
+
+    a: jax.Array
+    b: jax.Array
+
+
+def inner_products(rows: list[jax.Array], starts: list[jax.Array] | None, usable: jax.Array) -> Products:
+    """Returns the products of `rows` (`[N, d]` each) and `starts` (`[K, d]` each); unusable rows count as zero."""
+    # Points within a radius of the only centre are near its start, too, wherever most of the points are.
+    origin = [x[0] for x in starts] if starts is not None and len(starts[0]) == 1 else central_origin(rows, usable)
+    from_origin = centred(origin, usable)
+    points = blocks.symmetric_product(rows, from_origin)
+    far = ~(jnp.diagonal(points) < jnp.finfo(points.dtype).max / 16)  # sums of a few products must not overflow either
+    points = jnp.where(far[:, None] | far[None, :], jnp.zeros_like(points), points)
+    if starts is None:
+        return Products(points, far, None, None)
+    shifted = [s - o[None, :] for s, o in zip(starts, origin, strict=True)]
+
+    def add(part, leaf, start, total):
+        of_starts = jax.lax.dynamic_slice_in_dim(shifted[leaf], start, part.shape[1], axis=1)
+        return total + blocks.product_of_rows(of_starts, from_origin(part, leaf, start), total.dtype)
+
+    zeros = jnp.zeros((len(shifted[0]), len(usable)), points.dtype)
+    of_starts = jnp.where(far[None, :], zeros, sum_over_columns(blocks.fold_columns(add, zeros, rows, 4096)))
+    return Products(points, far, of_starts, blocks.squared_norms(shifted))
+
+
+def at_start(products: Products, num_centers: int) -> Coefficients:
+    """Returns the coefficients of every centre at its start."""
+    count, dtype = len(products.points), products.points.dtype
+    if products.starts is None:
+        return Coefficients(jnp.eye(count, dtype=dtype), jnp.zeros(count, dtype))
+    return Coefficients(jnp.zeros((num_centers, count), dtype), jnp.ones(num_centers, dtype))
+
+
+def moved(centers: Coefficients, inside: jax.Array) -> Coefficients:
+    """Returns the centres after a step: shares `inside` `[K, N]` of the points, and the rest of 1 of the centre."""
+    stay = 1.0 - inside.sum(axis=1)
+    return Coefficients(inside + stay[:, None] * centers.a, stay * centers.b)
+
+
+def center_distances(products: Products, centers: Coefficients) -> tuple[jax.Array, jax.Array]:
+    """Returns `[K, N]` distances of centres and points, and `[K]` squared norms of the centres, from the origin.
+
+    A centre with a share of a `far` point is far from all.
+    """
+    a, b = centers
+    to_points = blocks.matmul(a, products.points)
+    norms = (a * to_points).sum(axis=1)
+    if products.starts is not None:
+        norms += 2.0 * b * (a * products.starts).sum(axis=1) + b * b * products.start_norms
+        to_points += b[:, None] * products.starts
+    point_norms = jnp.diagonal(products.points)
+    squares = point_norms[None, :] - 2.0 * to_points + norms[:, None]
+    away = products.far[None, :] | ((a != 0) & products.far[None, :]).any(axis=1, keepdims=True)
+    return jnp.sqrt(jnp.where(away | jnp.isnan(squares), jnp.inf, jnp.maximum(squares, 0.0))), norms
+
+
+def positions(centers: Coefficients, rows: list[jax.Array], starts: list[jax.Array] | None, usable) -> list[jax.Array]:
+    """Returns the centres as vectors: `[K, d]` for each matrix of `rows`."""
+    a, b = centers
+    sums = [blocks.weighted_sum(x, a, usable) for x in rows]
+    if starts is None:
+        return sums
+    return [m + b.astype(m.dtype)[:, None] * s for m, s in zip(sums, starts, strict=True)]

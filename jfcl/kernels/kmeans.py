@@ -10,17 +10,8 @@ import jax
 import jax.numpy as jnp
 
 from jfcl.core.checks import check
-from jfcl.kernels.base import COLUMNS, is_computable, row_mask, rows_of, shares_columns, sum_dtype
-from jfcl.kernels.blocks import (
-    HIGHEST,
-    finite_rows,
-    fold_rows,
-    product_of_rows,
-    refuse_nonfinite,
-    squared_norms,
-    symmetric_product,
-    usable_rows,
-)
+from jfcl.kernels import blocks
+from jfcl.kernels.base import COLUMNS, is_computable, shares_columns, sum_dtype
 from jfcl.kernels.distances import central_origin
 
 
@@ -51,18 +42,13 @@ def kmeans(
       points: `[N, D]`.
       num_clusters: `K`, from 1 to the number of points that count.
       key: of the starts.
-      num_iters: Lloyd steps at most, for each run.
-      num_restarts: runs; the one with the lowest inertia is returned.
+      num_iters: Lloyd steps at most, for each run, at least 1.
+      num_restarts: runs, at least 1; the one with the lowest inertia is returned.
       tol: a run ends when the squared moves of all centres sum to at most this times the mean variance of a coordinate.
-      mask: `[N]` bool: points that count.
+      mask: `[N]` bool: points that count. Inside `jit`, points with NaN or infinity do not.
 
     Returns:
-      `KMeans(centers [K, D], cluster [N] int32, inertia [])`. Inside `jit`, points with NaN or infinity count as
-      masked.
-
-    Raises:
-      ValueError: wrong rank; `num_clusters` outside its range; `num_iters` or `num_restarts` below 1; outside
-        `jit`: NaN or infinity.
+      `KMeans(centers [K, D], cluster [N] int32, inertia [])`.
 
     Cost: `2 N K D` operations a step, twice; `N D` numbers of memory (the points around an origin among them).
 
@@ -72,23 +58,22 @@ def kmeans(
       >>> sorted(found.centers[:, 0].tolist()), float(found.inertia)
       ([0.5, 8.5], 1.0)
     """
-    (points,) = rows_of(jnp.asarray(points), name="points")
-    mask = row_mask(mask, len(points))
+    (points,), mask = blocks.checked_rows(jnp.asarray(points), mask)
     counted = int(mask.sum()) if is_computable(mask) else len(points)
     check(1 <= num_clusters <= counted, "num_clusters", num_clusters, f"from 1 to the number of points, {counted}")
     check(num_iters >= 1, "num_iters", num_iters, "at least 1")
     check(num_restarts >= 1, "num_restarts", num_restarts, "at least 1")
-    refuse_nonfinite([points], name="points", rows_that_count=mask)
     return _kmeans(points, key, tol, mask, num_clusters=num_clusters, num_iters=num_iters, num_restarts=num_restarts)
 
 
 @partial(jax.jit, static_argnames=("num_clusters", "num_iters", "num_restarts"))
 def _kmeans(points, key, tol, mask, *, num_clusters, num_iters, num_restarts):
     points = points.astype(sum_dtype(points))
-    usable = mask & finite_rows([points])
+    usable = mask & blocks.finite_rows([points])
     (origin,) = central_origin([points], usable)
-    z = moved = usable_rows(points - origin[None, :], usable)
-    dim, norms, products, squares_of = z.shape[1], squared_norms([z]), product_of_rows, lambda x: squared_norms([x])
+    z = moved = blocks.usable_rows(points - origin[None, :], usable)
+    dim, norms, products = z.shape[1], blocks.squared_norms([z]), blocks.product_of_rows
+    squares_of = lambda x: blocks.squared_norms([x])  # noqa: E731
     in_coefficients = shares_columns()
     if in_coefficients:
         # Centres as combinations of the points: only the inner products of the points are summed over columns, once.
@@ -96,7 +81,7 @@ def _kmeans(points, key, tol, mask, *, num_clusters, num_iters, num_restarts):
         z = jnp.eye(len(z), dtype=z.dtype)
     count = jnp.maximum(usable.sum(), 1).astype(z.dtype)
     weights = usable.astype(z.dtype)
-    center_of_mass = jnp.matmul(weights, z, precision=HIGHEST) / count
+    center_of_mass = blocks.matmul(weights, z) / count
     of_mass = squares_of(center_of_mass[None, :])[0]
     variance = jnp.maximum((norms.sum() / count - of_mass) / dim, 0.0)
 
@@ -111,9 +96,9 @@ def _kmeans(points, key, tol, mask, *, num_clusters, num_iters, num_restarts):
         def add(parts, start, length, total):
             block = jax.lax.dynamic_slice_in_dim(cluster, start, length)
             counts = jax.lax.dynamic_slice_in_dim(weights, start, length)
-            return total + jnp.matmul(squares_of(parts[0] - centers[block]), counts, precision=HIGHEST)
+            return total + blocks.matmul(squares_of(parts[0] - centers[block]), counts)
 
-        return fold_rows(add, jnp.zeros((), z.dtype), [z])
+        return blocks.fold_rows(add, jnp.zeros((), z.dtype), [z])
 
     def start(key):
         def next_center(k, carry):
@@ -136,7 +121,7 @@ def _kmeans(points, key, tol, mask, *, num_clusters, num_iters, num_restarts):
         cluster = jnp.argmin(squares, axis=1)
         members = jax.nn.one_hot(cluster, num_clusters, dtype=z.dtype, axis=0) * weights[None, :]
         sizes = members.sum(axis=1)
-        means = jnp.matmul(members, z, precision=HIGHEST) / jnp.maximum(sizes, 1.0)[:, None]
+        means = blocks.matmul(members, z) / jnp.maximum(sizes, 1.0)[:, None]
         farthest = jnp.argsort(squares.min(axis=1), descending=True)  # the e-th empty cluster takes the e-th farthest
         empty = sizes == 0
         moved = jnp.where(empty[:, None], z[farthest[jnp.cumsum(empty) - 1]], means)
@@ -151,18 +136,18 @@ def _kmeans(points, key, tol, mask, *, num_clusters, num_iters, num_restarts):
 
     runs = jax.lax.map(run, jax.random.split(key, num_restarts))
     best = jax.tree.map(lambda x: x[jnp.argmin(runs.inertia)], runs)
-    centers = jnp.matmul(best.centers, moved, precision=HIGHEST) if in_coefficients else best.centers
+    centers = blocks.matmul(best.centers, moved) if in_coefficients else best.centers
     return best._replace(centers=centers + origin[None, :], cluster=jnp.where(usable, best.cluster, -1))
 
 
 def _products_of_combinations(z):
     """Returns the functions of products and squared norms for combinations of the rows `z`, by their coefficients."""
-    gram = symmetric_product([z], lambda part, leaf, start: part)
+    gram = blocks.symmetric_product([z], lambda part, leaf, start: part)
 
     def products(x, y):
-        return jnp.matmul(x, jnp.matmul(y, gram, precision=HIGHEST).T, precision=HIGHEST)
+        return blocks.matmul(x, blocks.matmul(y, gram).T)
 
     def squares_of(x):
-        return jnp.maximum((x * jnp.matmul(x, gram, precision=HIGHEST)).sum(axis=1), 0.0)
+        return jnp.maximum((x * blocks.matmul(x, gram)).sum(axis=1), 0.0)
 
     return products, squares_of

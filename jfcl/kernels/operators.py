@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from jfcl.core.checks import check
 from jfcl.kernels.blocks import HIGHEST
@@ -30,8 +30,7 @@ class Operator(NamedTuple):
 def permutation(key: jax.Array, dim: int) -> Operator:
     """Returns a random permutation of the coordinates. It is exact. Values stay visible, their places do not."""
     order = jax.random.permutation(key, dim)
-    back = jnp.argsort(order)
-    return Operator(lambda x: jnp.take(x, order, axis=-1), lambda y: jnp.take(y, back, axis=-1))
+    return Operator(*(partial(jnp.take, indices=places, axis=-1) for places in (order, jnp.argsort(order))))
 
 
 def sign_flip(key: jax.Array, dim: int) -> Operator:
@@ -50,7 +49,7 @@ def rotation(key: jax.Array, dim: int) -> Operator:
     Vectors are padded with zeros to the next power of two, `P`. Cost: `O(P log P)`.
     """
     flip = sign_flip(key, dim).apply
-    padded = 2 ** math.ceil(math.log2(dim)) if dim > 1 else 1
+    padded = 2 ** math.ceil(math.log2(dim))
 
     def apply(x):
         return _hadamard(jnp.pad(flip(x), [(0, 0)] * (x.ndim - 1) + [(0, padded - dim)]))
@@ -64,22 +63,16 @@ def _hadamard(x: jax.Array) -> jax.Array:
     The matrix for `2^(6 a + b)` is a Kronecker product of `a` matrices of size 64 and one of `2^b`: a small matrix
     product along each of as many axes.
     """
+    from scipy.linalg import hadamard  # takes long to import
+
     bits = x.shape[-1].bit_length() - 1
     factors = [64] * (bits // 6) + ([2 ** (bits % 6)] if bits % 6 else [])
     batch = x.shape[:-1]
     y = x.reshape(*batch, *factors)
     for axis, size in enumerate(factors, start=len(batch)):
-        y = jnp.moveaxis(
-            jnp.tensordot(y, _hadamard_matrix(size).astype(x.dtype), (axis, 0), precision=HIGHEST), -1, axis
-        )
+        matrix = jnp.asarray(hadamard(size) / math.sqrt(size), jnp.float32).astype(x.dtype)
+        y = jnp.moveaxis(jnp.tensordot(y, matrix, (axis, 0), precision=HIGHEST), -1, axis)
     return y.reshape(x.shape)
-
-
-def _hadamard_matrix(size: int) -> jax.Array:
-    matrix = np.ones((1, 1))
-    while len(matrix) < size:
-        matrix = np.block([[matrix, matrix], [matrix, -matrix]])
-    return jnp.asarray(matrix / math.sqrt(size), jnp.float32)
 
 
 OPERATORS = {"permutation": permutation, "sign": sign_flip, "rotation": rotation}
@@ -97,11 +90,6 @@ def orthonormal(name: str, key: jax.Array, dim: int) -> Operator:
       `Operator(apply, invert)`, both for arrays `[..., D]` of any rank; rotations give `[..., P]` with `P` the next
       power of two. `invert(apply(x))` is `x`, bit for bit for permutations and signs.
 
-    Raises:
-      ValueError: an unknown name; `dim` below 1; from the operators: vectors of another length.
-
-    Cost: one pass; rotations `O(P log P)`.
-
     Example:
       >>> import jax, jax.numpy as jnp
       >>> hide = orthonormal("rotation", jax.random.key(0), 3)
@@ -112,16 +100,14 @@ def orthonormal(name: str, key: jax.Array, dim: int) -> Operator:
     check(name in OPERATORS, "name", name, f"one of {tuple(OPERATORS)}")
     check(dim >= 1, "dim", dim, "at least 1")
     hide = OPERATORS[name](key, dim)
+
+    def checked(function, dim):  # for real vectors of `dim` numbers; integers become floats
+        def call(x):
+            x = jnp.asarray(x)
+            check(x.ndim >= 1 and x.shape[-1] == dim, "x", x.shape, f"of shape [..., {dim}]")
+            return function(x if jnp.issubdtype(x.dtype, jnp.floating) else x.astype(jnp.float32))
+
+        return call
+
     hidden_dim = jax.eval_shape(hide.apply, jax.ShapeDtypeStruct((dim,), jnp.float32)).shape[-1]
-    return Operator(_checked(hide.apply, dim), _checked(hide.invert, hidden_dim))
-
-
-def _checked(function, dim):
-    """Returns `function` with a check for real vectors of `dim` numbers; integers become floats."""
-
-    def call(x):
-        x = jnp.asarray(x)
-        check(x.ndim >= 1 and x.shape[-1] == dim, "x", x.shape, f"of shape [..., {dim}]")
-        return function(x if jnp.issubdtype(x.dtype, jnp.floating) else x.astype(jnp.float32))
-
-    return call
+    return Operator(checked(hide.apply, dim), checked(hide.invert, hidden_dim))

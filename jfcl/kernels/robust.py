@@ -1,16 +1,6 @@
-"""What the robust aggregators share, the mean, and medians of coordinates.
+"""What the robust aggregators share, the mean, and the aggregators of every coordinate alone.
 
-Every aggregator takes `updates`, `[N, D]` or a pytree of arrays stacked on a leading client axis, and returns `[D]` or
-that pytree without the client axis. Common to all:
-
-* `mask`: `[N]` bool, the clients that count.
-* Clients with NaN or infinity in their update are left out. With `return_excluded=True` the result is
-  `(aggregate, excluded)`, where `excluded` `[]` int32 is the number of such clients (masked clients do not count).
-* The aggregate of no clients is zero.
-* `num_malicious`: how many of the clients that count may be hostile, `f` in the papers.
-
-Here are the mean and those that work on every coordinate alone; `robust_vectors` has those that compare whole updates,
-`aggregators` what comes before, and all of them by name.
+`robust_vectors` has those that compare whole updates, `aggregators` the steps before an aggregator, and all by name.
 """
 
 from __future__ import annotations
@@ -23,8 +13,8 @@ import jax
 import jax.numpy as jnp
 
 from jfcl.core.checks import check
-from jfcl.kernels.base import PyTree, check_whole, is_computable, num_rows, row_mask, rows_of, sum_dtype
-from jfcl.kernels.blocks import finite_rows, fold_blocks, weighted_sum
+from jfcl.kernels.base import PyTree, check_whole, is_computable, like, row_mask, rows_of, sum_dtype
+from jfcl.kernels.blocks import finite_rows, fold_columns, weighted_sum
 
 
 def aggregate(
@@ -35,9 +25,7 @@ def aggregate(
 ) -> Any:
     """Applies `rule(rows, usable)`, which returns one vector `[d]` for each matrix `[N, d]`, to stacked updates."""
     rows, usable = counted(updates, mask)
-    leaves, structure = jax.tree.flatten(updates)
-    parts = [v.reshape(jnp.shape(leaf)[1:]) for v, leaf in zip(rule(rows, usable), leaves, strict=True)]
-    result = jax.tree.unflatten(structure, parts)
+    result = like(updates, rule(rows, usable))
     return (result, num_excluded(mask, usable)) if return_excluded else result
 
 
@@ -52,20 +40,9 @@ def num_excluded(mask: jax.Array | None, usable: jax.Array) -> jax.Array:
     return (row_mask(mask, len(usable)) & ~usable).sum().astype(jnp.int32)
 
 
-def check_malicious(updates: PyTree, num_malicious: Any, most: Callable[[int], int], why: str) -> int:
-    """Returns the number of rows, after checking that `num_malicious` is from 0 to `most(N)`."""
-    count = num_rows(updates)
-    check_whole("num_malicious", num_malicious, 0, most(count), why)
-    return count
-
-
-def check_minority(updates: PyTree, num_malicious: Any) -> int:
-    """Returns the number of rows, after checking that `num_malicious` is less than half of it."""
-    return check_malicious(updates, num_malicious, lambda n: (n - 1) // 2, "2 f < N")
-
-
-def at_most_half(num_malicious: Any, usable: jax.Array) -> jax.Array:
-    """Returns `f`, reduced to fewer than half of the usable rows where exclusions have left too few."""
+def minority(num_malicious: Any, usable: jax.Array) -> jax.Array:
+    """Returns `f`, at most what is fewer than half of the usable rows; refuses half of all rows and more."""
+    check_whole("num_malicious", num_malicious, 0, (len(usable) - 1) // 2, "2 f < N")
     return jnp.minimum(jnp.asarray(num_malicious, jnp.int32), jnp.maximum(usable.sum() - 1, 0) // 2)
 
 
@@ -75,9 +52,8 @@ def combine(rows: list[jax.Array], weights: jax.Array, usable: jax.Array) -> lis
     return [weighted_sum(x, weights, usable) for x in rows]
 
 
-def check_weights(updates: PyTree, weights: jax.Array | None) -> jax.Array:
+def check_weights(weights: jax.Array | None, count: int) -> jax.Array:
     """Returns `[N]` float32 weights, ones for `None`."""
-    count = num_rows(updates)
     if weights is None:
         return jnp.ones(count, jnp.float32)
     weights = jnp.asarray(weights)
@@ -100,48 +76,34 @@ def mean(
 ) -> Any:
     """Returns the weighted mean. It is not robust: one client can move it anywhere.
 
-    Args:
-      updates: `[N, D]` or a stacked pytree.
-      weights: `[N]`, at least 0; default: all equal.
-      mask, return_excluded: see the module.
-
-    Raises:
-      ValueError: wrong rank or lengths; negative weights (outside `jit`).
-
-    Cost: one pass.
+    For the arguments see `jfcl.kernels`. Cost: one pass.
 
     Example:
       >>> import jax.numpy as jnp
       >>> mean(jnp.array([[1.0], [3.0], [jnp.nan]]), return_excluded=True)
       (Array([2.], dtype=float32), Array(1, dtype=int32))
     """
-    weights = check_weights(updates, weights)
-    return aggregate(
-        updates, mask, return_excluded, lambda rows, usable: combine(rows, shares(weights, usable), usable)
-    )
 
+    def rule(rows, usable):
+        return combine(rows, shares(check_weights(weights, len(usable)), usable), usable)
 
-# Of every coordinate alone.
+    return aggregate(updates, mask, return_excluded, rule)
 
 
 def by_columns(fn: Callable[[jax.Array], jax.Array], rows: list[jax.Array], block: int = 512) -> list[jax.Array]:
     """Applies `fn`, from `[N, c]` to `[c]`, to all columns of every matrix, in blocks of columns that fit the cache."""
 
-    def of_matrix(x):
-        def put(start, length, out):
-            part = jax.lax.dynamic_slice_in_dim(x, start, length, axis=1)
-            return jax.lax.dynamic_update_slice_in_dim(out, fn(part).astype(out.dtype), start, axis=0)
+    def put(part, leaf, start, out):
+        return jax.lax.dynamic_update_slice_in_dim(out, fn(part).astype(out.dtype), start, axis=0)
 
-        return fold_blocks(put, jnp.zeros(x.shape[1], x.dtype), x.shape[1], block)
-
-    return [of_matrix(x) for x in rows]
+    return [fold_columns(put, jnp.zeros(x.shape[1], x.dtype), [x], block) for x in rows]
 
 
 def sort_columns(x: jax.Array) -> jax.Array:
     """Returns `[N, c]` with every column in ascending order.
 
-    A bitonic network (Batcher 1968): `log2(N)²/2` steps of minima and maxima of whole rows, which vectorise. XLA's sort
-    on a CPU compares numbers one by one and takes 8 to 24 times as long.
+    It is a bitonic network (Batcher 1968): `log2(N)²/2` steps of minima and maxima of whole rows, which vectorise.
+    XLA's sort on a CPU compares numbers one by one and takes 8 to 24 times as long.
     """
     count, width = x.shape
     if count > 512:  # the network is a long program by then
@@ -186,14 +148,7 @@ def medians(rows: list[jax.Array], usable: jax.Array) -> list[jax.Array]:
 def coordinate_median(updates: PyTree, *, mask: jax.Array | None = None, return_excluded: bool = False) -> Any:
     """Returns the median of every coordinate (Yin et al. 2018); of an even number, the mean of the middle two.
 
-    Args:
-      updates: `[N, D]` or a stacked pytree.
-      mask, return_excluded: see `jfcl.kernels.robust`.
-
-    Raises:
-      ValueError: wrong rank or lengths.
-
-    Cost: sorts N numbers D times.
+    For the arguments see `jfcl.kernels`. Cost: sorts N numbers D times.
 
     Example:
       >>> import jax.numpy as jnp
@@ -208,32 +163,19 @@ def trimmed_mean(
 ) -> Any:
     """Returns the mean of every coordinate without its `f` largest and `f` smallest numbers (Yin et al. 2018).
 
-    Args:
-      updates: `[N, D]` or a stacked pytree.
-      num_malicious: `f`, less than half of the clients.
-      mask, return_excluded: see `jfcl.kernels.robust`.
-
-    Raises:
-      ValueError: wrong rank or lengths; `2 f >= N`.
-
-    Cost: sorts N numbers D times.
+    `f` is `num_malicious`, less than half of the clients. For the arguments see `jfcl.kernels`. Cost: sorts N
+    numbers D times.
 
     Example:
       >>> import jax.numpy as jnp
       >>> trimmed_mean(jnp.array([[1.0], [2.0], [3.0], [1e6]]), num_malicious=1).tolist()
       [2.5]
     """
-    return _without_minority(updates, num_malicious, mask, return_excluded, _trimmed_means)
 
+    def rule(rows, usable):
+        return _trimmed_means(rows, usable, minority(num_malicious, usable))
 
-def _without_minority(updates, num_malicious, mask, return_excluded, means):
-    """Returns the aggregate by `means(rows, usable, f)`, after a check of `num_malicious`."""
-    check_minority(updates, num_malicious)
-
-    def compute(rows, usable):
-        return means(rows, usable, at_most_half(num_malicious, usable))
-
-    return aggregate(updates, mask, return_excluded, compute)
+    return aggregate(updates, mask, return_excluded, rule)
 
 
 @jax.jit
@@ -245,12 +187,11 @@ def means_around_median(rows: list[jax.Array], usable: jax.Array, num_kept: jax.
         median = _column_trimmed_mean(part, usable, jnp.maximum(usable.sum() - 1, 0) // 2)
         away = jnp.where(usable[:, None], jnp.abs(part - median[None, :]), jnp.full((), jnp.inf, part.dtype))
         reach = sort_columns(away)[jnp.maximum(num_kept - 1, 0)][None, :]
-
         dtype = sum_dtype(part)
 
         def sums(which):
-            kept = jnp.where(which, part, jnp.zeros((), part.dtype))
-            return kept.sum(axis=0, dtype=dtype), which.sum(axis=0).astype(dtype)
+            numbers = jnp.where(which, part, jnp.zeros((), part.dtype))
+            return numbers.sum(axis=0, dtype=dtype), which.sum(axis=0).astype(dtype)
 
         # Numbers at exactly the largest distance that is kept, on either side, share the remaining places.
         inner, num_inner = sums((away < reach) & usable[:, None])
@@ -267,22 +208,16 @@ def mean_around_median(
 ) -> Any:
     """MeaMed: returns, in every coordinate, the mean of the `N - f` numbers nearest to the median (Xie et al. 2018).
 
-    Numbers at equal distance share the last places.
-
-    Args:
-      updates: `[N, D]` or a stacked pytree.
-      num_malicious: `f`, less than half of the clients.
-      mask, return_excluded: see `jfcl.kernels.robust`.
-
-    Raises:
-      ValueError: wrong rank or lengths; `2 f >= N`.
-
-    Cost: sorts N numbers D times, twice.
+    `f` is `num_malicious`, less than half of the clients; numbers at equal distance share the last places. For the
+    arguments see `jfcl.kernels`. Cost: sorts N numbers D times, twice.
 
     Example:
       >>> import jax.numpy as jnp
       >>> mean_around_median(jnp.array([[1.0], [2.0], [3.0], [1e6]]), num_malicious=1).tolist()
       [2.0]
     """
-    around = lambda rows, usable, f: means_around_median(rows, usable, usable.sum() - f)  # noqa: E731
-    return _without_minority(updates, num_malicious, mask, return_excluded, around)
+
+    def rule(rows, usable):
+        return means_around_median(rows, usable, usable.sum() - minority(num_malicious, usable))
+
+    return aggregate(updates, mask, return_excluded, rule)

@@ -9,11 +9,10 @@ import jax
 import jax.numpy as jnp
 
 from jfcl.core.checks import check
-from jfcl.kernels import combinations
-from jfcl.kernels.base import PyTree, check_whole, is_computable, rows_of, sum_dtype
-from jfcl.kernels.blocks import HIGHEST, distances_from, fold_rows, squared_norms, usable_rows
-from jfcl.kernels.distances import squared_row_distances
-from jfcl.kernels.robust import aggregate, check_malicious, check_weights, combine, means_around_median, medians, shares
+from jfcl.kernels import blocks
+from jfcl.kernels.base import PyTree, check_whole, is_computable, sum_dtype
+from jfcl.kernels.distances import at_start, center_distances, inner_products, moved, positions, squared_row_distances
+from jfcl.kernels.robust import aggregate, check_weights, combine, means_around_median, medians, shares
 
 MEDIAN_TOLERANCE = 1e-6  # the length of the mean unit vector towards all updates at which the steps end
 MEDIAN_STEPS = 300  # at most
@@ -22,8 +21,7 @@ MEDIAN_STEPS = 300  # at most
 def _krum_scores(squares: jax.Array, usable: jax.Array, num_malicious: jax.Array) -> jax.Array:
     """Returns `[N]`: the sum of each row's squared distances to its `n - f - 2` nearest others.
 
-    The score of an unusable row is `inf`. A sum that overflows counts as the largest finite number, so that usable
-    rows always come before unusable ones.
+    Unusable rows have `inf`; a sum that overflows counts as the largest finite number, before them.
     """
     others = usable[:, None] & usable[None, :] & ~jnp.eye(len(usable), dtype=bool)
     nearest = jnp.sort(jnp.where(others & ~jnp.isnan(squares), squares, jnp.inf), axis=1)
@@ -43,18 +41,8 @@ def _best_scored(squares, usable, num_malicious, num_selected):
 def krum(updates: PyTree, *, num_malicious: int, mask: jax.Array | None = None, return_excluded: bool = False) -> Any:
     """Returns the update nearest to its `N - f - 2` nearest others, by the sum of squares (Blanchard et al. 2017).
 
-    Args:
-      updates: `[N, D]` or a stacked pytree.
-      num_malicious: `f`, at most `N - 3` (the paper's guarantee requires `2 f + 2 < N`).
-      mask, return_excluded: see `jfcl.kernels.robust`.
-
-    Returns:
-      One of the updates; of equal scores the first.
-
-    Raises:
-      ValueError: wrong rank or lengths; `f > N - 3`.
-
-    Cost: `N² D` multiplications.
+    Of equal scores it is the first. `f` is `num_malicious`, at most `N - 3` (the paper's guarantee requires
+    `2 f + 2 < N`). For the arguments see `jfcl.kernels`. Cost: `N² D` multiplications.
 
     Example:
       >>> import jax.numpy as jnp
@@ -74,27 +62,19 @@ def multi_krum(
 ) -> Any:
     """Returns the mean of the updates with the lowest Krum scores (Blanchard et al. 2017).
 
-    Args:
-      updates: `[N, D]` or a stacked pytree.
-      num_malicious: `f`, at most `N - 3`.
-      num_selected: how many to average; default `N - f`.
-      mask, return_excluded: see `jfcl.kernels.robust`.
-
-    Raises:
-      ValueError: wrong rank or lengths; `f > N - 3`; `num_selected` outside `1 .. N`.
-
-    Cost: `N² D` multiplications.
+    The scores are those of `krum`. `num_selected` is how many to average, from 1 to N; default `N - f`. For the other
+    arguments see `jfcl.kernels`. Cost: `N² D` multiplications.
 
     Example:
       >>> import jax.numpy as jnp
       >>> print(multi_krum(jnp.array([[1.0], [1.1], [1.3], [50.0]]), num_malicious=1, num_selected=2))
       [1.05]
     """
-    count = check_malicious(updates, num_malicious, lambda n: max(n - 3, 0), "f <= N - 3")
-    if num_selected is not None:
-        check_whole("num_selected", num_selected, 1, count, "N")
 
     def rule(rows, usable):
+        check_whole("num_malicious", num_malicious, 0, max(len(usable) - 3, 0), "f <= N - 3")
+        if num_selected is not None:
+            check_whole("num_selected", num_selected, 1, len(usable), "N")
         selected = usable.sum() - jnp.asarray(num_malicious) if num_selected is None else jnp.asarray(num_selected)
         squares = squared_row_distances(rows, usable)
         weights = _best_scored(squares, usable, jnp.asarray(num_malicious), jnp.maximum(selected, 1))
@@ -106,18 +86,9 @@ def multi_krum(
 def bulyan(updates: PyTree, *, num_malicious: int, mask: jax.Array | None = None, return_excluded: bool = False) -> Any:
     """Selects `N - 2 f` updates by repeated Krum, then averages around their median (El Mhamdi et al. 2018).
 
-    Args:
-      updates: `[N, D]` or a stacked pytree.
-      num_malicious: `f`, with `4 f + 3 <= N`.
-      mask, return_excluded: see `jfcl.kernels.robust`.
-
-    Returns:
-      In every coordinate, the mean of the `N - 4 f` selected numbers nearest to the median of the `N - 2 f` selected.
-
-    Raises:
-      ValueError: wrong rank or lengths; `4 f + 3 > N`.
-
-    Cost: `N² D` multiplications, `N` times Krum's scores, and a sort of N numbers D times.
+    In every coordinate, the result is the mean of the `N - 4 f` selected numbers nearest to the median of the `N - 2 f`
+    selected. `f` is `num_malicious`, with `4 f + 3 <= N`. For the arguments see `jfcl.kernels`. Cost: `N² D`
+    multiplications, `N` times Krum's scores, and a sort of N numbers D times.
 
     Example:
       >>> import jax.numpy as jnp
@@ -125,9 +96,9 @@ def bulyan(updates: PyTree, *, num_malicious: int, mask: jax.Array | None = None
       >>> bulyan(updates, num_malicious=1).round(3).tolist()
       [2.0]
     """
-    check_malicious(updates, num_malicious, lambda n: max((n - 3) // 4, 0), "4 f + 3 <= N")
 
     def rule(rows, usable):
+        check_whole("num_malicious", num_malicious, 0, max((len(usable) - 3) // 4, 0), "4 f + 3 <= N")
         f = jnp.asarray(num_malicious, jnp.int32)
         chosen = _chosen_by_bulyan(squared_row_distances(rows, usable), usable, f)
         return means_around_median(rows, chosen, jnp.maximum(chosen.sum() - 2 * f, 1))
@@ -162,17 +133,12 @@ def geometric_median(
     From the coordinate-wise median, `v ← Σ_i β_i z_i / Σ_i β_i` with `β_i = w_i / max(smoothing, ‖z_i − v‖)`.
 
     Args:
-      updates: `[N, D]` or a stacked pytree.
-      weights: `[N]`, at least 0; default: all equal.
       num_iters: steps, at least 1; 3 to 5 are enough in Pillutla et al. Default: until the weighted mean of the unit
         vectors towards the updates is shorter than 1e-6, at most 300 steps. The sum of distances is then within a
         factor of `1 + 2e-6` of its minimum. At the end, the nearest update is returned where it is the median itself,
         which the steps only approach.
-      smoothing: smaller distances count as this one, so that a step away from an update is possible.
-      mask, return_excluded: see `jfcl.kernels.robust`.
-
-    Raises:
-      ValueError: wrong rank or lengths; negative weights; fewer than one step; smoothing not above 0.
+      smoothing: above 0; smaller distances count as this one, so that a step away from an update is possible.
+      updates, weights, mask, return_excluded: see `jfcl.kernels`.
 
     Cost: two passes a step (10 to 30 steps where updates surround their median, more where they lie nearly on a line or
     the median is near an update), and one sort of N numbers D times.
@@ -183,12 +149,12 @@ def geometric_median(
       >>> bool(jnp.abs(v).max() < 1.5)
       True
     """
-    weights = check_weights(updates, weights)
     check(num_iters is None or num_iters >= 1, "num_iters", num_iters, "at least 1")
     check(smoothing > 0, "smoothing", smoothing, "above 0")
 
     def rule(rows, usable):
-        return _weiszfeld(rows, usable, weights, jnp.asarray(smoothing, jnp.float32), num_iters)
+        least = jnp.asarray(smoothing, jnp.float32)
+        return _weiszfeld(rows, usable, check_weights(weights, len(usable)), least, num_iters)
 
     return aggregate(updates, mask, return_excluded, rule)
 
@@ -199,7 +165,7 @@ def _weiszfeld(rows, usable, weights, smoothing, num_iters):
 
     def step(point):
         """Returns the next point, and the updates' weights in it before they are scaled to sum to 1."""
-        pulls = counted / jnp.maximum(distances_from(rows, point, usable), smoothing)
+        pulls = counted / jnp.maximum(blocks.distances_from(rows, point, usable), smoothing)
         return combine(rows, shares(pulls, usable), usable), pulls
 
     if num_iters is not None:
@@ -210,9 +176,9 @@ def _weiszfeld(rows, usable, weights, smoothing, num_iters):
         new, pulls = step(point)
         # A step is the mean unit vector towards the updates times their harmonic mean distance.
         reach = counted.sum() / jnp.maximum(pulls.sum(), jnp.finfo(pulls.dtype).tiny)
-        moved = _norm([(a - b).astype(pulls.dtype) for a, b in zip(new, point, strict=True)])
+        length = _norm([(a - b).astype(pulls.dtype) for a, b in zip(new, point, strict=True)])
         rounding = _norm([a.astype(pulls.dtype) * float(jnp.finfo(a.dtype).eps) for a in new])
-        return new, moved > MEDIAN_TOLERANCE * reach + rounding, t + 1
+        return new, length > MEDIAN_TOLERANCE * reach + rounding, t + 1
 
     start = (medians(rows, usable), jnp.ones((), bool), jnp.zeros((), jnp.int32))
     point, _, _ = jax.lax.while_loop(lambda carry: carry[1] & (carry[2] < MEDIAN_STEPS), towards, start)
@@ -229,9 +195,9 @@ def _or_nearest(rows, usable, weights, point):
     An update is the median where its own weight is at least the length of the other updates' summed pull. Near an
     update with almost that weight, Weiszfeld's steps become ever shorter.
     """
-    nearest = jnp.argmin(distances_from(rows, point, usable))
+    nearest = jnp.argmin(blocks.distances_from(rows, point, usable))
     update = [x[nearest] for x in rows]
-    distances = distances_from(rows, update, usable)
+    distances = blocks.distances_from(rows, update, usable)
     here = usable & (distances == 0)
     pulls = jnp.where(here, 0.0, weights / jnp.where(here, 1.0, distances)).astype(weights.dtype)
     share = shares(pulls, usable)
@@ -259,21 +225,11 @@ def centered_clip(
     weighted mean.
 
     Args:
-      updates: `[N, D]`, or a pytree of arrays stacked on a leading client axis.
       radius: `τ`, a number above 0.
-      center: `[D]`, or the pytree without the client axis: the first centre `v`, the last round's result in the paper;
-        default zeros.
+      center: `[D]`, or the pytree without the client axis, finite: the first centre `v`, the last round's result in the
+        paper; default zeros.
       num_iters: iterations, at least 1.
-      weights: `[N]`, at least 0, scaled to sum to 1; default: all equal.
-      mask: `[N]` bool, the clients that count.
-      return_excluded: return `(result, excluded)`, with the number of clients left out for NaN or infinity.
-
-    Returns:
-      `[D]`, or the pytree without the client axis.
-
-    Raises:
-      ValueError: wrong rank or lengths; a radius not above 0; no iterations; negative weights; a centre of another
-        shape or (outside `jit`) not finite.
+      updates, weights, mask, return_excluded: see `jfcl.kernels`.
 
     Cost: one read of every update an iteration, in blocks that stay in the cache. For many iterations of few clients,
     `N² D` multiplications once, and `N²` operations an iteration.
@@ -283,25 +239,24 @@ def centered_clip(
       >>> centered_clip(jnp.array([[1.0, 0.0], [0.0, 1.0], [600.0, 800.0]]), radius=1.0).round(3).tolist()
       [0.533..., 0.6...]
     """
-    rows = rows_of(updates)
-    weights = check_weights(updates, weights)
     check(num_iters >= 1, "num_iters", num_iters, "at least 1")
     if is_computable(radius):
         check(jnp.ndim(radius) == 0 and radius > 0, "radius", radius, "a number above 0")
-    if center is None:
-        start = [jnp.zeros(x.shape[1], x.dtype) for x in rows]
-    else:
-        shapes = [jnp.shape(leaf)[1:] for leaf in jax.tree.leaves(updates)]
-        found = [jnp.shape(leaf) for leaf in jax.tree.leaves(center)]
-        check(found == shapes, "center", found, f"of shapes {shapes}")
-        start = [jnp.asarray(c).reshape(-1).astype(x.dtype) for c, x in zip(jax.tree.leaves(center), rows, strict=True)]
-        if is_computable(start):
-            check(all(jnp.isfinite(c).all() for c in start), "center", "NaN or infinity", "finite")
-    radius = jnp.asarray(radius, jnp.float32)
 
     def rule(rows, usable):
-        run = _clip_by_products if products_are_cheaper(len(rows[0]), num_iters) else _clip
-        return run(rows, usable, start, radius, weights, num_iters=num_iters)
+        if center is None:
+            start = [jnp.zeros(x.shape[1], x.dtype) for x in rows]
+        else:
+            shapes = [jnp.shape(leaf) for leaf in jax.tree.leaves(center)]
+            wanted = [jnp.shape(leaf)[1:] for leaf in jax.tree.leaves(updates)]
+            check(shapes == wanted, "center", shapes, f"of shapes {wanted}")
+            parts = zip(jax.tree.leaves(center), rows, strict=True)
+            start = [jnp.asarray(c).reshape(-1).astype(x.dtype) for c, x in parts]
+            if is_computable(start):
+                check(all(jnp.isfinite(c).all() for c in start), "center", "NaN or infinity", "finite")
+        run = _clip_by_products if products_are_cheaper(len(usable), num_iters) else _clip
+        limit = jnp.asarray(radius, jnp.float32)
+        return run(rows, usable, start, limit, check_weights(weights, len(usable)), num_iters=num_iters)
 
     return aggregate(updates, mask, return_excluded, rule)
 
@@ -328,12 +283,12 @@ def _clip(rows, usable, start, radius, weights, *, num_iters):
                 away = [x.astype(wide) - v.astype(wide)[None, :] for x, v in zip(parts, center, strict=True)]
                 if clean is not None:
                     here = jax.lax.dynamic_slice_in_dim(clean, begin, length)
-                    away = [usable_rows(d, here) for d in away]
-                share *= _pull(jnp.sqrt(squared_norms(away)), radius)
-                moves = [jnp.matmul(share.astype(wide), d.astype(wide), precision=HIGHEST) for d in away]
+                    away = [blocks.usable_rows(d, here) for d in away]
+                share *= _pull(jnp.sqrt(blocks.squared_norms(away)), radius)
+                moves = [blocks.matmul(share.astype(wide), d.astype(wide)) for d in away]
                 return [s + move for s, move in zip(step, moves, strict=True)]
 
-            step = fold_rows(add, [jnp.zeros(v.shape, wide) for v in center], rows)
+            step = blocks.fold_rows(add, [jnp.zeros(v.shape, wide) for v in center], rows)
             return [(v.astype(s.dtype) + s).astype(v.dtype) for v, s in zip(center, step, strict=True)]
 
         return jax.lax.fori_loop(0, num_iters, iterate, start)
@@ -347,12 +302,10 @@ def _clip_by_products(rows, usable, start, radius, weights, *, num_iters):
     """As `_clip`, with the centre as a combination of the updates and of the first centre."""
     weights = shares(weights, usable)
     starts = [v[None, :] for v in start]
-    products = combinations.inner_products(rows, starts, usable)
+    products = inner_products(rows, starts, usable)
 
     def iterate(_, at):
-        share = weights * _pull(combinations.distances(products, at)[0][0], radius)
-        stay = 1.0 - share.sum()
-        return combinations.Coefficients(share[None, :] + stay * at.a, stay * at.b)
+        return moved(at, weights[None, :] * _pull(center_distances(products, at)[0], radius))
 
-    at = jax.lax.fori_loop(0, num_iters, iterate, combinations.at_start(products, 1))
-    return [v[0] for v in combinations.positions(at, rows, starts, usable)]
+    at = jax.lax.fori_loop(0, num_iters, iterate, at_start(products, 1))
+    return [v[0] for v in positions(at, rows, starts, usable)]

@@ -7,50 +7,23 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from jfcl.core.checks import check
-from jfcl.kernels.base import (
-    PyTree,
-    if_rare,
-    is_computable,
-    key_of_share,
-    max_over_columns,
-    row_mask,
-    rows_of,
-    sum_dtype,
-    sum_over_columns,
-)
-from jfcl.kernels.blocks import (
-    HIGHEST,
-    column_block,
-    finite_rows,
-    fold_columns,
-    refuse_nonfinite,
-    squared_norms,
-    squares_of_share,
-    symmetric_product,
-    usable_rows,
-)
+from jfcl.core.checks import check, check_count
+from jfcl.kernels import blocks
+from jfcl.kernels.base import COLUMNS, PyTree, if_rare, is_computable, shares_columns, sum_dtype, sum_over_columns
 
 
-def pairwise_cosine(updates: PyTree, *, mask: jax.Array | None = None, dtype: Any = None) -> jax.Array:
+def pairwise_cosine(updates: PyTree, *, mask: jax.Array | None = None) -> jax.Array:
     """Returns the cosine similarity of every two clients' updates (Clustered Federated Learning, equation 18).
 
     Args:
-      updates: `[N, D]`, or a pytree of arrays stacked on a leading client axis (leaves are not concatenated).
+      updates: `[N, D]`, or a pytree of arrays stacked on a leading client axis.
       mask: `[N]` bool; rows that do not count (padding clients) have similarity 0 to all rows, also with NaN.
-      dtype: the type of the products, such as `jnp.bfloat16`, to which the normalised updates are rounded (a similarity
-        is then correct to about 1e-3); sums are always float32. Default: the type of the updates.
 
     Returns:
       `[N, N]` float32 (float64 for float64 updates), exactly symmetric, within [-1, 1]. A zero row has similarity 0
       to all rows, itself included; so does a row with a norm below the smallest normal number. Inside `jit`, a row with
       NaN or infinity has similarity -1 to every other row, so that bipartitions separate it first.
-
-    Raises:
-      ValueError: wrong rank or lengths, no clients, a `dtype` of integers; outside `jit`: rows with NaN or infinity
-        that the mask does not leave out.
 
     Cost: `N² D` multiplications (the upper triangle), `O(N²)` memory beside the input.
 
@@ -59,32 +32,22 @@ def pairwise_cosine(updates: PyTree, *, mask: jax.Array | None = None, dtype: An
       >>> pairwise_cosine(jnp.array([[3.0, 0.0], [0.0, 2.0], [-1.0, 0.0]])).tolist()
       [[1.0, 0.0, -1.0], [0.0, 1.0, 0.0], [-1.0, 0.0, 1.0]]
     """
-    rows = rows_of(updates)
-    count = len(rows[0])
-    dtype = None if dtype is None else jnp.dtype(dtype)
-    check(dtype is None or jnp.issubdtype(dtype, jnp.floating), "dtype", dtype, "a floating-point type")
-    mask = row_mask(mask, count)
-    refuse_nonfinite(rows, rows_that_count=mask)
-    return _pairwise_cosine(rows, mask, dtype)
+    return _pairwise_cosine(*blocks.checked_rows(updates, mask, "updates"))
 
 
-@jax.jit(static_argnames="dtype")
-def _pairwise_cosine(rows, mask, dtype):
-    finite = finite_rows(rows)
+@jax.jit
+def _pairwise_cosine(rows, mask):
+    finite = blocks.finite_rows(rows)
     usable = mask & finite
     scale = unit_scale(rows, usable)
-
-    def normalised(part, leaf, start):
-        part = scaled_rows(part, usable, scale)
-        return part if dtype is None else part.astype(dtype)
-
-    similarity = jnp.clip(symmetric_product(rows, normalised), -1.0, 1.0)
-    similar = jnp.eye(len(mask), dtype=bool)
+    similarity = blocks.symmetric_product(rows, lambda part, leaf, start: scaled_rows(part, usable, scale))
+    similarity = jnp.clip(similarity, -1.0, 1.0)
+    itself = jnp.eye(len(mask), dtype=bool)
     counted = mask[:, None] & mask[None, :]
     nonzero = scale[1] > 0
-    similarity = jnp.where(similar, nonzero.astype(similarity.dtype)[:, None], similarity)
+    similarity = jnp.where(itself, nonzero.astype(similarity.dtype)[:, None], similarity)
     broken = ~finite[:, None] | ~finite[None, :]
-    return jnp.where(broken & counted, jnp.where(similar, 1.0, -1.0).astype(similarity.dtype), similarity)
+    return jnp.where(broken & counted, jnp.where(itself, 1.0, -1.0).astype(similarity.dtype), similarity)
 
 
 def similarity_tolerance(num_parameters: int, dtype: Any = jnp.float32) -> float:
@@ -100,26 +63,20 @@ def similarity_tolerance(num_parameters: int, dtype: Any = jnp.float32) -> float
       2019, theorem 2.4; the worst case is `D u`). A similarity has such an error in the product, and half of one in
       each of the two lengths; `λ = 4`. `u` is the unit roundoff of float32, or of float64 for float64 updates.
       Products of long rows on a GPU have smaller errors (see `jfcl.kernels.gram_gpu`).
-    * `2 u'` where updates are multiplied in a type of fewer digits than float32, with unit roundoff `u'`: both rows are
-      rounded to it after their normalisation.
+    * `2 u'` for updates in a type of fewer digits, with unit roundoff `u'`, to which both normalised rows are rounded.
 
     Args:
-      num_parameters: `D`, numbers in one client's update (all leaves together).
-      dtype: of the updates (of leaves in several types, the one with the fewest digits), or that of
-        `pairwise_cosine(..., dtype=...)`.
+      num_parameters: `D`, the numbers in one client's update, at least 1.
+      dtype: of the updates; of leaves in several types, the one with the fewest digits.
 
     Returns:
       A Python float: 1.0e-5 for 400 numbers in float32, 4.8e-4 for a million.
-
-    Raises:
-      ValueError: `num_parameters` not an integer of at least 1; not a floating-point type.
 
     Example:
       >>> similarity_tolerance(10_000) < 5e-5 < similarity_tolerance(10_000, "bfloat16")
       True
     """
-    whole = isinstance(num_parameters, (int, np.integer)) and not isinstance(num_parameters, bool)
-    check(whole and num_parameters >= 1, "num_parameters", num_parameters, "an integer, at least 1")
+    check_count("num_parameters", num_parameters, most=2**62)
     dtype = jnp.dtype(dtype)
     check(jnp.issubdtype(dtype, jnp.floating), "dtype", dtype, "a floating-point type")
     roundoff = lambda dtype: float(jnp.finfo(dtype).eps) / 2  # noqa: E731
@@ -138,16 +95,17 @@ def unit_scale(rows: list[jax.Array], usable: jax.Array) -> tuple[jax.Array, jax
 
     def careful():
         largest = jnp.stack([jnp.abs(x).max(axis=1, initial=0).astype(norms.dtype) for x in rows]).max(axis=0)
-        largest = max_over_columns(largest)
+        largest = jax.lax.pmax(largest, COLUMNS) if shares_columns() else largest
         exponent = jnp.clip(jnp.frexp(largest)[1], -125, 125)
         power = jnp.ldexp(jnp.ones_like(norms), -jnp.where(usable & (largest > 0), exponent, 0))
 
         def add(part, leaf, start, total):
-            return total + squares_of_share([scaled_rows(part, usable, (power, jnp.ones_like(power)))])
+            return total + blocks.squares_of_share([scaled_rows(part, usable, (power, jnp.ones_like(power)))])
 
-        return power, sum_over_columns(fold_columns(add, jnp.zeros_like(norms), rows, column_block(len(norms))))
+        width = blocks.column_block(len(norms))
+        return power, sum_over_columns(blocks.fold_columns(add, jnp.zeros_like(norms), rows, width))
 
-    norms = squared_norms(rows)
+    norms = blocks.squared_norms(rows)
     tiny = jnp.finfo(norms.dtype).tiny
     # Numbers above sqrt(tiny/eps) lose nothing to underflow in a sum of squares.
     safe = jnp.isfinite(norms) & (norms > 1e10 * tiny)
@@ -172,25 +130,25 @@ def signed_sums(
     where each has a share of the columns.
     """
     dtype = sum_dtype(*rows)
-    key = key_of_share(key)
+    key = jax.random.fold_in(key, jax.lax.axis_index(COLUMNS)) if shares_columns() else key
 
     def add(part, leaf, start, total):
         place = jax.random.fold_in(jax.random.fold_in(key, leaf), start)
         bits = jax.random.bits(place, (part.shape[1], -(-count // 32), 1), jnp.uint32)  # 32 signs each
         bits = (bits >> jnp.arange(32, dtype=jnp.uint32)[None, None, :]) & jnp.uint32(1)
         signs = 1.0 - 2.0 * bits.reshape(part.shape[1], -1)[:, :count].astype(dtype)
-        return total + jnp.matmul(usable_rows(part, usable).astype(dtype), signs, precision=HIGHEST)
+        return total + blocks.matmul(blocks.usable_rows(part, usable).astype(dtype), signs)
 
     zeros = jnp.zeros((len(usable), count), dtype)
-    return sum_over_columns(fold_columns(add, zeros, rows, block or column_block(len(usable))))
+    return sum_over_columns(blocks.fold_columns(add, zeros, rows, block or blocks.column_block(len(usable))))
 
 
 def as_similarity(similarity: Any, *, name: str = "similarity") -> jax.Array:
     """Returns `similarity` as a float array `[N, N]`, checked to be square, and outside `jit` finite and symmetric.
 
-    Symmetry is checked on products with a vector of random signs from both sides (two reads of the matrix instead of a
-    comparison with its transpose). Rounding passes; one difference of a hundredth of the largest root mean square of a
-    row, or of 1 where those are smaller, does not (several may cancel).
+    Symmetry is checked on products with a vector of random signs from both sides, which read the matrix twice. Rounding
+    passes; one difference of a hundredth of the largest root mean square of a row, or of 1 where those are smaller,
+    does not (several may cancel).
     """
     similarity = jnp.asarray(similarity)
     square = similarity.ndim == 2 and similarity.shape[0] == similarity.shape[1] > 0
@@ -201,7 +159,7 @@ def as_similarity(similarity: Any, *, name: str = "similarity") -> jax.Array:
     if is_computable(similarity):
         difference = float(_asymmetry(similarity))
         if difference != difference:  # NaN
-            refuse_nonfinite([similarity], name=name)
+            blocks.refuse_nonfinite([similarity], name)
         # Sums of large entries have larger errors; similarities need no third read.
         fits = difference <= 5e-3 or difference <= 5e-3 * float(_largest_row(similarity))
         check(fits, name, f"rows and columns that differ by {difference:.2g}", "symmetric")
@@ -217,7 +175,7 @@ def _asymmetry(similarity):
 @jax.jit
 def _largest_row(similarity):
     """Returns the largest root mean square of a row."""
-    return jnp.sqrt(squared_norms([similarity]).max() / len(similarity))
+    return jnp.sqrt(blocks.squared_norms([similarity]).max() / len(similarity))
 
 
 def as_clusters(clusters: Any, count: int) -> jax.Array:

@@ -1,20 +1,20 @@
 """Maximum spanning trees of similarities, and their weakest edge that leaves enough clients on both sides.
 
 Prim's algorithm takes N steps over one row of similarities each. Clients of different clusters count as less similar
-than any two of one cluster, so that one run finds the trees of all clusters, one after the other. The sizes of all
-subtrees follow from the order in which clients join: a client joins after its parent.
+than any two of one cluster, so that one run finds the trees of all clusters, one after the other. `join_order` finds
+no more than the bipartition needs, `spanning_tree` the edges too.
 
-On an accelerator, Borůvka's algorithm (1926) takes `log2 N` steps (`weakest_joins`), as in `bipartition_of_updates`,
-but with all similarities at hand. A step costs some passes over `[N, N]`, which take as long on a GPU or TPU as a step
-of Prim's algorithm over `[N]`, of which there are N. A group's join is its largest similarity to an outsider: the
-largest across one bipartition. So no join is below the optimal cross similarity. All joins together connect the
-cluster, so that one of them crosses the optimal bipartition: the weakest join is the optimal cross similarity. That
+On an accelerator, Borůvka's algorithm (1926) takes `log2 N` steps (`weakest_joins`). A step costs some passes over
+`[N, N]`, which take as long there as one of Prim's N steps over `[N]`. A group's join is its largest similarity to an
+outsider, the largest across one bipartition, and so not below the optimal cross similarity. All joins together connect
+the cluster, so that one of them crosses the optimal bipartition: the weakest join is the optimal cross similarity. That
 holds for any choice among equals, also where joins form circles.
 """
 
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -22,29 +22,26 @@ import jax.numpy as jnp
 
 from jfcl.kernels.base import sum_dtype
 
-# Similarities are compared as integers in the same order: integer maxima vectorise, float ones (NaN!) do not, and two
-# reductions, the maximum and then the first place where it stands, beat one `argmax` five times over.
+# Similarities are compared as integers in the same order: integer maxima vectorise, float ones (NaN!) do not, and the
+# maximum, then the first place where it stands, is five times as fast as one `argmax`.
 
 
 def order_key(x: jax.Array) -> jax.Array:
     """Returns integers in the order of the floats `x`; NaN and infinities count as -1, and -0.0 as 0.0."""
     x = x.astype(sum_dtype(x))
     x = jnp.where(jnp.isfinite(x), jnp.where(x == 0, jnp.zeros_like(x), x), -jnp.ones_like(x))
-    bits, most = _bits(x.dtype)
-    i = jax.lax.bitcast_convert_type(x, bits)
-    return i ^ ((i >> (8 * x.dtype.itemsize - 1)) & most)
+    return _with_negatives_reversed(jax.lax.bitcast_convert_type(x, jnp.int32 if x.dtype.itemsize == 4 else jnp.int64))
 
 
 def float_of_key(key: jax.Array) -> jax.Array:
     """Returns the float of an `order_key`."""
-    dtype = jnp.dtype(jnp.float32 if key.dtype == jnp.int32 else jnp.float64)
-    _, most = _bits(dtype)
-    return jax.lax.bitcast_convert_type(key ^ ((key >> (8 * dtype.itemsize - 1)) & most), dtype)
+    dtype = jnp.float32 if key.dtype == jnp.int32 else jnp.float64
+    return jax.lax.bitcast_convert_type(_with_negatives_reversed(key), dtype)
 
 
-def _bits(dtype):
-    bits = jnp.int32 if dtype.itemsize == 4 else jnp.int64
-    return bits, jnp.array(jnp.iinfo(bits).max, bits)
+def _with_negatives_reversed(i: jax.Array) -> jax.Array:
+    """Returns integers with all bits of negative ones but the sign flipped: bits of floats become keys, keys bits."""
+    return i ^ ((i >> (8 * i.dtype.itemsize - 1)) & jnp.iinfo(i.dtype).max)
 
 
 def first_max(key: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -56,8 +53,8 @@ def first_max(key: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 def key_limits(kind) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns three keys: below that of any float, the next one, which stands between clusters, and above."""
-    lowest, highest = jnp.iinfo(kind).min, jnp.iinfo(kind).max
-    return jnp.array(lowest, kind), jnp.array(lowest + 1, kind), jnp.array(highest, kind)
+    limits = jnp.iinfo(kind)
+    return tuple(jnp.array(key, kind) for key in (limits.min, limits.min + 1, limits.max))
 
 
 def _keys_of(client: jax.Array, similarity: jax.Array, cluster: jax.Array | None) -> jax.Array:
@@ -69,13 +66,7 @@ def _keys_of(client: jax.Array, similarity: jax.Array, cluster: jax.Array | None
 def join_order(
     similarity: jax.Array, active: jax.Array, cluster: jax.Array | None = None
 ) -> tuple[jax.Array, jax.Array]:
-    """Runs Prim's algorithm from the first active client, ties to the lowest index.
-
-    Args:
-      similarity: `[N, N]`.
-      active: `[N]` bool.
-      cluster: `[N]` int32; default: one cluster of all. The clusters' clients join one cluster after the other, in each
-        from its first active client on.
+    """Runs Prim's algorithm, in every cluster from its first active client, ties to the lowest index.
 
     Returns:
       `step` `[N]` int32: when each client joins the tree, the first active one at 0 (undefined for inactive ones);
@@ -91,8 +82,7 @@ def join_order(
     # that are in the tree already, or inactive.
     limit = jnp.where(active, largest, out).at[first].set(out)
 
-    def put(array, value, place):
-        return jax.lax.dynamic_update_index_in_dim(array, value, place, 0)
+    put = partial(jax.lax.dynamic_update_index_in_dim, axis=0)
 
     def join(t, carry):
         best, limit, newest, step, joined_at = carry
@@ -107,22 +97,18 @@ def join_order(
 
 
 class Tree(NamedTuple):
-    """Maximum spanning trees, `[N]` each: a client's parent, the key of their similarity, whether it has a parent.
+    """Maximum spanning trees, `[N]` each."""
 
-    `order` are the clients as they join.
-    """
-
-    parent: jax.Array
-    key: jax.Array
-    real: jax.Array
-    order: jax.Array
+    parent: jax.Array  # of each client, itself for a root
+    key: jax.Array  # of the similarity to the parent
+    real: jax.Array  # whether there is a parent
+    order: jax.Array  # the clients as they join, so after their parents
 
 
 def spanning_tree(similarity: jax.Array, active: jax.Array, cluster: jax.Array | None = None) -> Tree:
     """Returns each cluster's maximum spanning tree of active clients.
 
-    Of equal similarities the pair `(i, j)`, `i < j`, first in lexicographic order counts as the largest: for one client
-    that is the lowest other one.
+    Of equal similarities, that of the pair `(i, j)`, `i < j`, first in lexicographic order counts as the largest.
     """
     count = len(similarity)
     out, apart, _ = key_limits(order_key(similarity[:1]).dtype)
@@ -157,11 +143,9 @@ def cut_with_size(
     """Removes the weakest edge of every cluster's tree that leaves at least `min_size` clients on both sides.
 
     Returns:
-      `(side, key, found)`: `[N]` bool, the part without the cluster's first active client; `[K]`, the key of the
-      removed edge; `[K]` bool. Where no edge leaves enough clients on both sides, `side` is all False and `key` is
-      undefined. Of equal keys the edge `(i, j)`, `i < j`, that comes last in lexicographic order is the weakest.
-
-    Cost: `2 N` steps of one number.
+      `(side, key, exists)`: `[N]` bool, the part without the cluster's first active client; `[K]`, the key of the
+      removed edge; `[K]` bool, whether there is one: otherwise `side` is all False and `key` undefined. Of equal keys
+      the edge `(i, j)`, `i < j`, that comes last in lexicographic order is the weakest.
     """
     parent, key, real, order = tree
     count = len(active)
@@ -188,25 +172,16 @@ def cut_with_size(
         weakest = among(weakest, value)
     side = jax.lax.fori_loop(0, count, mark, weakest)
     first = jax.ops.segment_min(jnp.where(active, places, count - 1), cluster, num_clusters)
-    found = jax.ops.segment_sum(usable.astype(jnp.int32), cluster, num_clusters) > 0
-    side = (side ^ side[first[cluster]]) & active & found[cluster]
+    exists = jax.ops.segment_sum(usable.astype(jnp.int32), cluster, num_clusters) > 0
+    side = (side ^ side[first[cluster]]) & active & exists[cluster]
     removed = jax.ops.segment_max(jnp.where(weakest, key, jnp.iinfo(key.dtype).min), cluster, num_clusters)
-    return side, removed, found
-
-
-# The optimal bipartition of every cluster in `log2 N` steps on whole matrices, for accelerators.
+    return side, removed, exists
 
 
 def weakest_joins(
     similarity: jax.Array, active: jax.Array, cluster: jax.Array, num_clusters: int
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns the optimal cross similarity of every cluster, and the sides of its bipartition.
-
-    Args:
-      similarity: `[N, N]`, symmetric.
-      active: `[N]` bool; the others are on no side.
-      cluster: `[N]` int32 in `0..K-1`.
-      num_clusters: `K`.
+    """Returns the sides of every cluster's optimal bipartition, and its cross similarity, in `log2 N` steps.
 
     Returns:
       `(side [N] bool, key [K])`: clients that similarities above the cross similarity do not connect to their cluster's
@@ -227,12 +202,9 @@ def weakest_joins(
 def components(keys: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Joins every group to that of its most similar outsider, until no group has an outsider.
 
-    Args:
-      keys: `[N, N]` symmetric integers, the lowest one where there is no connection.
-
-    Returns:
-      `(group [N] int32, weakest [N])`: a member, by which each client's group is named, and the smallest key of the
-      joins of the groups that the client was in; the largest integer without one.
+    `keys` are `[N, N]` symmetric integers, the lowest one where there is no connection. The result is
+    `(group [N] int32, weakest [N])`: a member, by which each client's group is named, and the smallest key of the joins
+    of the groups that the client was in; the largest integer without one.
     """
     count = len(keys)
     out, _, largest = key_limits(keys.dtype)

@@ -26,10 +26,6 @@ def _numbers(name: str, value: Number, accepted: str, ok) -> jax.Array:
     return value
 
 
-def _noise(name: str, value: Number) -> jax.Array:
-    return _numbers(name, value, "at least 0 and below 1", lambda x: (x >= 0) & (x < 1))
-
-
 def _clusters(num_clusters: Number) -> jax.Array:
     return _numbers("num_clusters", num_clusters, "at least 2", lambda x: x >= 2)
 
@@ -39,11 +35,7 @@ def intra_similarity_bound(gamma_i: Number, gamma_j: Number) -> jax.Array:
 
         H = −γ_i γ_j + sqrt(1 − γ_i²) sqrt(1 − γ_j²)
 
-    Args:
-      gamma_i, gamma_j: approximation noise of either client, in [0, 1).
-
-    Raises:
-      ValueError: noise outside [0, 1).
+    Either client's noise is in [0, 1).
 
     Example:
       >>> round(float(intra_similarity_bound(0.6, 0.0)), 3)
@@ -54,7 +46,9 @@ def intra_similarity_bound(gamma_i: Number, gamma_j: Number) -> jax.Array:
 
 def _widest_angle(gamma_i: Number, gamma_j: Number) -> jax.Array:
     """Returns the widest angle between two clients of one distribution: noise turns a gradient by at most `asin γ`."""
-    i, j = jnp.broadcast_arrays(_noise("gamma_i", gamma_i), _noise("gamma_j", gamma_j))
+    accepted = "at least 0 and below 1", lambda x: (x >= 0) & (x < 1)
+    noise = [_numbers(name, value, *accepted) for name, value in (("gamma_i", gamma_i), ("gamma_j", gamma_j))]
+    i, j = jnp.broadcast_arrays(*noise)
     return jnp.arcsin(i) + jnp.arcsin(j)
 
 
@@ -63,12 +57,8 @@ def cross_similarity_bound(gamma_i: Number, gamma_j: Number, num_clusters: Numbe
 
         cos(π/(k−1)) H + sin(π/(k−1)) sqrt(1 − H²)   if H ≥ cos(π/(k−1)), else 1
 
-    Args:
-      gamma_i, gamma_j: approximation noise, in [0, 1); with the largest of all clients for both, it holds for all.
-      num_clusters: `k`, the number of true distributions, at least 2; for 2 it is `−H` (equation 22).
-
-    Raises:
-      ValueError: noise outside [0, 1), fewer than two clusters.
+    With the largest noise of all clients for both, in [0, 1), it holds for all. `num_clusters` is `k`, the number of
+    true distributions, at least 2; for 2 the bound is `−H` (equation 22).
 
     Example:
       >>> float(cross_similarity_bound(0.0, 0.0, 2)), round(float(cross_similarity_bound(0.0, 0.0, 4)), 3)
@@ -85,11 +75,7 @@ def max_noise(num_clusters: Number) -> jax.Array:
 
         γ_max < sin(π / (4 (k − 1)))
 
-    Args:
-      num_clusters: `k`, at least 2.
-
-    Raises:
-      ValueError: fewer than two clusters.
+    `num_clusters` is `k`, the number of true distributions, at least 2.
 
     Example:
       >>> round(float(max_noise(2)), 4), round(float(max_noise(4)), 4)
@@ -103,13 +89,8 @@ def max_noise_of_split(cross_similarity: Number) -> jax.Array:
 
         γ_max < sqrt((1 − α_cross) / 2)
 
-    CFL splits a cluster only where this exceeds its assumed `γ_max`.
-
-    Args:
-      cross_similarity: `α_cross`, at most 1; `inf` (no bipartition) gives 0.
-
-    Raises:
-      ValueError: a similarity below -1.
+    CFL splits a cluster only where this exceeds its assumed `γ_max`. `cross_similarity` is `α_cross`, at least -1;
+    `inf` (no bipartition) gives 0.
 
     Example:
       >>> float(max_noise_of_split(-1.0)), float(max_noise_of_split(1.0))

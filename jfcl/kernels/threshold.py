@@ -10,31 +10,13 @@ import jax.numpy as jnp
 
 from jfcl.core.checks import check
 from jfcl.core.platforms import by_platform
-from jfcl.kernels import combinations
-from jfcl.kernels.base import (
-    FORMS,
-    PyTree,
-    if_rare,
-    is_computable,
-    row_mask,
-    rows_of,
-    shares_columns,
-    sum_dtype,
-    sum_over_columns,
-)
-from jfcl.kernels.blocks import (
-    HIGHEST,
-    distances_from,
-    finite_rows,
-    is_long,
-    refuse_nonfinite,
-    squared_norms,
-    usable_rows,
-    weighted_sum,
-)
+from jfcl.kernels import blocks
+from jfcl.kernels.base import PyTree, if_rare, is_computable, like, rows_of, shares_columns, sum_dtype, sum_over_columns
+from jfcl.kernels.distances import at_start, center_distances, inner_products, moved, positions
 from jfcl.kernels.gram_gpu import upper_products
 from jfcl.kernels.robust import check_weights, shares
 
+FORMS = ("auto", "direct", "gram")
 QUANTILE_RULES = ("linear", "index", "index_shrunk", "index_strict")
 THREE_MEANS = "three_means"
 
@@ -62,12 +44,11 @@ def threshold_clustering(
       centers: `[K, D]`, or such a pytree: the first centres; default: every point (`K = N`).
       radius: `τ`: a number, `[K]`, or `[num_rounds, K]`; or `"three_means"`: 3-means on each centre's distances, and
         the mean of the two larger means (a rule of the authors' code).
-      quantile: instead of `radius`: `τ` is this quantile of the distances to that centre in that round; shapes as
-        there. Exactly one of the two.
+      quantile: instead of `radius`, in the same shapes, within [0, 1]: `τ` is this quantile of the distances to that
+        centre in that round.
       num_rounds: `L`, at least 1.
       weights: `[N]`, at least 0: the points' weights in the mean instead of `1/N`; scaled to sum to 1.
-      mask: `[N]` bool, points that count; the others are neither inside a radius nor part of `N`, and their centres are
-        zeros where centres start at the points.
+      mask: `[N]` bool, points that count; the others are not part of `N`, and as starts they give zeros.
       quantile_rule: `"linear"`: NumPy's, with points at the radius inside. The authors' code sorts the distances and
         takes number `⌊N q⌋`: `"index"` (CIFAR), `"index_shrunk"`, times 0.99 (MNIST), `"index_strict"`, with points at
         the radius outside (synthetic data).
@@ -78,10 +59,6 @@ def threshold_clustering(
     Returns:
       `[K, D]`; a pytree for a pytree. Inside `jit`, points with NaN or infinity count as masked.
 
-    Raises:
-      ValueError: wrong rank or lengths, both or neither of `radius` and `quantile`, either of another shape, a
-        negative radius, a quantile outside [0, 1], no rounds, an unknown rule or form; outside `jit`: NaN or infinity.
-
     Cost: direct: two passes over the points for every centre and round. Gram: `N² D + 2 K N D` operations once, then
     `2 K N²` a round; `O(N² + K N)` memory.
 
@@ -91,79 +68,69 @@ def threshold_clustering(
       >>> print(threshold_clustering(points, jnp.array([[0.0]]), radius=2.0, num_rounds=1).round(3))
       [[0.333]]
     """
-    leaves, structure = jax.tree.flatten(points)
-    shapes = [jnp.shape(leaf)[1:] for leaf in leaves]
-    rows = rows_of(points, name="points")
+    rows, mask = blocks.checked_rows(points, mask)
     dtype = sum_dtype(*rows)  # of distances and quantiles: float16 cannot represent indices of 5,000 points
-    starts = None
+    starts, num_centers = None, len(mask)
     if centers is not None:
-        check(jax.tree.structure(centers) == structure, "centers", jax.tree.structure(centers), "a tree like points")
-        found = [jnp.shape(leaf)[1:] for leaf in jax.tree.leaves(centers)]
-        check(found == shapes, "centers", found, f"[K, ...] with the shapes {shapes}, as the points have")
+        trees = jax.tree.structure(centers), jax.tree.structure(points)
+        check(trees[0] == trees[1], "centers", trees[0], "a tree like points")
+        shapes, wanted = ([jnp.shape(leaf)[1:] for leaf in jax.tree.leaves(tree)] for tree in (centers, points))
+        check(shapes == wanted, "centers", shapes, f"[K, ...] with the shapes {wanted}, as the points have")
         starts = [c.astype(x.dtype) for c, x in zip(rows_of(centers, name="centers"), rows, strict=True)]
-    num_centers = len(rows[0]) if starts is None else len(starts[0])
+        blocks.refuse_nonfinite(starts, "centers")
+        num_centers = len(starts[0])
     check(form in FORMS, "form", form, f"one of {FORMS}")
-    limits, rule = _limits(radius, quantile, quantile_rule, num_rounds, num_centers, dtype)
-    mask = row_mask(mask, len(rows[0]))
-    weights = check_weights(points, weights)
-    refuse_nonfinite(rows, name="points", rows_that_count=mask)
-    if starts is not None:
-        refuse_nonfinite(starts, name="centers")
+    limits, rule = _limits(quantile_rule, num_rounds, num_centers, dtype, radius, quantile)
     if form == "auto":
-        form = "gram" if gram_is_cheaper(len(rows[0]), num_centers, num_rounds) else "direct"
+        form = "gram" if gram_is_cheaper(len(mask), num_centers, num_rounds) else "direct"
     run = _gram if form == "gram" else _direct
-    usable = mask & finite_rows(rows)
-    moved = run(rows, starts, limits, weights, usable, rule=rule)
-    if starts is None:
-        moved = [jnp.where(usable[:, None], v, 0.0) for v in moved]
-    return jax.tree.unflatten(structure, [v.reshape(num_centers, *s) for v, s in zip(moved, shapes, strict=True)])
+    usable = mask & blocks.finite_rows(rows)
+    ends = run(rows, starts, limits, check_weights(weights, len(mask)), usable, rule=rule)
+    return like(points, [blocks.usable_rows(v, usable) for v in ends] if starts is None else ends)
 
 
 def center_from_row(
     points: PyTree,
     row: jax.Array,
     *,
-    radius: Any = None,
-    quantile: Any = None,
     num_rounds: int,
     weights: jax.Array,
     mask: jax.Array,
     quantile_rule: str = "linear",
+    **limit: Any,
 ) -> PyTree:
     """Returns `threshold_clustering` with one centre, which starts at point `row` `[]`; fast on a GPU or TPU.
 
-    The centre is a combination of the points, so that its distances follow from the inner products of the points. There
-    is no pass over the points besides these products and the result. The error of the distances is `eps` times the
-    squared norms of the points. Where that is too much for the radius, or a point is not finite, the centre is computed
-    again in the direct form.
+    Distances follow from the inner products of the points, with an error of `eps` times the squared norms of the
+    points. Where that is too much for the radius, or a point is not finite, the centre is computed again in the direct
+    form. `limit` is `radius` or `quantile`.
     """
     leaves, structure = jax.tree.flatten(points)
-    limits, rule = _limits(radius, quantile, quantile_rule, num_rounds, 1, sum_dtype(*leaves))
-    # A TPU would copy a leaf [N, a, b] into the form [N, a b]; a GPU transposes it, unless it has that form.
+    limits, rule = _limits(quantile_rule, num_rounds, 1, sum_dtype(*leaves), **limit)
     products = sum(map(all_products, leaves))
     norms, share = jnp.diagonal(products), shares(weights, mask).astype(limits.dtype)
 
     def move(carry, limit):
         at, rough = carry
-        to_points = jnp.matmul(products, at, precision=HIGHEST)
-        norm = jnp.matmul(at, to_points, precision=HIGHEST)
+        to_points = blocks.matmul(products, at)
+        norm = blocks.matmul(at, to_points)
         distances = jnp.sqrt(jnp.maximum(norms - 2.0 * to_points + norm, 0.0))
-        distances = jnp.where(mask, distances, jnp.inf)[None, :]
-        radius = _radii(distances, mask, limit, rule)
-        inside = _inside(distances, mask, radius, rule)[0] * share
-        rough = rough | is_rough(distances[0], norms, norm, radius[0])
+        distances = jnp.where(mask, distances, jnp.inf)
+        inside, radius = _inside(distances[None, :], mask, limit, rule)
+        inside = inside[0] * share
+        rough = rough | is_rough(distances, norms, norm, radius[0])
         return (inside + (1.0 - inside.sum()) * at, rough), None
 
     start = (jnp.arange(len(mask)) == row).astype(limits.dtype), ~jnp.isfinite(norms).all()
     (at, rough), _ = jax.lax.scan(move, start, limits)
 
     def direct():
-        given = {"radius": radius, "quantile": quantile, "quantile_rule": quantile_rule, "num_rounds": num_rounds}
-        own = jax.tree.map(lambda x: x[row][None], points)
-        return threshold_clustering(points, own, **given, weights=weights, mask=mask, form="direct")
+        rows = rows_of(points)
+        starts, usable = [x[row][None] for x in rows], mask & blocks.finite_rows(rows)
+        return like(points, _direct(rows, starts, limits, weights, usable, rule=rule))
 
     def combined():
-        sums = [jnp.tensordot(at, x.astype(at.dtype), 1, precision=HIGHEST) for x in leaves]
+        sums = [jnp.tensordot(at, x.astype(at.dtype), 1, precision=blocks.HIGHEST) for x in leaves]
         return jax.tree.unflatten(structure, [s.astype(x.dtype)[None] for s, x in zip(sums, leaves, strict=True)])
 
     return if_rare(rough, direct, combined)
@@ -174,22 +141,19 @@ def all_products(x: jax.Array) -> jax.Array:
 
     def plain(x):
         inner = tuple(range(1, x.ndim))
-        product = jax.lax.dot_general(x, x, ((inner, inner), ((), ())), HIGHEST, sum_dtype(x))
+        product = jax.lax.dot_general(x, x, ((inner, inner), ((), ())), blocks.HIGHEST, sum_dtype(x))
         upper = jnp.arange(len(x))[:, None] <= jnp.arange(len(x))[None, :]
         return jnp.where(upper, product, product.T)
 
-    def flat(x):
-        return x.reshape(len(x), -1)
-
-    def by_kernel(x):
-        return (upper_products if is_long(flat(x)) else plain)(flat(x))
+    def flat(x, product=plain):
+        return product(x.reshape(len(x), -1))
 
     # A TPU would copy a leaf [N, a, b] into the form [N, a b]; a GPU transposes it, unless it has that form.
-    others = lambda x: plain(flat(x))  # noqa: E731
-    return by_platform(x, cpu=others, accelerator=others, tpu=plain, cuda=by_kernel)
+    by_kernel = partial(flat, product=upper_products if blocks.is_long(x) else plain)
+    return by_platform(x, cpu=flat, accelerator=flat, tpu=plain, cuda=by_kernel)
 
 
-def _limits(radius, quantile, quantile_rule, num_rounds, num_centers, dtype) -> tuple[jax.Array, str]:
+def _limits(quantile_rule, num_rounds, num_centers, dtype, radius=None, quantile=None) -> tuple[jax.Array, str]:
     """Returns radii or quantiles `[num_rounds, K]`, and the rule by which they are used, after a check of them."""
     check(num_rounds >= 1, "num_rounds", num_rounds, "at least 1")
     check((radius is None) != (quantile is None), "radius, quantile", (radius, quantile), "exactly one of the two")
@@ -211,8 +175,8 @@ def _limits(radius, quantile, quantile_rule, num_rounds, num_centers, dtype) -> 
 def gram_is_cheaper(count: int, num_centers: int, num_rounds: int) -> bool:
     """Returns whether `N² D + 2 K N D` operations are faster than two passes over `N D` numbers per centre and round.
 
-    A matrix product does about 20 multiplications in the time of reading one number from memory, and finding the origin
-    of the Gram matrix takes as long as 60 of them (measured on a 2-core CPU, 20 to 300 points; accelerators do more).
+    A matrix product does about 20 multiplications while one number is read from memory, and finding the origin of the
+    Gram matrix takes as long as 60 (measured on a 2-core CPU, 20 to 300 points; accelerators do more).
     """
     return count / 2 + num_centers + 60 <= 20 * num_centers * num_rounds
 
@@ -221,8 +185,7 @@ def _radii(distances: jax.Array, usable: jax.Array, limit: jax.Array, rule: str)
     """Returns `[K]` radii from `[K, N]` distances (`inf` where not usable) and `[K]` radii or quantiles."""
     if rule == "radius":
         return limit
-    count = usable.sum()
-    ordered = jnp.sort(distances, axis=1)
+    ordered, count = jnp.sort(distances, axis=1), usable.sum()
     if rule == THREE_MEANS:
         return _three_means(ordered)
 
@@ -238,8 +201,7 @@ def _radii(distances: jax.Array, usable: jax.Array, limit: jax.Array, rule: str)
         part = place - low
         below, above = pick(low), pick(low + 1.0)
         return jnp.where((part > 0) & (below < above), below + part * (above - below), below)
-    radius = pick(low)
-    return 0.99 * radius if rule == "index_shrunk" else radius
+    return 0.99 * pick(low) if rule == "index_shrunk" else pick(low)
 
 
 def _three_means(ordered: jax.Array, num_iters: int = 50) -> jax.Array:
@@ -269,16 +231,17 @@ def is_rough(distances: jax.Array, norms: jax.Array, norm: jax.Array, radius: ja
     return ~(radius * radius > 1e-3 * near)
 
 
-def _inside(distances, usable, radius, rule):
-    """Returns `[K, N]` floats, 1 for the points inside each centre's radius."""
-    radius = radius[:, None]
-    inside = distances < radius if rule == "index_strict" else distances <= radius
-    return (inside & usable[None, :] & jnp.isfinite(distances)).astype(distances.dtype)  # overflown: far from all
+def _inside(distances, usable, limit, rule):
+    """Returns `[K, N]` floats, 1 for the points inside each centre's radius, and the radii `[K]`."""
+    radii = _radii(distances, usable, limit, rule)
+    inside = distances < radii[:, None] if rule == "index_strict" else distances <= radii[:, None]
+    # A distance that overflows is far from all.
+    return (inside & usable[None, :] & jnp.isfinite(distances)).astype(distances.dtype), radii
 
 
 @partial(jax.jit, static_argnames="rule")
 def _gram(rows, starts, limits, weights, usable, *, rule):
-    moved, rough = _by_products(rows, starts, limits, weights, usable, rule)
+    ends, rough = _by_products(rows, starts, limits, weights, usable, rule)
 
     def exact():
         if not shares_columns():
@@ -288,64 +251,58 @@ def _gram(rows, starts, limits, weights, usable, *, rule):
         def one(start, limit):
             return _by_products(rows, [s[None] for s in start], limit[:, None], weights, usable, rule)[0]
 
-        own = [usable_rows(x, usable) for x in rows] if starts is None else starts
-        return [v[:, 0] for v in jax.vmap(one, (0, 1))(own, limits)]
+        return [v[:, 0] for v in jax.vmap(one, (0, 1))(_starts(rows, starts, usable), limits)]
 
-    return if_rare(rough, exact, lambda: moved)
+    return if_rare(rough, exact, lambda: ends)
 
 
 def _by_products(rows, starts, limits, weights, usable, rule):
     """Returns the centres, and `[]` bool: whether the distances of one of them were `is_rough`."""
     share = shares(weights, usable).astype(limits.dtype)
-    products = combinations.inner_products(rows, starts, usable)
+    products = inner_products(rows, starts, usable)
     norms = jnp.diagonal(products.points)
 
     def move(carry, limit):
         at, rough = carry
-        distances, of_centers = combinations.distances(products, at)
+        distances, of_centers = center_distances(products, at)
         distances = jnp.where(usable[None, :], distances, jnp.inf)
-        radii = _radii(distances, usable, limit, rule)
+        inside, radii = _inside(distances, usable, limit, rule)
         known = jnp.isfinite(distances).any(axis=1)
         rough |= (jax.vmap(is_rough, (0, None, 0, 0))(distances, norms, of_centers, radii) & known).any()
-        inside = _inside(distances, usable, radii, rule) * share[None, :]
-        stay = 1.0 - inside.sum(axis=1)
-        at = combinations.Coefficients(inside + stay[:, None] * at.a, stay * at.b)
-        return (at, rough), None
+        return (moved(at, inside * share[None, :]), rough), None
 
-    start = combinations.at_start(products, limits.shape[1]), jnp.zeros((), bool)
+    start = at_start(products, limits.shape[1]), jnp.zeros((), bool)
     (at, rough), _ = jax.lax.scan(move, start, limits)
-    return combinations.positions(at, rows, starts, usable), rough
+    return positions(at, rows, starts, usable), rough
 
 
 @partial(jax.jit, static_argnames="rule")
 def _direct(rows, starts, limits, weights, usable, *, rule):
-    share = shares(weights, usable).astype(limits.dtype)
-
-    norms = squared_norms(rows)
+    share, norms = shares(weights, usable).astype(limits.dtype), blocks.squared_norms(rows)
 
     def measure(center, limit):
         """Returns distances from one centre; where those from inner products are rough, from differences."""
-        product = partial(jnp.matmul, precision=HIGHEST, preferred_element_type=norms.dtype)
+        product = partial(blocks.matmul, preferred_element_type=norms.dtype)
         norm, cross = sum_over_columns(
             (sum(product(c, c) for c in center), sum(product(x, c) for x, c in zip(rows, center, strict=True)))
         )
         quick = jnp.where(usable, jnp.sqrt(jnp.maximum(norms - 2.0 * cross + norm, 0.0)), jnp.inf)
         radius = _radii(quick[None, :], usable, limit[None], rule)[0]
         rough = is_rough(quick, norms, norm, radius)
-        exact = if_rare(rough, lambda: distances_from(rows, center, usable).astype(quick.dtype), lambda: quick)
+        exact = if_rare(rough, lambda: blocks.distances_from(rows, center, usable).astype(quick.dtype), lambda: quick)
         return exact.astype(limit.dtype)
 
     def one(start_and_limits):
         def move(center, limit):
-            distances = measure(center, limit)[None, :]
-            inside = _inside(distances, usable, _radii(distances, usable, limit[None], rule), rule)[0] * share
+            inside = _inside(measure(center, limit)[None, :], usable, limit[None], rule)[0][0] * share
             stay = 1.0 - inside.sum()
-            center = [
-                weighted_sum(x, inside, usable) + stay.astype(c.dtype) * c for x, c in zip(rows, center, strict=True)
-            ]
-            return center, None
+            pairs = zip(rows, center, strict=True)
+            return [blocks.weighted_sum(x, inside, usable) + stay.astype(c.dtype) * c for x, c in pairs], None
 
         return jax.lax.scan(move, *start_and_limits)[0]
 
-    starts = [usable_rows(x, usable) for x in rows] if starts is None else starts
-    return jax.lax.map(one, (starts, limits.T))
+    return jax.lax.map(one, (_starts(rows, starts, usable), limits.T))
+
+
+def _starts(rows, starts, usable):
+    return [blocks.usable_rows(x, usable) for x in rows] if starts is None else starts
