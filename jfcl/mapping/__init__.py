@@ -1,8 +1,6 @@
 """How the training of one client becomes that of all clients: the client axis, devices, hosts, memory."""
 
 from jfcl.mapping.axis import (
-    BLOCK,
-    MOST_CPU_DEVICES,
     Mapping,
     auto,
     chunked,

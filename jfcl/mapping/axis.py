@@ -3,8 +3,8 @@
 A *mapping* has the interface of `jax.vmap`: `mapping(fn, in_axes=0)` turns `fn` of one client into a function of
 stacked clients. `jax.vmap` is one; `chunked(size)` bounds memory by vmapping `size` clients at a time; `sharded(mesh,
 inner)` divides the clients among devices, of one process or of several, and `pmapped` does the same with `jax.pmap`.
-All give the same results and differ in speed and memory alone. On a CPU one client at a time is the fastest for models
-of any size, even more with a forced host device per core; on an accelerator `jax.vmap` is.
+Results are the same. On a CPU one client at a time is the fastest, even more with a forced host device per core; on an
+accelerator `jax.vmap` is.
 
 Servers that need only sums over clients use `map_reduce`, which never holds the updates of all clients at once:
 `O(chunk * D + K * D)` memory instead of `O(N * D)`, and only the sums are communicated between devices.
@@ -34,13 +34,19 @@ BLOCK = 1024
 MOST_CPU_DEVICES = 1024  # more take long to start, and are of no use
 
 
+def _stacked(mapping: Mapping, fn: Callable[..., Any], in_axes: Any = 0) -> Callable[..., Any]:
+    """Returns `mapping(fn, in_axes)`, the second result of a `map_reduce`."""
+    reduced = map_reduce(mapping, lambda *args: ((), fn(*args)), lambda total, sent: total, (), in_axes)
+    return lambda *args: reduced(*args)[1]
+
+
 class chunked(NamedTuple):
     """A mapping of `size` clients at a time: `vmap` inside, a sequential loop outside.
 
-    Memory falls from `O(N)` to `O(size)` copies of a client's temporaries; results equal `jax.vmap`'s.
+    Memory falls from `O(N)` to `O(size)` copies of a client's temporaries.
 
     Attributes:
-      size: clients per chunk, at least 1. It need not divide `N`: the rest is a smaller chunk (and compiles once more).
+      size: clients per chunk, at least 1. Where it does not divide `N`, a smaller last chunk is compiled, too.
 
     Example:
       >>> import jax.numpy as jnp
@@ -49,17 +55,14 @@ class chunked(NamedTuple):
     """
 
     size: int
-
-    def __call__(self, fn: Callable[..., Any], in_axes: Any = 0) -> Callable[..., Any]:
-        check_count("chunk size", self.size)
-        return _kept_only(self, fn, in_axes)
+    __call__ = _stacked
 
 
 class sharded(NamedTuple):
     """A mapping that divides the clients among the devices of `mesh`; each device maps its own with `inner`.
 
     Where the number of clients is no multiple of the devices, every call appends rows of zeros; `place` does it once
-    for a whole simulation. `map_reduce` requires that such rows add nothing to the total, as do clients of size 0.
+    for a whole simulation. In `map_reduce`, such rows must add nothing to the total, as clients of size 0 do.
 
     Attributes:
       mesh: from `client_mesh`, or any mesh of `AxisType.Auto` axes in which the devices of a process lie next to each
@@ -74,17 +77,13 @@ class sharded(NamedTuple):
 
     mesh: Mesh
     inner: Mapping = chunked(1)
-
-    def __call__(self, fn: Callable[..., Any], in_axes: Any = 0) -> Callable[..., Any]:
-        return _kept_only(self, fn, in_axes)
+    __call__ = _stacked
 
 
 class pmapped(NamedTuple):
     """As `sharded` over the first `num_devices` devices of this process, but with `jax.pmap`, for comparison.
 
-    Attributes:
-      num_devices: at most the devices of this process; default: all of them.
-      inner: the mapping of a device's own clients: `jax.vmap` or `chunked(size)`.
+    `num_devices` is at most the devices of this process; default: all of them.
 
     Example:
       >>> import jax.numpy as jnp
@@ -94,23 +93,11 @@ class pmapped(NamedTuple):
 
     num_devices: int | None = None
     inner: Mapping = chunked(1)
-
-    def __call__(self, fn: Callable[..., Any], in_axes: Any = 0) -> Callable[..., Any]:
-        return _kept_only(self, fn, in_axes)
-
-
-def _kept_only(mapping: Mapping, fn: Callable[..., Any], in_axes: Any) -> Callable[..., Any]:
-    reduced = map_reduce(mapping, lambda *args: ((), fn(*args)), lambda total, sent: total, (), in_axes)
-    return lambda *args: reduced(*args)[1]
+    __call__ = _stacked
 
 
 def num_cores() -> int:
-    """Returns the number of CPU cores that this process may use.
-
-    Example:
-      >>> num_cores() >= 1
-      True
-    """
+    """Returns the number of CPU cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -124,11 +111,10 @@ def use_all_cores() -> Mapping:
     """Divides the CPU into a device for every core, and returns the mapping that divides the clients among them.
 
     One client rarely keeps all cores busy; two devices train two clients. Give the mapping to the factory and to
-    `simulate`, both as `client_axis`. On an accelerator, and on one core, it is `auto()`. Call it before JAX is first
-    used; the command line does so by itself. A CPU that is divided already stays as it is.
+    `simulate`, both as `client_axis`. On an accelerator, and on one core, it is `auto()`. Call this function before JAX
+    is first used, as the command line does by itself. A CPU that is divided already stays as it is.
 
-    Raises:
-      RuntimeError: JAX has already started, with a single device.
+    Raises `RuntimeError` if JAX has already started with a single device.
 
     Example:
       >>> client_axis = use_all_cores()  # doctest: +SKIP
@@ -145,12 +131,7 @@ def use_all_cores() -> Mapping:
 
 
 def idle_cores() -> int:
-    """Returns the number of cores without a device of their own where the CPU is one device; else 0.
-
-    Example:
-      >>> idle_cores() < num_cores()
-      True
-    """
+    """Returns the number of cores without a device of their own where the CPU is one device; else 0."""
     return num_cores() - 1 if platform() == "cpu" and jax.device_count() == 1 else 0
 
 
@@ -158,13 +139,10 @@ def client_mesh(num_devices: int | None = None) -> Mesh:
     """Returns a mesh with one axis, `"clients"`, over the first `num_devices` devices of all processes (default: all).
 
     The devices of a process are adjacent, so that its clients are too. (`jax.make_mesh` orders the devices of a TPU
-    slice by their wiring, across processes, for communication between neighbours, which does not occur here.)
+    slice by their wiring, across processes.) A CPU is one device, unless `use_all_cores`, the command line, or
+    `jax.config.update("jax_num_cpu_devices", 2)` at the beginning of a program has divided it.
 
-    On a CPU there is one device, unless more are forced: by `use_all_cores`, by
-    `jax.config.update("jax_num_cpu_devices", 2)` at the beginning of a program, or by the command line.
-
-    Raises:
-      ValueError: more devices than there are.
+    Raises `ValueError` for more devices than there are.
 
     Example:
       >>> client_mesh(1).size
@@ -181,12 +159,7 @@ def client_mesh(num_devices: int | None = None) -> Mesh:
 
 
 def platform_of(client_axis: Mapping | None) -> str:
-    """Returns the platform of a mapping's devices: that of its mesh, or of the default device where it has none.
-
-    Example:
-      >>> platform_of(sharded(client_mesh())) == platform_of(None) == jax.devices()[0].platform
-      True
-    """
+    """Returns the platform of a mapping's devices: that of its mesh, or of the default device where it has none."""
     return platform(client_axis.mesh.devices.flat if isinstance(client_axis, sharded) else None)
 
 
@@ -201,7 +174,7 @@ def auto() -> Mapping:
 
 
 def or_auto(client_axis: Mapping | None) -> Mapping:
-    """Returns `client_axis`, or `auto()` where it is None."""
+    """Returns `client_axis`, or `auto()` for None."""
     return auto() if client_axis is None else client_axis
 
 
@@ -256,8 +229,14 @@ def _axes_of(args: tuple, in_axes: Any) -> tuple[tuple[int | None, ...], int]:
     return axes, lengths.pop()[0]
 
 
+def _of_clients(fn: Callable, args: Any, axes: tuple) -> list:
+    """Applies `fn` to all arrays of those arguments that are stacked over clients."""
+    return [arg if axis is None else jax.tree.map(fn, arg) for arg, axis in zip(args, axes, strict=True)]
+
+
 def _in_chunks(most: int, fn, fold, zero, in_axes):
     """Returns the `map_reduce` of `chunked(most)`."""
+    check_count("chunk size", most)
 
     def reduced(*args):
         axes, n = _axes_of(args, in_axes)
@@ -270,7 +249,7 @@ def _in_chunks(most: int, fn, fold, zero, in_axes):
                 rows = jax.lax.dynamic_slice_in_dim(x, first, count)
                 return rows[0] if count == 1 else rows
 
-            taken = [arg if axis is None else jax.tree.map(row, arg) for arg, axis in zip(args, axes, strict=True)]
+            taken = _of_clients(row, args, axes)
             if count == 1:
                 return jax.tree.map(lambda x: jnp.asarray(x)[None], fn(*taken))
             return jax.vmap(fn, in_axes=axes)(*taken)
@@ -309,67 +288,68 @@ def _in_chunks(most: int, fn, fold, zero, in_axes):
 
 def _over_devices(mapping: sharded | pmapped, fn, fold, zero, in_axes):
     """Returns the `map_reduce` of `sharded` and `pmapped`: each device folds its clients, and totals are summed."""
-    if isinstance(mapping, sharded):
+    over_mesh = isinstance(mapping, sharded)
+    if over_mesh:
         check(isinstance(mapping.mesh, Mesh), "sharded: mesh", mapping.mesh, "a mesh, such as jfcl.client_mesh()")
     nested = isinstance(mapping.inner, (sharded, pmapped))
     check(not nested, "inner", mapping.inner, "the mapping of one device's clients: jax.vmap or jfcl.chunked(size)")
 
     def reduced(*args):
         axes, n = _axes_of(args, in_axes)
+        divide = _over_mesh if over_mesh else _by_pmap
+        names = mapping.mesh.axis_names if over_mesh else "clients"
 
-        def own(zero, *args):
-            return map_reduce(mapping.inner, fn, fold, zero, axes)(*args)
+        def on_device(zero, *args):
+            total, kept = map_reduce(mapping.inner, fn, fold, zero, axes)(*args)
+            return jax.lax.psum(total, names), kept
 
-        if isinstance(mapping, sharded):
-            mesh = mapping.mesh
-            count, names = mesh.size, mesh.axis_names
-            split = PartitionSpec(names)
-
-            def on_device(*args):
-                total, kept = own(*args)
-                return jax.lax.psum(total, names), kept
-
-            # With check_vma=True, a gradient inside with respect to parameters that all devices share would silently be
-            # summed over devices: clients would train on each other's data.
-            mapped = jax.shard_map(
-                on_device,
-                mesh=mesh,
-                in_specs=tuple(PartitionSpec() if axis is None else split for axis in (None, *axes)),
-                out_specs=(PartitionSpec(), split),
-                check_vma=False,
-            )
-        else:
-            here = jax.local_devices()
-            count = len(here) if mapping.num_devices is None else mapping.num_devices
-            check_count("pmapped: num_devices", count, most=len(here))
-
-            def mapped(zero, *args):
-                def on_device(zero, *divided):  # None in in_axes of pmap fails with empty trees
-                    divided = iter(divided)
-                    total, kept = own(
-                        zero, *[a if x is None else next(divided) for a, x in zip(args, axes, strict=True)]
-                    )
-                    return jax.lax.psum(total, "clients"), kept
-
-                def divide(x):
-                    return x.reshape(count, x.shape[0] // count, *x.shape[1:])
-
-                each = jax.pmap(on_device, "clients", out_axes=(None, 0), devices=here[:count])
-                zeros = jax.tree.map(lambda z: jnp.broadcast_to(z, (count, *z.shape)), zero)
-                divided = [jax.tree.map(divide, a) for a, axis in zip(args, axes, strict=True) if axis is not None]
-                total, kept = each(zeros, *divided)
-                return total, jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), kept)
-
+        mapped, count = divide(mapping, on_device, axes)
         nothing = jax.tree.map(jnp.asarray, zero)
         if not n % count:
             return mapped(nothing, *args)
-        padded = [
-            a if x is None else jax.tree.map(lambda v: _pad(v, -n % count), a) for a, x in zip(args, axes, strict=True)
-        ]
-        total, kept = mapped(nothing, *padded)
+        total, kept = mapped(nothing, *_of_clients(lambda x: _pad(x, -n % count), args, axes))
         return total, jax.tree.map(lambda x: x[:n], kept)
 
     return reduced
+
+
+def _over_mesh(mapping: sharded, on_device: Callable, axes: tuple) -> tuple[Callable, int]:
+    """Returns `on_device` over the devices of a mesh, and their number."""
+    divided = PartitionSpec(mapping.mesh.axis_names)
+    # With check_vma=True, a gradient inside with respect to parameters that all devices share would silently be summed
+    # over devices: clients would train on each other's data.
+    mapped = jax.shard_map(
+        on_device,
+        mesh=mapping.mesh,
+        in_specs=tuple(PartitionSpec() if axis is None else divided for axis in (None, *axes)),
+        out_specs=(PartitionSpec(), divided),
+        check_vma=False,
+    )
+    return mapped, mapping.mesh.size
+
+
+def _by_pmap(mapping: pmapped, on_device: Callable, axes: tuple) -> tuple[Callable, int]:
+    """Returns `on_device` over the first devices of this process by `jax.pmap`, and their number."""
+    here = jax.local_devices()
+    count = len(here) if mapping.num_devices is None else mapping.num_devices
+    check_count("pmapped: num_devices", count, most=len(here))
+
+    def mapped(*args):
+        same = [axis is None for axis in (None, *axes)]  # None in in_axes of pmap fails with empty trees
+
+        def divide(x):
+            return x.reshape(count, x.shape[0] // count, *x.shape[1:])
+
+        def together(*divided):
+            divided = iter(divided)
+            return on_device(*[arg if one else next(divided) for arg, one in zip(args, same, strict=True)])
+
+        total, kept = jax.pmap(together, "clients", out_axes=(None, 0), devices=here[:count])(
+            *[jax.tree.map(divide, arg) for arg, one in zip(args, same, strict=True) if not one]
+        )
+        return total, jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), kept)
+
+    return mapped, count
 
 
 def _pad(x: jax.Array, count: int) -> jax.Array:

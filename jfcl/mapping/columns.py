@@ -27,14 +27,7 @@ def over_columns(client_axis: mapping.Mapping, kernel: Callable[..., tuple[PyTre
         number of rows; `result` is the same on all devices.
 
     Returns:
-      `(stacked, *arguments) -> (columns, result)`; `stacked` is a pytree of `[N, ...]`, or several of one structure in
-      a list.
-
-    Example:
-      >>> from jfcl.kernels.blocks import squared_norms
-      >>> norms = over_columns(mapping.sharded(mapping.client_mesh()), lambda x: ((), squared_norms([x])))
-      >>> norms(jnp.array([[3.0, 4.0, 0.0], [1.0, 0.0, 0.0]]))[1].tolist()
-      [25.0, 1.0]
+      A function like `kernel`; `stacked` is a pytree of `[N, ...]`, or several of one structure in a list.
     """
     if not isinstance(client_axis, mapping.sharded):
         return kernel
@@ -54,7 +47,7 @@ def over_columns(client_axis: mapping.Mapping, kernel: Callable[..., tuple[PyTre
         run = jax.shard_map(kernel, mesh=mesh, in_specs=specs, out_specs=(columns, same), check_vma=False)
         moved, result = run(jax.tree.map(lambda x: as_matrix(as_placed(x)), stacked), *arguments)
         shapes = [x.shape[1:] for x in jax.tree.leaves(stacked[0] if isinstance(stacked, list) else stacked)]
-        leaves, structure = jax.tree.flatten(moved)
+        leaves, structure = jax.tree.flatten(moved)  # `shapes` beyond them are of no result
         leaves = [x[:, : math.prod(s)].reshape(len(x), *s) for x, s in zip(leaves, shapes, strict=False)]
         return jax.tree.unflatten(structure, leaves), result
 

@@ -24,7 +24,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jfcl.core import PyTree, check
+from jfcl.core import PyTree, check, check_count
 from jfcl.core.texts import first_line
 
 MOST = 2**16  # processes of one run
@@ -52,9 +52,8 @@ def connect(
       timeout: seconds to wait for the other processes.
 
     Raises:
-      ValueError: numbers that do not fit; a host that does not resolve; a port in use; GPUs
-        that the tasks of a machine cannot share equally; processes that do not connect in time. The program must then
-        end.
+      ValueError: numbers that do not fit; a host that does not resolve; a port in use; GPUs that the tasks of a machine
+        cannot share equally; processes that do not connect in time. The program must then end.
 
     Example:
       >>> connect("host0:1234", num_processes=2, process_id=2)
@@ -66,8 +65,7 @@ def connect(
         coordinator, num_processes, process_id = _surroundings(timeout)
     host, _, port = coordinator.rpartition(":")
     check(bool(host) and port.isdigit(), "coordinator", coordinator, 'like "host:port", or "auto"')
-    whole = num_processes is not None and 1 <= num_processes <= MOST
-    check(whole, "num_processes", num_processes, f"an integer, at least 1 and at most {MOST}, with a coordinator")
+    check_count("num_processes", num_processes, most=MOST)
     fits = process_id is not None and 0 <= process_id < num_processes
     check(fits, "process_id", process_id, f"in 0..{num_processes - 1}")
     check(0 < int(port) < 65536, "coordinator", coordinator, "of a port from 1 to 65535")
@@ -85,9 +83,9 @@ def connect(
 
 
 def _initialize(coordinator: str, count: int, process_id: int, timeout: float, options: dict[str, Any]) -> None:
-    """Calls `jax.distributed.initialize`; `ValueError` if it fails, or has not returned after `timeout` seconds.
+    """Calls `jax.distributed.initialize`; raises `ValueError` if that fails, or takes longer than `timeout` seconds.
 
-    It runs in a thread that is left behind then: a client of jax that waits in vain ends its process by SIGABRT.
+    It runs in a thread, which is then left behind: a client of jax that waits in vain ends its process by SIGABRT.
     """
     options = options | {"initialization_timeout": FOREVER, "heartbeat_timeout_seconds": TIMEOUT}
     connected = Future()
@@ -119,13 +117,13 @@ def _surroundings(timeout: float) -> tuple[str, int, int]:
     from jax._src.clusters import ClusterEnv
 
     try:
-        found = ClusterEnv.auto_detect_unset_distributed_params(None, None, None, None, None, timeout)[:3]
+        place = ClusterEnv.auto_detect_unset_distributed_params(None, None, None, None, None, timeout)[:3]
         why = "no cluster was detected here; under Slurm, start the program with srun"
     except Exception as error:  # of a query of the cluster
-        found, why = (None,), f"the cluster did not answer ({first_line(error)})"
+        place, why = (None,), f"the cluster did not answer ({first_line(error)})"
     accepted = f"given as host:port, with the number of processes and this one's: {why}"
-    check(None not in found, "coordinator", "auto", accepted)
-    return found
+    check(None not in place, "coordinator", "auto", accepted)
+    return place
 
 
 def _own_gpus() -> list[int] | None:
@@ -133,9 +131,7 @@ def _own_gpus() -> list[int] | None:
 
     Left alone, `jax.distributed.initialize` gives a task of Slurm or Open MPI the one GPU with the task's number on its
     machine: one of eight where a task has the machine to itself, and one that it does not see where each sees its own.
-
-    Raises:
-      ValueError: the tasks of this machine see the same GPUs, and cannot share them equally.
+    Raises `ValueError` if the tasks of this machine see the same GPUs and cannot share them equally.
     """
     env = os.environ
     if "SLURM_LOCALID" in env:
@@ -145,10 +141,11 @@ def _own_gpus() -> list[int] | None:
     if tasks == 1 or "JAX_LOCAL_DEVICE_IDS" in env:
         return None
     visible = env.get("CUDA_VISIBLE_DEVICES", env.get("ROCR_VISIBLE_DEVICES"))
-    of_machine, of_task = (_last_number(env.get(f"SLURM_GPUS_{name}", "")) for name in ("ON_NODE", "PER_TASK"))
-    seen = (
-        of_machine if visible is None else len([name for name in visible.split(",") if name and name != "NoDevFiles"])
-    )
+    numbers = (re.search(r"\d+$", env.get(f"SLURM_GPUS_{name}", "")) for name in ("ON_NODE", "PER_TASK"))  # "a100:8"
+    of_machine, of_task = (number and int(number[0]) for number in numbers)
+    seen = of_machine
+    if visible is not None:
+        seen = len([name for name in visible.split(",") if name and name != "NoDevFiles"])
     if seen is None:
         return [index]
     if seen in (0, of_task) or seen < (of_machine or tasks):
@@ -162,30 +159,16 @@ def _own_gpus() -> list[int] | None:
 
 
 def _slurm_tasks() -> int:
-    """Returns the number of tasks of this step of Slurm on this machine."""
-    env = os.environ
-    tasks = env.get("SLURM_STEP_TASKS_PER_NODE", env.get("SLURM_NTASKS_PER_NODE"))
-    if tasks is not None:  # such as "4(x2),3", or "4" of all machines
-        parts = re.findall(r"(\d+)(?:\(x(\d+)\))?", tasks)
-        of_nodes = [int(count) for count, times in parts for _ in range(int(times or 1))]
-        return of_nodes[min(int(env.get("SLURM_NODEID", 0)), len(of_nodes) - 1)]
-    nodes = re.findall(r"[^,\[]+(?:\[([^\]]*)\])?[^,\[]*", env.get("SLURM_STEP_NODELIST", ""))  # "a[1-3,7],b"
-    spans = [re.findall(r"(\d+)(?:-(\d+))?", span) or [("1", "")] for span in nodes]
-    count = sum(int(last or first) - int(first) + 1 for span in spans for first, last in span)
-    return max(1, int(env.get("SLURM_NTASKS", 1)) // max(count, 1))
-
-
-def _last_number(text: str) -> int | None:
-    """Returns the number at the end of `"8"` or `"a100:8"`."""
-    found = re.search(r"(\d+)$", text)
-    return int(found[1]) if found else None
+    """Returns the number of tasks of this step of Slurm on this machine; 1 outside of a step."""
+    steps = re.findall(r"(\d+)(?:\(x(\d+)\))?", os.environ.get("SLURM_STEP_TASKS_PER_NODE", "1"))  # "4(x2),3"
+    of_nodes = [int(count) for count, times in steps for _ in range(int(times or 1))]
+    return of_nodes[min(int(os.environ.get("SLURM_NODEID", 0)), len(of_nodes) - 1)]
 
 
 def _own_address(host: str, port: int) -> str | None:
     """Returns `host:port` if `host` is an address of this machine; None for other addresses, and for names.
 
-    Raises:
-      ValueError: the port cannot be used. (The service of jax would share it with another one.)
+    Raises `ValueError` if the port cannot be used, which the service of jax would share with another one.
     """
     bare = host.strip("[]")
     is_address = bare == "localhost" or ":" in bare or bare.replace(".", "").isdigit()
@@ -203,11 +186,7 @@ def _own_address(host: str, port: int) -> str | None:
 
 
 def check_alike(values: dict[str, Any], name: str) -> None:
-    """Raises `ValueError` in all processes unless each of them passes the same `values`, JSON-like.
-
-    Example:
-      >>> check_alike({"rounds": 3}, "options")
-    """
+    """Raises `ValueError` in all processes unless each of them passes the same `values`, JSON-like."""
     mine = json.loads(json.dumps(values, default=str))
     first = same_everywhere(mine)
     differing = [key for key in sorted({*first, *mine}) if first.get(key) != mine.get(key)]
@@ -230,59 +209,38 @@ def devices() -> str:
     names = everybodys([zlib.crc32(socket.gethostname().encode()) >> 1])[:, 0]
     kinds = Counter(device.device_kind for device in jax.devices())
 
-    def counted(count, noun, plural):
-        return f"{count} {noun if count == 1 else plural}"
+    def counted(count, noun, plural="s"):
+        return f"{count} {noun}{'' if count == 1 else plural}"
 
-    here = f"{counted(jax.device_count(), 'device', 'devices')} of {counted(len(np.unique(names)), 'host', 'hosts')}"
+    here = f"{counted(jax.device_count(), 'device')} of {counted(len(np.unique(names)), 'host')}"
     kinds = ", ".join(f"{count} x {kind}" for kind, count in kinds.items())
-    return f"{here} ({kinds}), {counted(jax.process_count(), 'process', 'processes')}"
+    return f"{here} ({kinds}), {counted(jax.process_count(), 'process', 'es')}"
 
 
 def connected() -> bool:
-    """Returns whether `connect` has connected this process to others; never starts a backend.
-
-    Example:
-      >>> connected()
-      False
-    """
+    """Returns whether `connect` has connected this process to others; never starts a backend."""
     return jax.distributed.is_initialized()
 
 
 def is_of_a_lost_process(error: Exception) -> bool:
     """Returns whether `error` is XLA's, of a collective without some of the processes."""
     of_collective = any(word in str(error) for word in ("Gloo", "NCCL", "coordination service"))
-    own = "RESOURCE_EXHAUSTED" in str(error)  # this process's memory
-    return connected() and (of_collective or (isinstance(error, jax.errors.JaxRuntimeError) and not own))
+    of_memory = "RESOURCE_EXHAUSTED" in str(error)  # this process's own
+    return connected() and (of_collective or (isinstance(error, jax.errors.JaxRuntimeError) and not of_memory))
 
 
 def several() -> bool:
-    """Returns whether this is one of several processes.
-
-    Example:
-      >>> several()
-      False
-    """
+    """Returns whether this is one of several processes."""
     return jax.process_count() > 1
 
 
 def is_first() -> bool:
-    """Returns whether this is the first process, which writes the results of all.
-
-    Example:
-      >>> is_first()
-      True
-    """
+    """Returns whether this is the first process, which writes the results of all."""
     return jax.process_index() == 0
 
 
 def fetch(tree: PyTree) -> PyTree:
-    """Returns the arrays of `tree` as whole NumPy arrays on the host. With several processes, all of them must call it.
-
-    Example:
-      >>> import jax.numpy as jnp
-      >>> fetch({"a": jnp.arange(2)})
-      {'a': array([0, 1], dtype=int32)}
-    """
+    """Returns the arrays of `tree` as whole NumPy arrays on the host; with several processes, all must call it."""
 
     def whole(x):
         if not isinstance(x, jax.Array) or x.is_fully_addressable or x.is_fully_replicated:
@@ -308,42 +266,31 @@ def replicate(tree: PyTree, mesh: Mesh | None) -> PyTree:
 
 
 def same_everywhere(value: Any) -> Any:
-    """Returns the first process's `value`, JSON-like, in all processes.
-
-    Example:
-      >>> same_everywhere({"rounds": 3})
-      {'rounds': 3}
-    """
+    """Returns the first process's `value`, JSON-like, in all processes."""
     if not several():
         return value
-    text = np.frombuffer(json.dumps(value).encode(), np.uint8) if is_first() else np.zeros(0, np.uint8)
+    text = np.frombuffer(json.dumps(value if is_first() else 0).encode(), np.uint8)
     length = int(multihost_utils.broadcast_one_to_all(np.int32(len(text))))
-    buffer = np.zeros(length, np.uint8)
-    buffer[: len(text)] = text
-    return json.loads(np.asarray(multihost_utils.broadcast_one_to_all(buffer)).tobytes().decode())
+    text = np.resize(text, length)  # what the others pass does not count
+    return json.loads(np.asarray(multihost_utils.broadcast_one_to_all(text)).tobytes().decode())
 
 
 def by_first(fn: Callable[[], Any]) -> Any:
     """Calls `fn` in the first process and returns its result there, None in the others.
 
-    Raises:
-      ValueError: in all processes, with the message of a `ValueError` or `OSError` of `fn`.
-
-    Example:
-      >>> by_first(lambda: "written")
-      'written'
+    A `ValueError` or `OSError` of `fn` raises a `ValueError` in all processes.
     """
     if not several():
         return fn()
-    found, error = None, None
+    result, error = None, None
     try:
-        found = fn() if is_first() else None
+        result = fn() if is_first() else None
     except (ValueError, OSError) as raised:
         error = str(raised)
     error = same_everywhere(error)
     if error is not None:
         raise ValueError(error)
-    return found
+    return result
 
 
 def same_arrays(tree: PyTree) -> PyTree:
@@ -354,24 +301,14 @@ def same_arrays(tree: PyTree) -> PyTree:
 
 
 def everybodys(values: Sequence[int]) -> np.ndarray:
-    """Returns `[P, n]`, the `n` integers of every process, in the order of processes.
-
-    Example:
-      >>> everybodys([4, 5]).tolist()
-      [[4, 5]]
-    """
+    """Returns `[P, n]`, the `n` integers of every process, in the order of processes."""
     if not several():
         return np.array([values], np.int32)
     return np.asarray(multihost_utils.process_allgather(np.array(values, np.int32)))
 
 
 def total(count: int) -> int:
-    """Returns the sum of every process's `count`.
-
-    Example:
-      >>> total(3)
-      3
-    """
+    """Returns the sum of every process's `count`."""
     return int(everybodys([count]).sum())
 
 

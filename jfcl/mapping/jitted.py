@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jfcl.mapping import hosts
 
@@ -40,11 +40,11 @@ def _run(large, given, kept, small, *, jaxpr, is_large, donated, structure):
 class jitted:
     """As `jax.jit`, but with large arrays that the function closes over as arguments of the program.
 
-    `jax.jit` writes such an array, for example a frozen backbone, into the program as a constant. Every program then
-    has its own copy in memory, compilation handles each number several times, and the compiler's count of memory does
-    not have it. Here every program takes the same array. (Arrays that a `jax.jit` inside the function closes over stay
-    constants; functions of this class that are called inside are inlined.) Arguments of `static_argnames` are given by
-    name. `compiler_options` hold for programs without such arrays.
+    `jax.jit` writes such an array, for example a frozen backbone, into every program as a constant: a copy in memory,
+    of which compilation handles each number several times, and which the compiler's count of memory leaves out. Here
+    all programs take the same array. (Arrays that a `jax.jit` inside the function closes over stay constants; functions
+    of this class that are called inside are inlined.) Arguments of `static_argnames` are passed by name.
+    `compiler_options` hold for programs without such arrays.
 
     Example:
       >>> import jax.numpy as jnp, numpy as np
@@ -72,8 +72,8 @@ class jitted:
     def __call__(self, *args: Any, **options: Any) -> Any:
         if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((args, self._arrays(options)))):
             return self._fn(*args, **options)
-        found = self._with_arguments(args, options, self._on_devices)
-        return self._jit(*args, **options) if found is None else _run(*found[0], **found[1])
+        explicit = self._with_arguments(args, options, self._on_devices)
+        return self._jit(*args, **options) if explicit is None else _run(*explicit[0], **explicit[1])
 
     def shapes(self, *args: Any, **options: Any) -> Any:
         """Returns the shapes of the results, as `jax.eval_shape` does; a call does not trace the function again."""
@@ -83,8 +83,8 @@ class jitted:
 
     def lower(self, *args: Any, **options: Any) -> jax.stages.Lowered:
         """Returns the program of these arguments, or of their shapes; a call finds it when it is compiled."""
-        found = self._with_arguments(args, options, _shapes)
-        return self._jit.lower(*args, **options) if found is None else _run.lower(*found[0], **found[1])
+        explicit = self._with_arguments(args, options, _shape)
+        return self._jit.lower(*args, **options) if explicit is None else _run.lower(*explicit[0], **explicit[1])
 
     def clear_cache(self) -> None:
         """Drops the compiled programs of the function, and those of all functions of this class with large arrays."""
@@ -104,24 +104,25 @@ class jitted:
             return None
         leaves = jax.tree.leaves((args, self._arrays(options)))
         donated = tuple(info.donated for info in jax.tree.leaves(traced.args_info))
-        large, small = _divided(is_large, arrays)
-        given, kept = _divided(donated, leaves)
+        (large, small), (given, kept) = _divided(is_large, arrays), _divided(donated, leaves)
         static = {"jaxpr": jaxpr, "is_large": is_large, "donated": donated, "structure": traced.out_tree}
-        return (place(large, _mesh_of(leaves)), given, kept, small), static
+        shardings = (getattr(x, "sharding", None) for x in leaves)
+        meshes = (s.mesh for s in shardings if isinstance(s, NamedSharding) and s.mesh.size > 1)
+        everywhere = next((NamedSharding(mesh, PartitionSpec()) for mesh in meshes), None)
+        return ([place(x, everywhere) for x in large], given, kept, small), static
 
-    def _on_devices(self, arrays: list[jax.Array], mesh: Mesh | None) -> list[jax.Array]:
-        """Returns the arrays on every device of `mesh`, or those of NumPy on the default device, copied there once."""
-        return [x if mesh is None and isinstance(x, jax.Array) else self._copy(x, mesh) for x in arrays]
-
-    def _copy(self, x: Any, mesh: Mesh | None) -> jax.Array:
-        if (id(x), mesh) not in self._placed:
+    def _on_devices(self, x: Any, everywhere: NamedSharding | None) -> jax.Array:
+        """Returns an array on every device, or one of NumPy on the default device; it is copied there once."""
+        if everywhere is None and isinstance(x, jax.Array):
+            return x
+        if (id(x), everywhere) not in self._placed:
             values = x if isinstance(x, jax.Array) else np.asarray(x)
-            if mesh is not None and hosts.several():
-                whole = hosts.replicate(values, mesh)
+            if everywhere is not None and hosts.several():
+                copy = hosts.replicate(values, everywhere.mesh)
             else:
-                whole = jax.device_put(values, None if mesh is None else _everywhere(mesh))
-            self._placed[id(x), mesh] = x, whole  # with `x`, so that no other array has its id
-        return self._placed[id(x), mesh][1]
+                copy = jax.device_put(values, everywhere)
+            self._placed[id(x), everywhere] = x, copy  # with `x`, so that no other array has its id
+        return self._placed[id(x), everywhere][1]
 
 
 def _divided(flags: tuple[bool, ...], values: Sequence[Any]) -> tuple[list, list]:
@@ -129,38 +130,14 @@ def _divided(flags: tuple[bool, ...], values: Sequence[Any]) -> tuple[list, list
     return tuple([x for x, flag in zip(values, flags, strict=True) if flag == wanted] for wanted in (True, False))
 
 
-def _mesh_of(leaves: list[Any]) -> Mesh | None:
-    """Returns the mesh of several devices on which an array lies."""
-    shardings = (getattr(x, "sharding", None) for x in leaves)
-    return next((s.mesh for s in shardings if isinstance(s, NamedSharding) and s.mesh.size > 1), None)
-
-
-def _everywhere(mesh: Mesh) -> NamedSharding:
-    return NamedSharding(mesh, PartitionSpec())
-
-
-def _shapes(arrays: list[jax.Array], mesh: Mesh | None) -> list[jax.ShapeDtypeStruct]:
-    sharding = None if mesh is None else _everywhere(mesh)
-    return [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding) for x in arrays]
+def _shape(x: jax.Array, everywhere: NamedSharding | None) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=everywhere)
 
 
 def traced_once(fn: Callable[..., Any], *args: Any) -> tuple[Callable[..., Any], Any]:
-    """Returns `fn` as a function that is not traced again, and the shapes of its results, for the carry of a loop.
+    """Returns `fn`, traced once with the shapes of `args`, and the shapes of its results, for the carry of a loop.
 
     Unlike a `jax.jit` inside a program, it leaves arrays that `fn` closes over to `jitted`.
-
-    Args:
-      fn: function of pytrees.
-      *args: arguments with the shapes of every call.
-
-    Returns:
-      `(again, shapes)`: `again(*args)` computes what `fn(*args)` computes.
-
-    Example:
-      >>> import jax.numpy as jnp
-      >>> double, shape = traced_once(lambda x: 2 * x, jnp.ones(3))
-      >>> double(jnp.arange(3.0)).tolist(), shape.shape
-      ([0.0, 2.0, 4.0], (3,))
     """
     program, shapes = jax.make_jaxpr(fn, return_shape=True)(*args)
     structure = jax.tree.structure(shapes)
@@ -175,11 +152,11 @@ def traced_once(fn: Callable[..., Any], *args: Any) -> tuple[Callable[..., Any],
 def clear_programs() -> None:
     """Drops the compiled programs of `simulate`, `sweep`, `evaluate`, and of the library's other functions.
 
-    jax keeps the programs of every `Algorithm` and `Task` that one of these functions has run, some ten megabytes each,
+    JAX keeps the programs of every `Algorithm` and `Task` that one of these functions has run, some ten megabytes each,
     even after the last reference to the object is gone. A process that makes many of them (a search over
-    hyperparameters; but see `hyperparams` of `simulate`) calls this function from time to time. A later call with an
-    earlier object compiles again. Programs of other code stay; `jax.clear_caches()` drops those too. Call it while no
-    simulation runs in another thread.
+    hyperparameters; but see `hyperparams` of `simulate`) calls this function from time to time, while no simulation
+    runs in another thread. A later call with an earlier object compiles again. `jax.clear_caches()` drops the programs
+    of other code too.
 
     Example:
       >>> import jax, jfcl, numpy as np, optax

@@ -1,16 +1,15 @@
-"""Checks of memory, before anything is computed, and clients in lots that need less of it."""
+"""Memory: what a program needs, checks before anything is computed, and clients in lots that need less of it."""
 
 from __future__ import annotations
 
 import contextlib
 import re
 from collections.abc import Iterator, Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jfcl import mapping
 from jfcl.core import (
@@ -19,6 +18,7 @@ from jfcl.core import (
     PyTree,
     Task,
     check,
+    client_shapes,
     dense_start,
     free_host_memory,
     max_examples,
@@ -53,14 +53,8 @@ class Memory(NamedTuple):
 def in_lots(client_axis: mapping.Mapping, task: Task, clients: Clients, num_models: int = 1) -> mapping.Mapping:
     """Returns the mapping for the losses of `clients` under `num_models`: on an accelerator, of fewer clients at once.
 
-    They are of all examples of a client, so that `jax.vmap` would hold far more activations than in training, with its
-    batches. Some `LOT` forward passes are done at once. A task with a `dense_start` has few activations.
-
-    Example:
-      >>> import jax.numpy as jnp, jfcl
-      >>> task = jfcl.models.task(lambda key: {}, lambda params, x: x, kind="regression")
-      >>> in_lots(mapping.chunked(5), task, jfcl.Clients({"x": jnp.ones((2, 3))}, jnp.full(2, 3)))
-      chunked(size=5)
+    Losses are of all examples of a client, so that `jax.vmap` would hold far more activations than for batches. About
+    `LOT` forward passes are done at once; a task with a `dense_start` has few activations.
     """
     if mapping.platform_of(client_axis) == "cpu" or dense_start(task) is not None:
         return client_axis
@@ -72,22 +66,12 @@ def in_lots(client_axis: mapping.Mapping, task: Task, clients: Clients, num_mode
 
 def memory_of(compiled: Any) -> Memory:
     """Returns the bytes of a compiled program on each device; zeros where its compiler counts none."""
-    found = compiled.memory_analysis()
-    parts = ("argument", "output", "temp", "alias")
-    return Memory(*(int(getattr(found, f"{part}_size_in_bytes", 0)) for part in parts))
+    analysis, parts = compiled.memory_analysis(), ("argument", "output", "temp", "alias")
+    return Memory(*(int(getattr(analysis, f"{part}_size_in_bytes", 0)) for part in parts))
 
 
 def exhausted(error: Exception) -> int | None:
-    """Returns the bytes that a program would need, from the error of a compiler that refuses it; None for another.
-
-    Example:
-      >>> exhausted(RuntimeError("RESOURCE_EXHAUSTED: Used 18.40G of 15.75G hbm. Exceeded hbm capacity by 2.65G."))
-      19756849561
-      >>> exhausted(RuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 8.00GiB")) == 8 * 2**30
-      True
-      >>> exhausted(RuntimeError("INTERNAL: 18.40G")) is None
-      True
-    """
+    """Returns the bytes that a program would need, from the error of a compiler that refuses it; None for another."""
     text = str(error)
     if "RESOURCE_EXHAUSTED" not in text:
         return None
@@ -127,6 +111,18 @@ def free_memory() -> float:
     return limit - stats["bytes_in_use"] if limit > 0 else float("inf")
 
 
+def sharding_of(x: Any, mesh: Mesh, rows: int, axis: int = 0) -> NamedSharding:
+    """Returns how an array of a round lies on `mesh`: divided along `axis` if that has the `rows` of all clients."""
+    divided = np.shape(x)[axis : axis + 1] == (rows,)
+    return NamedSharding(mesh, PartitionSpec(*[None] * axis, mesh.axis_names) if divided else PartitionSpec())
+
+
+def on_mesh(tree: PyTree, mesh: Mesh | None, rows: int, axis: int = 0) -> PyTree:
+    """Returns the shapes of the arrays of a round on `mesh`, or on the default device; see `sharding_of`."""
+    place = lambda x: None if mesh is None else sharding_of(x, mesh, rows, axis)  # noqa: E731
+    return jax.tree.map(lambda x: shape_struct(x, np.shape(x), place(x)), tree)
+
+
 def needed_memory(algorithm: Algorithm, clients: Clients, client_axis: mapping.Mapping) -> int:
     """Returns the bytes of one round with all `clients` (or their shapes) on each device, beside the clients' data.
 
@@ -134,20 +130,12 @@ def needed_memory(algorithm: Algorithm, clients: Clients, client_axis: mapping.M
     refuses because it does not fit, they are the bytes that it names. Nothing is run, and no data are placed. Cost: a
     compilation.
     """
-    rows, devices = mapping.num_rows(client_axis, num_clients(clients)), 1
-    divided = whole = None
-    if isinstance(client_axis, mapping.sharded):
-        mesh, devices = client_axis.mesh, client_axis.mesh.size
-        divided, whole = (NamedSharding(mesh, spec) for spec in (PartitionSpec(mesh.axis_names), PartitionSpec()))
-
-    def shape(x, rows_of=lambda s: (rows, *s[1:])):
-        wanted = rows_of(np.shape(x))
-        return shape_struct(x, wanted, divided if wanted[:1] == (rows,) else whole)
-
-    shapes = jax.tree.map(shape, clients)
-    key = shape(jax.eval_shape(lambda: jax.random.key(0)), tuple)
-    state = jax.tree.map(partial(shape, rows_of=tuple), jax.eval_shape(algorithm.init, key, shapes))
-    data = num_bytes(shapes) // devices
+    mesh = client_axis.mesh if isinstance(client_axis, mapping.sharded) else None
+    rows = mapping.num_rows(client_axis, num_clients(clients))
+    shapes = on_mesh(client_shapes(clients, rows), mesh, rows)
+    key = on_mesh(jax.eval_shape(lambda: jax.random.key(0)), mesh, rows)
+    state = on_mesh(jax.eval_shape(algorithm.init, key, shapes), mesh, rows)
+    data = num_bytes(shapes) // (1 if mesh is None else mesh.size)
     try:
         compiled = jitted(algorithm.step).lower(key, state, shapes).compile()
     except jax.errors.JaxRuntimeError as error:
@@ -190,18 +178,21 @@ def check_memory(
     def size(tree, skip=0):
         return float(sum(np.prod(x.shape[skip:]) * x.dtype.itemsize for x in jax.tree.leaves(tree)))
 
+    # What stays on a device.
     if copies is None:
         copies = 0 if kind == "cpu" and inner is client_axis else 1
     data = (copies * size(clients.examples) + min(copies, 1) * sum(size(c.examples) for c in others)) / parts
     models = sum(size(x) / (parts if x.shape[1:2] == (n,) else 1) for x in jax.tree.leaves(state))
-    held, at_most = data + 2 * models, f"at most the {free / 1e9:.1f} GB that are free"
-    accepted = f"{at_most}; use fewer clients or examples, or a smaller model"
-    check(held < free, "memory", f"{held / 1e9:.1f} GB of data, models and states", accepted)
-    own = -(-n // parts)
-    at_once = min(inner.size, own) if isinstance(inner, mapping.chunked) else own
+    at_most = f"at most the {free / 1e9:.1f} GB that are free"
+    needed, advice = data + 2 * models, "use fewer clients or examples, or a smaller model"
+    check(needed < free, "memory", f"{needed / 1e9:.1f} GB of data, models and states", f"{at_most}; {advice}")
+
+    # What a round needs beside.
+    each = -(-n // parts)
+    at_once = min(inner.size, each) if isinstance(inner, mapping.chunked) else each
     model, example = size(state.params, 2), size(clients.examples, 1)  # of `[R, K, ...]` and `[N, ...]`
     training = at_once * (model + example) if at_once > 1 or kind != "cpu" else 0
-    if TEMPORARIES.get(kind, TEMPORARIES["gpu"]) * seeds_at_once * max(training, own * model) < free:
+    if TEMPORARIES.get(kind, TEMPORARIES["gpu"]) * seeds_at_once * max(training, each * model) < free:
         return
     needed = seeds_at_once * sharing * needed_memory(algorithm, clients, client_axis)
     fits = int(at_once * (free - data) / max(needed, 1))  # at most: the results of all clients do not shrink

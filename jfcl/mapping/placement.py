@@ -27,10 +27,8 @@ def num_rows(client_axis: Mapping, count: int) -> int:
 def own_rows(client_axis: Mapping, count: int) -> slice:
     """Returns the rows of `count` clients that this process holds: with several processes, those of its devices.
 
-    All devices have equally many, except for the last ones: 5 clients on 4 processes of one device are 2, 2, 1 and 0.
-
-    Raises:
-      ValueError: none of this process's devices is in the mesh, or they are not adjacent.
+    The last devices may have fewer: 5 clients on 4 processes of one device are 2, 2, 1 and 0. Raises `ValueError` for a
+    mesh without devices of this process, or in which they are not adjacent.
 
     Example:
       >>> own_rows(jax.vmap, 7)
@@ -50,14 +48,9 @@ def own_rows(client_axis: Mapping, count: int) -> slice:
 def place(client_axis: Mapping, clients: Clients, count: int | None = None) -> Clients:
     """Puts `clients` on the device, or divides them among the devices of a `sharded` mapping.
 
-    Args:
-      client_axis: the mapping of the simulation.
-      clients: on the host; with several processes, those of this process (`own_rows`), with their ids.
-      count: the number of clients of all processes; default: the number of `clients`.
-
-    Returns:
-      `Clients` of JAX arrays of `num_rows` rows. The last rows may be padding clients without examples, with the ids
-      after the largest one.
+    `clients` are on the host; with several processes, those of this process (`own_rows`), with their ids, of `count`
+    clients of all. The result has JAX arrays of `num_rows` rows: the last ones may be padding clients without examples,
+    with the ids after the largest one.
     """
     if not isinstance(client_axis, sharded):
         return jax.device_put(Clients(clients.examples, jnp.asarray(clients.size), clients.id))
@@ -86,17 +79,7 @@ def held(client_axis: Mapping, task: Task | None, clients: Clients | None) -> Cl
 
     A TPU pads the last two axes of an array, which are 28 and 1 for images of MNIST, to 8 and 128. So on an accelerator
     a task with an `input_shape` has its inputs flat, `[N, M, d]`. On a CPU, and for other tasks, nothing changes.
-
-    Args:
-      client_axis: the mapping of the simulation.
-      task: of the method.
-      clients: arrays, on the host or on a device, or their shapes (`jax.ShapeDtypeStruct`).
-
-    Example:
-      >>> import numpy as np
-      >>> clients = Clients({"x": np.zeros((5, 9, 8, 8, 1)), "y": np.zeros((5, 9))}, np.full(5, 9))
-      >>> held(jax.vmap, None, clients).examples["x"].shape
-      (5, 9, 8, 8, 1)
+    `clients` are arrays, on the host or on a device, or their shapes (`jax.ShapeDtypeStruct`).
     """
     accepts_flat = task is not None and task.input_shape is not None and task.inputs is None
     if clients is None or not accepts_flat or platform_of(client_axis) == "cpu":
