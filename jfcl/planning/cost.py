@@ -47,68 +47,33 @@ Tally = Counter  # maps (kind, name) to a number; a loop multiplies all of them
 
 
 class Loop(NamedTuple):
-    """A loop of a program.
+    """A loop of a program."""
 
-    Attributes:
-      function: that it comes from.
-      trips: how often its body runs, at most; None where the program does not show it, which then counts as once.
-      collectives: in one trip.
-    """
-
-    function: str
-    trips: int | None
-    collectives: int
+    function: str  # that it comes from
+    trips: int | None  # how often its body runs, at most; None, which counts as once, where the program does not say
+    collectives: int  # in one trip
 
 
 class Cost(NamedTuple):
-    """What one run of a program costs on one of a target's chips; see `price`.
+    """What one run of a program costs on one of a target's chips; see `price`."""
 
-    Attributes:
-      seconds: predicted.
-      flops: operations of matrix products and convolutions: a multiplication and an addition are two.
-      mfu: `flops` a second as a fraction of the chip's bfloat16 peak.
-      bytes_moved: between the chip and its memory.
-      collectives: by kind, `[number, bytes]`.
-      precision: by where they come from (`"training"`, `"kernels"`), the operations at each precision.
-      sequential_steps: trips of innermost loops, one after the other.
-      parts: predicted seconds by function, the longest first.
-      guessed: seconds that are guesses, by instruction; they are part of `seconds`.
-      loops: in the order in which they end.
-    """
-
-    seconds: float
-    flops: float
-    mfu: float
-    bytes_moved: float
-    collectives: dict[str, list[float]]
-    precision: dict[str, dict[str, float]]
-    sequential_steps: int
-    parts: dict[str, float]
-    guessed: dict[str, float]
-    loops: list[Loop]
+    seconds: float  # predicted
+    flops: float  # operations of matrix products and convolutions: a multiplication and an addition are two
+    mfu: float  # `flops` a second as a fraction of the chip's bfloat16 peak
+    bytes_moved: float  # between the chip and its memory
+    collectives: dict[str, list[float]]  # by kind, `[number, bytes]`
+    precision: dict[str, dict[str, float]]  # operations by origin, "training" or "kernels", and precision
+    sequential_steps: int  # trips of innermost loops, one after the other
+    parts: dict[str, float]  # predicted seconds by function, the longest first
+    guessed: dict[str, float]  # the part of `seconds` that is a guess, by instruction
+    loops: list[Loop]  # in the order in which they end
 
 
 def price(program: str | Program, target: Target, *, rare: bool = True) -> Cost:
     """Returns the predicted cost of an optimised program on each chip of `target`.
 
-    Args:
-      program: `compiled.as_text()`, or what `hlo.parse` made of it.
-      target: from `jfcl.planning.targets.target`.
-      rare: whether a conditional runs its longest branch, such as a split of CFL, and not its shortest.
-
-    Raises:
-      ValueError: a text that is no optimised program.
-
-    Example:
-      >>> from jfcl.planning.targets import target
-      >>> found = price('''
-      ... ENTRY %main (x: bf16[64,32], y: bf16[32,16]) -> bf16[64,16] {
-      ...   %x = bf16[64,32]{1,0} parameter(0)
-      ...   %y = bf16[32,16]{1,0} parameter(1)
-      ...   ROOT %z = bf16[64,16]{1,0} dot(%x, %y), lhs_contracting_dims={1}, rhs_contracting_dims={0}
-      ... }''', target("h100"))
-      >>> found.flops == 2 * 64 * 32 * 16, found.bytes_moved == 2 * (64 * 32 + 32 * 16 + 64 * 16)
-      (True, True)
+    `program` is `compiled.as_text()`, or the result of `hlo.parse`. With `rare`, a conditional runs its longest branch,
+    such as a split of CFL, and else its shortest. Raises `ValueError` for a text that is no optimised program.
     """
     program = hlo.parse(program) if isinstance(program, str) else program
     pricing = _Pricing(program, target, max if rare else min)
@@ -158,13 +123,13 @@ class _Pricing:
         if name not in self._known:
             tally: Tally = Counter()
             for instruction in self.program.computations.get(name, {}).values():
-                tally.update(self._instruction(name, instruction))
+                tally.update(self._instruction(instruction))
             self._known[name] = tally
         return self._known[name]
 
-    def _instruction(self, name: str, i: Instruction) -> Tally:
+    def _instruction(self, i: Instruction) -> Tally:
         if i.op == "while":
-            return self._loop(name, i)
+            return self._loop(i)
         if i.op in ("conditional", "call", "async-start"):
             inner = [self.computation(each) for each in hlo.called(self.program, i)]
             if i.op == "conditional":
@@ -173,15 +138,15 @@ class _Pricing:
         if i.op in FREE or i.op.endswith("-done"):
             return Counter()
         if i.op.removesuffix("-start") in COLLECTIVES:
-            return self._collective(name, i)
+            return self._collective(i)
         if i.op in COPIES:  # beside other work
-            size = sum(a.nbytes for a in self._operands(name, i)[:1])
-            size = size if i.op == "copy-start" else min((a.nbytes for a in i.arrays if a.size > 1), default=0)
+            copied = i.operands[0].arrays[:1] if i.op == "copy-start" else [a for a in i.arrays if a.size > 1]
+            size = min((a.nbytes for a in copied), default=0)
             return Counter({("bytes", ""): size, ("copies", ""): size / self.chip.bandwidth})
-        return self._plain(name, i)
+        return self._plain(i)
 
-    def _loop(self, name: str, i: Instruction) -> Tally:
-        trips = hlo.trip_count(self.program, name, i)
+    def _loop(self, i: Instruction) -> Tally:
+        trips = hlo.trip_count(self.program, i)
         once = Counter(self.computation(hlo.attribute(i, "body")))
         collectives, inner_steps = (int(_total(once, kind)) for kind in ("count", "steps"))
         once.update(self.computation(hlo.attribute(i, "condition")))
@@ -189,39 +154,35 @@ class _Pricing:
         n = 1 if trips is None else trips
         return Counter({key: n * value for key, value in once.items()} | {("steps", ""): n * max(inner_steps, 1)})
 
-    def _collective(self, name: str, i: Instruction) -> Tally:
+    def _collective(self, i: Instruction) -> Tally:
         kind, n = i.op.removesuffix("-start"), max(self.count, 2)
-        size, given = (sum(a.nbytes for a in arrays) for arrays in (i.arrays, self._operands(name, i)))
+        size, of_operands = (sum(a.nbytes for j in some for a in j.arrays) for some in ((i,), i.operands))
         if i.op in ("all-gather-start", "collective-permute-start"):  # operands stand beside results
-            size -= given
+            size -= of_operands
         elif kind == "reduce-scatter":  # a chip keeps a part of the sum
-            size = given
+            size = of_operands
         sent = {"all-reduce": 2 * (n - 1) / n, "all-gather": (n - 1) / n, "reduce-scatter": (n - 1) / n}.get(kind, 1)
         seconds = sent * size / self.chip.link + LATENCY
         return Counter({("network", f"{self._part(i)} ({kind})"): seconds, ("sent", kind): size, ("count", kind): 1})
 
-    def _operands(self, name: str, i: Instruction) -> list[hlo.Array]:
-        known = self.program.computations[name]
-        return [array for operand in i.operands if operand in known for array in known[operand].arrays]
-
     def _part(self, i: Instruction) -> str:
         return hlo.source(self.program, i) or ADDED
 
-    def _plain(self, name: str, i: Instruction) -> Tally:
+    def _plain(self, i: Instruction) -> Tally:
         """Returns the tally of an instruction that computes."""
         chip, products = self.chip, 0.0
-        tally = Counter({("bytes", ""): _bytes_moved(self.program, name, i)})
+        tally = Counter({("bytes", ""): _bytes_moved(self.program, i)})
         memory = tally["bytes", ""] / chip.bandwidth
         where = "kernels" if hlo.is_kernel(self.program, i) else "training"
-        for precision, count in operations(self.program, name, i, chip.is_tpu):
+        for precision, count in operations(self.program, i, chip.is_tpu):
             tally["flops", (where, precision)] += count
             products += count / _rate(chip, precision)
-        cycles = hlo.config(i, "estimated_cycles")
+        cycles = re.search(r'"estimated_cycles":"?(\d+)', i.attributes)
         if not chip.is_tpu:
             passes = SORT_FACTOR if i.op == "sort" else 1
             seconds = max(products / REACHED, memory * passes) * _slowdown(i) + LAUNCH
         elif cycles is not None:
-            seconds = int(cycles) / chip.clock
+            seconds = int(cycles[1]) / chip.clock
         else:
             rows = list(_rows_moved(self.program, i))
             seconds = self._guess(i, memory, sum(count for _, count in rows))
@@ -252,10 +213,6 @@ def _slowdown(i: Instruction) -> float:
     return GROUPED_FILTER if "convBackwardFilter" in i.attributes else GROUPED
 
 
-# ---------------------------------------------------------------------------------------------------------------
-# Operations.
-
-
 def _rate(chip: Chip, precision: str) -> float:
     """Returns the operations a second of products at a precision."""
     kind, _, passes = precision.partition(" x ")
@@ -274,20 +231,19 @@ def _precision(i: Instruction, dtypes: set[str], is_tpu: bool) -> str:
     dtypes = dtypes - {"pred"} or dtypes  # a mask takes the other one's
     if not dtypes <= {"f32", "bf16", "f16"}:
         return "float64" if "f64" in dtypes else "/".join(sorted(dtypes))
-    asked = re.search(r'operand_precision"?[=:][{\[]"?(\w+)', i.attributes)
-    found = asked[1].lower() if asked else "default"
     if "f32" not in dtypes:
         return "bfloat16"
+    match = re.search(r'operand_precision"?[=:][{\[]"?(\w+)', i.attributes)
+    asked = match[1].lower() if match else "default"
     if is_tpu:
-        return {"highest": "float32", "high": "bfloat16 x 3"}.get(found, "bfloat16")
-    return "float32" if found in ("high", "highest") else "tf32" if dtypes == {"f32"} else "bfloat16"
+        return {"highest": "float32", "high": "bfloat16 x 3"}.get(asked, "bfloat16")
+    return "float32" if asked in ("high", "highest") else "tf32" if dtypes == {"f32"} else "bfloat16"
 
 
-def operations(program: Program, name: str, i: Instruction, is_tpu: bool) -> Iterator[tuple[str, float]]:
-    """Yields `(precision, operations)` of the products in an instruction of the computation `name`, fusions inside."""
+def operations(program: Program, i: Instruction, is_tpu: bool) -> Iterator[tuple[str, float]]:
+    """Yields `(precision, operations)` of the products in an instruction, fusions inside."""
     if i.op in ("dot", "convolution") or (i.op == "custom-call" and _is_library_call(i)):
-        known = program.computations[name]
-        inputs = [known[operand].arrays[0] for operand in i.operands[:2] if operand in known and known[operand].arrays]
+        inputs = [operand.arrays[0] for operand in i.operands[:2] if operand.arrays]
         if len(inputs) == 2:
             count = _convolution if "dim_labels=" in i.attributes else _dot
             left, right, out = (array.shape for array in (*inputs, i.arrays[0]))
@@ -299,7 +255,7 @@ def operations(program: Program, name: str, i: Instruction, is_tpu: bool) -> Ite
     elif i.op in ("fusion", "call", "map"):
         for inner in hlo.called(program, i):
             for each in program.computations[inner].values():
-                yield from operations(program, inner, each, is_tpu)
+                yield from operations(program, each, is_tpu)
 
 
 def _is_library_call(i: Instruction) -> bool:
@@ -312,7 +268,7 @@ def _dot(i: Instruction, left: tuple[int, ...], right: tuple[int, ...], out: tup
     contracted = hlo.numbers(i, "lhs_contracting_dims")
     if i.op == "custom-call":
         noted = re.search(r'"lhs_contracting_dimensions":\[([^\]]*)\]', i.attributes)
-        contracted = tuple(int(n) for n in re.findall(r"\d+", noted[1])) if noted else ()
+        contracted = map(int, re.findall(r"\d+", noted[1])) if noted else ()
     return 2.0 * math.prod(out) * math.prod(left[axis] for axis in contracted)
 
 
@@ -321,13 +277,12 @@ def _convolution(i: Instruction, left: tuple[int, ...], right: tuple[int, ...], 
     labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", i.attributes)
     of_left, of_right, of_out = labels.groups()
     window = re.search(r"window=\{([^}]*)\}", i.attributes)
-    given = dict(field.split("=") for field in window[1].split()) if window else {}
+    fields = dict(field.split("=") for field in window[1].split()) if window else {}  # such as 3x3, and 1_1x1_1
     pairs = 1.0
     for axis, c in enumerate(sorted(c for c in of_right if c.isdigit())):
-        fields = ("size", "stride", "lhs_dilate", "rhs_dilate", "pad")  # such as 3x3, and 1_1x1_1
-        values = [given[field].split("x")[axis] if field in given else "1" for field in fields]
-        size, stride, spread, dilated = map(int, values[:4])
-        low = int(values[4].split("_")[0]) if "pad" in given else 0
+        names = (("size", 1), ("stride", 1), ("lhs_dilate", 1), ("rhs_dilate", 1), ("pad", 0))
+        values = (fields[name].split("x")[axis].split("_")[0] if name in fields else default for name, default in names)
+        size, stride, spread, dilated, low = map(int, values)
         inputs, outputs = left[of_left.index(c)], out[of_out.index(c)]
         if outputs * size > MOST_PAIRS:
             pairs *= outputs * size
@@ -338,47 +293,39 @@ def _convolution(i: Instruction, left: tuple[int, ...], right: tuple[int, ...], 
     return 2.0 * pairs * others * right[of_right.index("i")]
 
 
-# ---------------------------------------------------------------------------------------------------------------
-# Bytes.
-
-
 def _in_memory(arrays: Iterable[hlo.Array]) -> float:
     return sum(array.nbytes for array in arrays if array.in_memory)
 
 
-def _bytes_moved(program: Program, name: str, i: Instruction) -> float:
+def _bytes_moved(program: Program, i: Instruction) -> float:
     """Returns the bytes that an instruction reads from the chip's memory and writes there.
 
     An operand of which only slices are read has their bytes, and a result that replaces a slice of an operand the
     slice's.
     """
-    known = program.computations[name]
-    operands = [known[operand].arrays for operand in i.operands if operand in known]
     if i.op in SLICES:
         return 2 * _in_memory(i.arrays)
-    if i.op == "dynamic-update-slice" and len(operands) > 1:
-        return 2 * _in_memory(operands[1])
+    if i.op == "dynamic-update-slice" and len(i.operands) > 1:
+        return 2 * _in_memory(i.operands[1].arrays)
     inner = program.computations.get(hlo.attribute(i, "calls") or "") if i.op == "fusion" else None
     if inner is None:
-        return _in_memory(i.arrays) + sum(map(_in_memory, operands))
+        return _in_memory(i.arrays) + sum(_in_memory(operand.arrays) for operand in i.operands)
     users: dict[str, list[Instruction]] = {}
     for each in inner.values():
         for operand in each.operands:
-            users.setdefault(operand, []).append(each)
-    parameters = {int(p.inside): p.name for p in inner.values() if p.op == "parameter"}
-    results = [each.name for each in inner.values() if each.is_root]
+            users.setdefault(operand.name, []).append(each)
+    parameters = {int(p.inside): p for p in inner.values() if p.op == "parameter"}
+    results = [each for each in inner.values() if each.is_root]
     for result in results:
-        results += inner[result].operands if inner[result].op in ("tuple", "bitcast", "reshape") else ()
+        results += result.operands if result.op in ("tuple", "bitcast", "reshape") else ()
     read, written = 0.0, _in_memory(i.arrays)
     for number, operand in enumerate(i.operands):
-        if operand not in known or not (whole := _in_memory(known[operand].arrays)):
-            continue
-        sliced, new = 0.0, []
-        for value, use in _uses(users, parameters.get(number)):
-            if use.op in SLICES and use.operands[0] == value:
+        whole, sliced, new = _in_memory(operand.arrays), 0.0, []
+        for value, use in _uses(users, parameters[number]) if whole and number in parameters else ():
+            if use.op in SLICES and use.operands[0] is value:
                 sliced += sum(array.nbytes for array in use.arrays)
-            elif use.op == "dynamic-update-slice" and use.operands[0] == value and use.name in results:
-                new.append(sum(array.nbytes for array in inner[use.operands[1]].arrays))
+            elif use.op == "dynamic-update-slice" and use.operands[0] is value and use in results:
+                new.append(sum(array.nbytes for array in use.operands[1].arrays))
             else:
                 sliced = whole
         read += min(whole, sliced)
@@ -386,20 +333,19 @@ def _bytes_moved(program: Program, name: str, i: Instruction) -> float:
     return read + max(written, 0.0)
 
 
-def _uses(users: dict[str, list[Instruction]], name: str | None) -> Iterator[tuple[str, Instruction]]:
+def _uses(users: dict[str, list[Instruction]], value: Instruction) -> Iterator[tuple[Instruction, Instruction]]:
     """Yields `(value, user)` of a value in a fusion, and of those that only change its shape."""
-    for user in users.get(name, ()):
+    for user in users.get(value.name, ()):
         if user.op in ("bitcast", "reshape"):
-            yield from _uses(users, user.name)
+            yield from _uses(users, user)
         else:
-            yield name, user
+            yield value, user
 
 
 def _rows_moved(program: Program, i: Instruction) -> Iterator[tuple[str, float]]:
     """Yields `(opcode, rows)` of the gathers and scatters in an instruction."""
-    inner = program.computations.get(hlo.attribute(i, "calls") or "", {i.name: i})
-    for each in inner.values():
+    for each in program.computations.get(hlo.attribute(i, "calls") or "", {i.name: i}).values():
         if each.op == "gather":
             yield each.op, each.arrays[0].size / max(math.prod(hlo.numbers(each, "slice_sizes")), 1)
-        elif each.op == "scatter" and len(each.operands) > 1 and each.operands[1] in inner:
-            yield each.op, math.prod(inner[each.operands[1]].arrays[0].shape[:-1])
+        elif each.op == "scatter" and len(each.operands) > 1:
+            yield each.op, math.prod(each.operands[1].arrays[0].shape[:-1])

@@ -1,7 +1,4 @@
-"""A reader of optimised XLA programs, as text: computations, instructions, trip counts of loops, functions of Python.
-
-`compiled.as_text()` of a program that `jax.jit(...).lower(...).compile()` made is all that it needs.
-"""
+"""A reader of optimised XLA programs, `compiled.as_text()`: instructions, trip counts of loops, functions of Python."""
 
 from __future__ import annotations
 
@@ -40,25 +37,18 @@ class Array(NamedTuple):
 
 
 class Instruction(NamedTuple):
-    """An instruction.
+    """An instruction of a computation."""
 
-    Attributes:
-      name: unique in its computation.
-      op: the opcode, such as `"fusion"`.
-      arrays: the results.
-      operands: names of instructions of the same computation.
-      inside: the text between the parentheses, such as the value of a constant.
-      attributes: the text behind them.
-      is_root: whether its result is that of the computation.
-    """
+    name: str  # unique in its computation
+    op: str  # the opcode, such as "fusion"
+    arrays: tuple[Array, ...]  # the results
+    operands: tuple[Instruction, ...]
+    inside: str  # the text between the parentheses, such as the value of a constant
+    attributes: str  # the text behind them
+    is_root: bool  # whether its result is that of the computation
 
-    name: str
-    op: str
-    arrays: tuple[Array, ...]
-    operands: tuple[str, ...]
-    inside: str
-    attributes: str
-    is_root: bool
+    def __repr__(self) -> str:
+        return f"<{self.name}: {self.op}>"  # without all instructions before it
 
 
 class Program(NamedTuple):
@@ -70,20 +60,7 @@ class Program(NamedTuple):
 
 
 def parse(text: str) -> Program:
-    """Returns the program that `text` describes.
-
-    Raises:
-      ValueError: a text without an entry computation.
-
-    Example:
-      >>> program = parse('''
-      ... ENTRY %main (x: f32[2,3]) -> f32[2,3] {
-      ...   %x = f32[2,3]{1,0} parameter(0)
-      ...   ROOT %y = f32[2,3]{1,0} add(%x, %x)
-      ... }''')
-      >>> [(i.name, i.op, i.arrays[0].nbytes) for i in program.computations[program.entry].values()]
-      [('x', 'parameter', 24), ('y', 'add', 24)]
-    """
+    """Returns the program that `text` describes; raises `ValueError` without an entry computation."""
     computations: dict[str, dict[str, Instruction]] = {}
     tables: dict[str, dict[int, str]] = {name: {} for name in _TABLES}
     entry, current, table = None, None, None
@@ -91,8 +68,8 @@ def parse(text: str) -> Program:
         if current is not None:
             if line.startswith("}"):
                 current = None
-            elif (found := _instruction(line)) is not None:
-                current[found.name] = found
+            elif (instruction := _instruction(line, current)) is not None:
+                current[instruction.name] = instruction
         elif (head := _HEAD.match(line)) is not None:
             current, table = computations.setdefault(head[2], {}), None
             entry = head[2] if head[1] else entry
@@ -106,24 +83,25 @@ def parse(text: str) -> Program:
     return Program(computations, entry, _stacks(tables))
 
 
-def _instruction(line: str) -> Instruction | None:
+def _instruction(line: str, before: dict[str, Instruction]) -> Instruction | None:
     """Returns the instruction of a line, `name = type op(operands), attributes`; None for another line."""
     head = _NAME.match(line)
     if head is None:
         return None
-    rest = line[head.end() :]
-    end = _closing(rest) + 1 if rest.startswith("(") else rest.find(" ")
-    kind, rest = rest[:end], rest[end:].lstrip()
-    op, opened, _ = rest.partition("(")
+    line = line[head.end() :]
+    end = _closing(line) + 1 if line.startswith("(") else line.find(" ")
+    kind, line = line[:end], line[end:].lstrip()
+    op, opened, _ = line.partition("(")
     if not opened:
         return None
-    last = len(op) + _closing(rest[len(op) :])
-    inside = rest[len(op) + 1 : last]
+    last = len(op) + _closing(line[len(op) :])
+    inside = line[len(op) + 1 : last]
     arrays = tuple(
         Array(dtype, tuple(int(n.strip("<=")) for n in shape.split(",") if n), "S(" not in layout)
         for dtype, shape, layout in _ARRAY.findall(kind)
     )
-    return Instruction(head[2], op, arrays, tuple(_OPERAND.findall(inside)), inside, rest[last + 1 :], bool(head[1]))
+    operands = tuple(before[name] for name in _OPERAND.findall(inside) if name in before)
+    return Instruction(head[2], op, arrays, operands, inside, line[last + 1 :], bool(head[1]))
 
 
 def _closing(text: str) -> int:
@@ -145,37 +123,26 @@ def _stacks(tables: dict[str, dict[int, str]]) -> dict[int, tuple[str, ...]]:
     functions: dict[int, str] = {}
     for n, text in tables["FileLocations"].items():
         at = fields(text)
-        file = tables["FileNames"].get(at.get("file_name_id"), "")
-        function = tables["FunctionNames"].get(at.get("function_name_id"), "")
-        functions[n] = _function(file.strip('"'), function.strip('"'))
+        names = (("FileNames", "file_name_id"), ("FunctionNames", "function_name_id"))
+        functions[n] = _function(*(tables[table].get(at.get(key), "").strip('"') for table, key in names))
     stacks: dict[int, tuple[str, ...]] = {}
-    for n, text in tables["StackFrames"].items():  # a frame comes behind its callers; ids of callers are one too large
+    for n, text in tables["StackFrames"].items():  # a frame comes after its callers; ids of callers are one too large
         at = fields(text)
-        own = functions.get(at.get("file_location_id"))
-        stacks[n] = ((own,) if own else ()) + stacks.get(at.get("parent_frame_id", 0) - 1, ())
+        function = functions.get(at.get("file_location_id"))
+        stacks[n] = ((function,) if function else ()) + stacks.get(at.get("parent_frame_id", 0) - 1, ())
     return stacks
-
-
-# ---------------------------------------------------------------------------------------------------------------
-# Attributes of instructions.
 
 
 def attribute(instruction: Instruction, name: str) -> str | None:
     """Returns the value of an attribute that is one word, such as a computation or a direction."""
-    found = re.search(rf"\b{name}=%?([\w.\-]+)", instruction.attributes)
-    return found and found[1]
+    match = re.search(rf"\b{name}=%?([\w.\-]+)", instruction.attributes)
+    return match and match[1]
 
 
 def numbers(instruction: Instruction, name: str) -> tuple[int, ...]:
     """Returns the value of an attribute that is a list, such as `lhs_contracting_dims={1,2}`."""
-    found = re.search(rf"\b{name}=\{{([\d,]*)\}}", instruction.attributes)
-    return tuple(int(n) for n in found[1].split(",") if n) if found else ()
-
-
-def config(instruction: Instruction, name: str) -> str | None:
-    """Returns the first value with that name in the compiler's own notes on an instruction, its `backend_config`."""
-    found = re.search(rf'"{name}":\[?"?([\w.\-]+)', instruction.attributes)
-    return found and found[1]
+    match = re.search(rf"\b{name}=\{{([\d,]*)\}}", instruction.attributes)
+    return tuple(int(n) for n in match[1].split(",") if n) if match else ()
 
 
 def called(program: Program, instruction: Instruction) -> list[str]:
@@ -197,16 +164,14 @@ def reachable(program: Program, name: str | None) -> Iterator[Instruction]:
             yield from reachable(program, inner)
 
 
-def trip_count(program: Program, computation: str, loop: Instruction) -> int | None:
+def trip_count(program: Program, loop: Instruction) -> int | None:
     """Returns how often a loop runs its body, or the most that it may; None where the program does not show it.
 
     The compiler's own count where it notes one; else the bound of `jfcl.core.at_most`; else the constant that the
     condition compares the counter with, less the counter's first value.
     """
     noted = re.search(r'"known_trip_count":\{"n":"(\d+)"', loop.attributes)
-    if noted:
-        return int(noted[1])
-    most = most_trips(loop.attributes)
+    most = int(noted[1]) if noted else most_trips(loop.attributes)
     if most is not None:
         return most
     condition = attribute(loop, "condition")
@@ -217,24 +182,15 @@ def trip_count(program: Program, computation: str, loop: Instruction) -> int | N
     if len(limits) != 1 or not compares:
         return None
     count = limits.pop() + any(attribute(i, "direction") == "LE" for i in compares)
-    return max(count - _first_value(program.computations[computation], program.computations[condition], loop), 0)
-
-
-def _first_value(outer: dict[str, Instruction], condition: dict[str, Instruction], loop: Instruction) -> int:
-    """Returns the value with which the counter of a loop begins; 0 where it is not a constant."""
-    read = [i for i in condition.values() if i.op == "get-tuple-element"]
-    start = outer.get(loop.operands[0]) if loop.operands else None
-    if len(read) != 1 or start is None or start.op != "tuple":
-        return 0
-    value = outer.get(start.operands[int(attribute(read[0], "index") or 0)])
-    while value is not None and value.op in ("copy", "bitcast") and value.operands:
-        value = outer.get(value.operands[0])
-    is_number = value is not None and value.op == "constant" and re.fullmatch(r"\d+", value.inside.strip())
-    return int(value.inside) if is_number else 0
-
-
-# ---------------------------------------------------------------------------------------------------------------
-# Where an instruction comes from.
+    # The counter begins with 0, unless the program shows another constant.
+    read = [i for i in program.computations[condition].values() if i.op == "get-tuple-element"]
+    if len(read) == 1 and loop.operands and loop.operands[0].op == "tuple":
+        value = loop.operands[0].operands[int(attribute(read[0], "index") or 0)]
+        while value.op in ("copy", "bitcast") and value.operands:
+            value = value.operands[0]
+        if value.op == "constant" and re.fullmatch(r"\d+", value.inside.strip()):
+            count -= int(value.inside)
+    return max(count, 0)
 
 
 def source(program: Program, instruction: Instruction) -> str:
@@ -257,8 +213,8 @@ def is_kernel(program: Program, instruction: Instruction) -> bool:
 
 def _functions(program: Program, instruction: Instruction) -> tuple[str, ...]:
     """Returns the functions on the stack of an instruction, the innermost first."""
-    found = re.search(r"stack_frame_id=(\d+)", instruction.attributes)
-    return program.stacks.get(int(found[1]), ()) if found else ()
+    frame = re.search(r"stack_frame_id=(\d+)", instruction.attributes)
+    return program.stacks.get(int(frame[1]), ()) if frame else ()
 
 
 def _function(file: str, function: str) -> str:

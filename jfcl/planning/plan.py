@@ -1,8 +1,7 @@
 """Plans: a method compiled for an accelerator that is not there, with its memory, communication and predicted time.
 
 `plan` compiles `init` and `step` of a method with the real compiler of a target, for several mappings of the clients,
-and runs nothing. Memory, collectives, operations and precision are facts of the programs; seconds are predictions of
-`jfcl.planning.cost`. Needs `libtpu` for TPUs and the CUDA plugin of JAX for GPUs (`docs/plan.md`).
+and runs nothing. It needs `libtpu` for TPUs and the CUDA plugin of JAX for GPUs (`docs/plan.md`).
 """
 
 from __future__ import annotations
@@ -13,14 +12,13 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import jax
-import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh
 
 from jfcl import mapping
-from jfcl.core import Algorithm, Clients, PyTree, check, check_count, num_bytes, num_clients, shape_struct
+from jfcl.core import Algorithm, Clients, PyTree, check, check_count, client_shapes, num_bytes, num_clients
 from jfcl.core.texts import first_line
 from jfcl.mapping.jitted import jitted
-from jfcl.mapping.memory import Memory, exhausted, memory_of
+from jfcl.mapping.memory import Memory, exhausted, memory_of, on_mesh, sharding_of
 from jfcl.planning import targets
 from jfcl.planning.cost import Cost, price
 from jfcl.planning.targets import Target
@@ -39,7 +37,7 @@ class Candidate(NamedTuple):
     Attributes:
       mapping: `"vmap"` or `"chunked"`.
       chunk: clients at a time on each chip; None for all.
-      needed_bytes: on each chip, with `others`.
+      needed_bytes: on each chip, with `other_bytes`.
       seconds: predicted, of a round; None for a program that the compiler refused.
     """
 
@@ -56,15 +54,14 @@ class Plan(NamedTuple):
       target: its name.
       mapping, chunk: those with the fastest rounds that fit: `"vmap"`, or `"chunked"` with so many clients at a time.
         `"as made"`, None for an `Algorithm` that was made with its mapping.
-      fits: whether data, models, state before and after a round, temporaries and `other_bytes` fit into memory.
+      fits: whether `needed_bytes` are at most `limit_bytes`.
       argument_bytes, output_bytes, temp_bytes: of a round, as the compiler counts them.
       data_bytes: the part of `argument_bytes` that is clients' data, without the padding of layouts.
       other_bytes: what else is kept on the chip, such as the clients' test data.
-      needed_bytes: the sum.
+      needed_bytes: data, models, state before and after a round, temporaries and `other_bytes`.
       limit_bytes: the memory of the chip.
-      cost: of a round, predicted, with the longest branch wherever the program chooses; None where the compiler
-        refused the program.
-      common: the same with the shortest branches: without what is rare, such as a split of CFL.
+      cost: of a round, predicted, with the longest branches; None where the compiler refused the program.
+      common: the same with the shortest branches, so without what is rare, such as a split of CFL.
       init_seconds: predicted, of the start; None where the compiler refused it.
       candidates: the mappings that were compared, the fastest that fits first.
       advice: what would fit, where this does not; "" otherwise.
@@ -93,11 +90,11 @@ class Plan(NamedTuple):
     def __repr__(self) -> str:
         """Returns one line, without the programs."""
         size = f"{self.needed_bytes / 1e9:.3g} of {self.limit_bytes / 1e9:.3g} GB a chip"
-        how = self.mapping if self.chunk is None else f"{self.mapping}({self.chunk})"
         if self.cost is None:
             return f"<Plan for {self.target}: refused by the compiler, {size}>"
+        axis = self.mapping if self.chunk is None else f"{self.mapping}({self.chunk})"
         late = f"{1000 * self.cost.seconds:.3g} ms a round (predicted)"
-        return f"<Plan for {self.target}: {'fits' if self.fits else 'does not fit'}, {size}; {how}, {late}>"
+        return f"<Plan for {self.target}: {'fits' if self.fits else 'does not fit'}, {size}; {axis}, {late}>"
 
     def seconds(self, num_rounds: int) -> float:
         """Returns the predicted seconds of the start and `num_rounds` rounds; NaN where the compiler refused them."""
@@ -107,19 +104,16 @@ class Plan(NamedTuple):
 
     def as_dict(self) -> dict[str, Any]:
         """Returns the content of `plan.json`: all but the programs."""
-        kept = {name: v for name, v in self._asdict().items() if name not in ("cost", "common", "step_hlo", "init_hlo")}
-        kept["common_seconds_per_round"] = None if self.common is None else self.common.seconds
-        kept["candidates"] = [c._asdict() for c in self.candidates]
-        cost = {name: None for name in Cost._fields} if self.cost is None else self.cost._asdict()
+        content = {k: v for k, v in self._asdict().items() if k not in ("cost", "common", "step_hlo", "init_hlo")}
+        content["common_seconds_per_round"] = None if self.common is None else self.common.seconds
+        content["candidates"] = [c._asdict() for c in self.candidates]
+        cost = dict.fromkeys(Cost._fields) if self.cost is None else self.cost._asdict()
         cost["loops"] = [loop._asdict() for loop in cost["loops"] or ()]
-        return kept | {"seconds_per_round": cost.pop("seconds")} | cost
+        return content | {"seconds_per_round": cost.pop("seconds")} | cost
 
 
 class _Program(NamedTuple):
-    """A program: the bytes that it needs, its text, its memory and its predicted cost; without them if it is refused.
-
-    The compiler refuses a program that does not fit.
-    """
+    """A program: the bytes that it needs, its text, memory and predicted cost, or the bytes alone if it is refused."""
 
     needed: int
     text: str = ""
@@ -128,7 +122,7 @@ class _Program(NamedTuple):
 
     @property
     def seconds(self) -> float | None:
-        return None if self.cost is None else self.cost.seconds
+        return self.cost and self.cost.seconds
 
 
 def plan(
@@ -176,24 +170,19 @@ def plan(
     check_count("seeds", seeds)
     mesh = targets.mesh(chosen)
     if isinstance(algorithm, Algorithm):
-        made: dict[Any, Algorithm] = {None: algorithm}
+        algorithms: dict[Any, Algorithm] = {None: algorithm}
     else:
         axes = candidates(num_clients(clients), mesh.size) if inner is None else inner
         check(len(axes) > 0, "inner", inner, "at least one mapping")
-        made = {axis: algorithm(mapping.sharded(mesh, axis)) for axis in axes}
-    clients = mapping.held(mapping.sharded(mesh), next(iter(made.values())).task, clients)
+        algorithms = {axis: algorithm(mapping.sharded(mesh, axis)) for axis in axes}
+    clients = mapping.held(mapping.sharded(mesh), next(iter(algorithms.values())).task, clients)
     work = _Work(chosen, mesh, clients, seeds, other_bytes, name, tick or (lambda text, total: None))
     with targets.not_cached():
-        return work.plan(made)
+        return work.plan(algorithms)
 
 
 def candidates(clients: int, devices: int) -> list[mapping.Mapping]:
-    """Returns the mappings of a chip's clients that a plan compares: `vmap`, and chunks that leave no rest.
-
-    Example:
-      >>> candidates(1200, 4)[1:]
-      [chunked(size=1), chunked(size=5), chunked(size=20), chunked(size=60)]
-    """
+    """Returns the mappings of a chip's clients that a plan compares: `vmap`, and chunks that leave no rest."""
     each = -(-clients // devices)
     divisors = [size for size in range(1, each) if each % size == 0]
     chunks: list[int] = []
@@ -211,64 +200,62 @@ class _Work:
     def __init__(self, chosen: Target, mesh: Mesh, clients: Clients, seeds: int, others: float, what: str, tick: Tick):
         self.target, self.mesh, self.seeds, self.tick = chosen, mesh, seeds, tick
         self.others, self.refusal = int(others), f"target {chosen.name!r} cannot compile {what}"
-        self.rows = -(-num_clients(clients) // mesh.size) * mesh.size
-        split = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
-        shape = lambda x: shape_struct(x, (self.rows, *np.shape(x)[1:]), split)  # noqa: E731
+        self.rows = mapping.num_rows(mapping.sharded(mesh), num_clients(clients))
         like = Clients(clients.examples, clients.size, clients.size)  # ids are int32, as sizes are
-        self.clients = jax.tree.map(shape, like)
+        self.clients = on_mesh(client_shapes(like, self.rows), mesh, self.rows)
+        self.axis = 0 if seeds == 1 else 1  # of the clients, in the state of all seeds
         key = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), seeds) if seeds > 1 else jax.random.key(0))
-        self.key = jax.ShapeDtypeStruct(key.shape, key.dtype, sharding=NamedSharding(mesh, PartitionSpec()))
-        self.data = num_bytes(self.clients) // mesh.size
+        self.key = on_mesh(key, mesh, self.rows, self.axis)
 
-    def plan(self, made: dict[Any, Algorithm]) -> Plan:
+    def plan(self, algorithms: dict[Any, Algorithm]) -> Plan:
         """Returns the plan of the algorithm with the fastest rounds that fit, of those made for several mappings."""
         jobs = [
             (f"a round, {_described(axis)[2]}", algorithm.step, (self.key, self.state(algorithm), self.clients))
-            for axis, algorithm in made.items()
+            for axis, algorithm in algorithms.items()
         ]
-        rounds = dict(zip(made, self.compiled(jobs, len(jobs) + 1), strict=True))
+        rounds = dict(zip(algorithms, self.compiled(jobs, len(jobs) + 1), strict=True))
         compared = {
-            axis: Candidate(*_described(axis)[:2], found.needed + self.others, found.seconds)
-            for axis, found in rounds.items()
+            axis: Candidate(*_described(axis)[:2], program.needed + self.others, program.seconds)
+            for axis, program in rounds.items()
         }
         best = min(compared, key=lambda axis: self.order(compared[axis]))
-        found, kind, chunk = rounds[best], compared[best].mapping, compared[best].chunk
-        [start] = self.compiled([("the start", made[best].init, (self.key, self.clients))], len(jobs) + 1)
-        needed, limit = max(found.needed, start.needed) + self.others, int(self.target.chip.memory)
+        step, chosen = rounds[best], compared[best]
+        [start] = self.compiled([("the start", algorithms[best].init, (self.key, self.clients))], len(jobs) + 1)
+        needed, limit = max(step.needed, start.needed) + self.others, int(self.target.chip.memory)
         return Plan(
             target=self.target.name,
-            mapping=kind,
-            chunk=chunk,
+            mapping=chosen.mapping,
+            chunk=chosen.chunk,
             fits=needed <= limit,
-            argument_bytes=found.memory.arguments,
-            output_bytes=found.memory.results - found.memory.aliased,
-            temp_bytes=found.memory.temporaries,
-            data_bytes=self.data,
+            argument_bytes=step.memory.arguments,
+            output_bytes=step.memory.results - step.memory.aliased,
+            temp_bytes=step.memory.temporaries,
+            data_bytes=num_bytes(self.clients) // self.mesh.size,
             other_bytes=self.others,
             needed_bytes=needed,
             limit_bytes=limit,
-            cost=found.cost,
-            common=price(found.text, self.target, rare=False) if found.text else None,
+            cost=step.cost,
+            common=price(step.text, self.target, rare=False) if step.text else None,
             init_seconds=start.seconds,
             candidates=sorted(compared.values(), key=self.order),
-            advice="" if needed <= limit else self.advice(needed, chunk),
-            step_hlo=found.text,
+            advice="" if needed <= limit else self.advice(needed, chosen.chunk),
+            step_hlo=step.text,
             init_hlo=start.text,
         )
 
     def order(self, candidate: Candidate) -> tuple:
         """Returns a key that sorts what fits before what does not, then fast before slow, or small before large."""
-        late = candidate.needed_bytes > self.target.chip.memory  # as of every program that is refused
-        return late, candidate.needed_bytes if late else candidate.seconds
+        large = candidate.needed_bytes > self.target.chip.memory  # as of every program that is refused
+        return large, candidate.needed_bytes if large else candidate.seconds
 
     def compiled(self, jobs: list[tuple[str, Callable, tuple]], steps: int) -> list[_Program]:
         """Returns the programs of functions, `(name, function, arguments)`."""
         with ThreadPoolExecutor(AT_ONCE) as pool:  # the compilers run outside of Python
 
             def finished(lowered, name):
-                found = self.finished(lowered)
+                program = self.finished(lowered)
                 self.tick(name, steps)
-                return found
+                return program
 
             # Traced here: a precision that is set for a block of code holds for one thread.
             begun = [pool.submit(finished, self.lowered(self.over_seeds(fn), *args), name) for name, fn, args in jobs]
@@ -283,28 +270,26 @@ class _Work:
     def state(self, algorithm: Algorithm) -> PyTree:
         """Returns the shapes of the state: arrays of all clients are divided as the clients are."""
         state = jax.eval_shape(self.over_seeds(algorithm.init), self.key, self.clients)
-        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self.sharding(x)), state)
+        return on_mesh(state, self.mesh, self.rows, self.axis)
 
-    def sharding(self, x: Any) -> NamedSharding:
-        axis = 0 if self.seeds == 1 else 1
-        divided = x.shape[axis : axis + 1] == (self.rows,)
-        return NamedSharding(self.mesh, PartitionSpec(*([None] * axis + [self.mesh.axis_names] if divided else [])))
-
-    def lowered(self, fn: Callable, *args: Any):
+    def lowered(self, fn: Callable, *args: Any) -> jax.stages.Lowered:
         """Returns the program of `fn`, not yet compiled, with the state where a run keeps it."""
+
+        def keep(x):
+            return jax.lax.with_sharding_constraint(x, sharding_of(x, self.mesh, self.rows, self.axis))
 
         def placed(*args):
             out = fn(*args)
-            state, *rest = out if type(out) is tuple else (out,)
-            state = jax.tree.map(lambda x: jax.lax.with_sharding_constraint(x, self.sharding(x)), state)
-            return (state, *rest) if rest else state
+            state, *metrics = out if type(out) is tuple else (out,)
+            state = jax.tree.map(keep, state)
+            return (state, *metrics) if metrics else state
 
         try:
             return jitted(placed).lower(*args)
         except NotImplementedError as error:  # its message names the primitive
             raise ValueError(f"{self.refusal}: {first_line(error)}") from None
 
-    def finished(self, lowered: Any) -> _Program:
+    def finished(self, lowered: jax.stages.Lowered) -> _Program:
         try:
             compiled = lowered.compile()
         except jax.errors.JaxRuntimeError as error:
@@ -317,14 +302,14 @@ class _Work:
 
     def advice(self, needed: int, chunk: int | None) -> str:
         """Returns what may fit, where the best candidate does not."""
-        limit, ways = self.target.chip.memory, []
-        if chunk != 1 and self.rows > self.mesh.size:
-            size = max(1, int((chunk or self.rows // self.mesh.size) * limit / needed / 2))
-            ways.append(f"smaller chunks (--chunk {size})")
+        limit, ways = self.target.chip.memory, ["fewer clients or examples, or a smaller model"]
         more = targets.larger(self.target, needed / limit)
         if more is not None:
-            ways.append(f"more chips (--target {more})")
-        return f"These may fit: {' or '.join([*ways, 'fewer clients or examples, or a smaller model'])}."
+            ways.insert(0, f"more chips (--target {more})")
+        if chunk != 1 and self.rows > self.mesh.size:
+            size = max(1, int((chunk or self.rows // self.mesh.size) * limit / needed / 2))
+            ways.insert(0, f"smaller chunks (--chunk {size})")
+        return f"These may fit: {' or '.join(ways)}."
 
 
 def _described(axis: mapping.Mapping | None) -> tuple[str, int | None, str]:

@@ -80,8 +80,7 @@ _GPUS = {
     "h200": (9, 0, 132, 128, 228 * 1024, 50 * 2**20),
     "b200": (10, 0, 148, 128, 228 * 1024, 126 * 2**20),
 }
-# What libtpu wants to know of a machine with TPUs before it is loaded; otherwise it asks the network for it. Another
-# process may hold it at the same time, as nothing runs on a TPU.
+# What libtpu would otherwise ask the network when it is loaded. Another process may hold it, as nothing runs on a TPU.
 _ENVIRONMENT = {
     "TPU_SKIP_MDS_QUERY": "1",
     "TPU_WORKER_HOSTNAMES": "localhost",
@@ -107,10 +106,8 @@ def target(name: str) -> Target:
     """Returns the target of a name: `CHIP:SLICE` for TPUs, `CHIP` or `CHIP:NUMBER` for GPUs.
 
     TPUs also have the names of Cloud TPU's accelerator types, with a number: `"v5e-8"`, `"v5litepod-8"` and `"v6e-8"`
-    have 8 chips, but `"v4-8"` and `"v5p-8"` have 4, since these types count the two cores of a chip.
-
-    Raises:
-      ValueError: an unknown chip, with the known ones and the nearest; a slice that cannot be rented.
+    have 8 chips, but `"v4-8"` and `"v5p-8"` have 4, since these types count the two cores of a chip. Raises
+    `ValueError` for an unknown chip and for a slice that cannot be rented.
 
     Example:
       >>> target("v5e:2x4").count, target("h100").count, target("h100").chip.memory
@@ -125,23 +122,19 @@ def target(name: str) -> Target:
     chip = CHIPS[kind]
     counts = {size: math.prod(map(int, size.split("x"))) for size in chip.slices}
     if typed:
+        number = str(int(typed[2]))
         compact = sorted(counts, key=lambda size: max(map(int, size.split("x"))))
         slices = {str(_CORES.get(kind, 1) * counts[size]): size for size in reversed(compact)}
         what = "cores (two in each chip)" if kind in _CORES else "chips"
-        check_choice(f"number of {what} of {kind}", str(int(typed[2])), sorted(slices, key=int))
-        shape = slices[str(int(typed[2]))]
+        check_choice(f"number of {what} of {kind}", number, sorted(slices, key=int))
+        shape = slices[number]
     shape = shape or ("" if chip.is_tpu else "1")
     check_choice(f"slice of {kind}, such as {kind}:{chip.slices[1]},", shape, chip.slices)
     return Target(kind if shape == "1" else f"{kind}:{shape}", chip, counts[shape])
 
 
 def larger(of: Target, factor: float) -> str | None:
-    """Returns the name of the smallest slice with `factor` times as many chips; None where there is none.
-
-    Example:
-      >>> larger(target("v5e:1x1"), 3.2), larger(target("h100"), 20)
-      ('v5e:2x2', None)
-    """
+    """Returns the name of the smallest slice with `factor` times as many chips; None where there is none."""
     kind = of.name.partition(":")[0]
     slices = (target(f"{kind}:{shape}") for shape in of.chip.slices)
     enough = [(one.count, i, one.name) for i, one in enumerate(slices) if one.count >= factor * of.count]
@@ -151,11 +144,8 @@ def larger(of: Target, factor: float) -> str | None:
 def mesh(name: str | Target) -> Mesh:
     """Returns a mesh with one axis, `"clients"`, of the devices of a target, for `jfcl.sharded`.
 
-    Programs are compiled for it, and cannot run. Environment variables that `libtpu` reads are set if they are not
-    and if this machine has no TPU.
-
-    Raises:
-      ValueError: an unknown target; a compiler that is not installed, or that belongs to another version of JAX.
+    Programs are compiled for it, and cannot run. On a machine without a TPU, environment variables that `libtpu` reads
+    are set. Raises `ValueError` for an unknown target, and for a compiler that is missing or of another version of JAX.
     """
     chosen = target(name) if isinstance(name, str) else name
     if platform() != "tpu":
@@ -165,11 +155,7 @@ def mesh(name: str | Target) -> Mesh:
 
 
 def _devices(chosen: Target) -> list:
-    """Returns the devices of a target, which its compiler describes.
-
-    Raises:
-      ValueError: a compiler that is not installed, of another version than this jax needs, or that fails.
-    """
+    """Returns the devices of a target, which its compiler describes; `ValueError` without the right compiler."""
     if chosen.chip.is_tpu:
         kind, package, wanted = "tpu", "libtpu", _libtpu_of_jax()
         described = {"topology_name": chosen.name} | ({"chips_per_host_bounds": [1, 1, 1]} if chosen.count == 1 else {})
@@ -179,17 +165,17 @@ def _devices(chosen: Target) -> list:
         package = "jax-cuda13-plugin" if _version("jax-cuda13-plugin") else "jax-cuda12-plugin"
         kind, wanted = "cuda", _version("jax")
         described = {"target_config": _description(chosen), "topology": f"1x1x{chosen.count}"}
-    own, found = _version("jax"), _version(package)
-    install = INSTALL[kind].format(own)
-    if found is None:
+    of_jax, version = _version("jax"), _version(package)
+    install = INSTALL[kind].format(of_jax)
+    if version is None:
         raise ValueError(f"target {chosen.name!r} needs the {kind.upper()} compiler: {install}")
-    if wanted is not None and not f"{found}.".startswith(f"{wanted}."):
-        needs = f"jax {own} needs {wanted}"
-        raise ValueError(f"target {chosen.name!r}: {package} is of version {found}, but {needs}: {install}")
+    if wanted is not None and not f"{version}.".startswith(f"{wanted}."):
+        needs = f"jax {of_jax} needs {wanted}"
+        raise ValueError(f"target {chosen.name!r}: {package} is of version {version}, but {needs}: {install}")
     try:
         return _described(kind, package, described)
     except (RuntimeError, AttributeError, ImportError) as error:
-        failed = f"its compiler failed ({package} {found}, jax {own}: {first_line(error)})"
+        failed = f"its compiler failed ({package} {version}, jax {of_jax}: {first_line(error)})"
         raise ValueError(f"target {chosen.name!r}: {failed}; install that of this jax: {install}") from None
 
 
@@ -249,10 +235,7 @@ def not_cached() -> Iterator[None]:
 
 
 def only_compile() -> None:
-    """Keeps JAX from starting the accelerators of this machine, where it has not begun yet: plans need none.
-
-    It is for commands that only plan. Without it, an installed TPU compiler is taken for a TPU, which is searched.
-    """
+    """Keeps JAX, before it is first used, from starting accelerators: an installed TPU compiler is taken for a TPU."""
     for variable, value in _ENVIRONMENT.items():
         os.environ.setdefault(variable, value)
     if jax.config.jax_platforms is None:
