@@ -2,9 +2,9 @@
 
 The order of the steps keeps test data out of training. First the examples are split into a training and a test pool:
 the official test split where there is one, else `test_fraction` of the examples, stratified by label. If clients are
-writers, a writer's test examples are those of the official test split; a writer without any there is tested on
-`test_fraction` of its own. Only then are examples divided among clients and transformed. So an example of the data set
-that a client trains on is in no client's test data, under any transformation.
+writers, a writer's test examples are those of the official test split, or `test_fraction` of its own without any. Only
+then are examples divided among clients and transformed. So an example that a client trains on is in no client's test
+data, under any transformation.
 
 `jfcl.data.build` stacks the clients in memory; `jfcl.data.generate_store` writes them to a folder.
 """

@@ -31,8 +31,7 @@ def tokenize(dataset: Dataset, *, vocab_size: int = 10_000, length: int = 32) ->
 
     Args:
       dataset: a data set of strings (`load("ag_news")`, `load("tiny_shakespeare")`).
-      vocab_size: number of ids in all, at least 3.
-      length: tokens per row, `L`; at least 2 for characters.
+      vocab_size, length: number of ids in all, at least 3, and tokens per row, at least 2 for characters.
 
     Returns:
       `(dataset, vocabulary)`: `x` is int32 `[n, L]`; `vocabulary[id]` is the token of an id.

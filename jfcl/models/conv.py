@@ -4,22 +4,19 @@
 `flax.nnx.Conv`. It computes the same numbers in a form that depends on the platform, and on a CPU on the mapping of
 clients:
 
-* One client at a time on a CPU (`chunked(1)`, the default there): XLA's CPU backend does not rearrange convolutions
-  inside a loop for its fast kernels (jax issue 12868), so the gradients of `lax.conv`, transposed convolutions, run at
-  a twentieth of the speed. Here both gradients are themselves plain NHWC x HWIO convolutions, which need no
-  rearrangement.
-* Under `vmap` over clients with their own weights, a convolution becomes one with a group per client, for which a CPU
-  has no fast kernel. There it becomes patches times weights, one batched matrix product.
-* Under `vmap` with shared weights (several clients, one model), clients join the batch axis.
-* On a TPU it is `lax.conv_general_dilated` with the gradients of JAX. The compiler predicts that a group per client is
-  the fastest form there: patches move many times as many bytes.
-* On a GPU, too, but for two cases under `vmap` over clients with their own weights, in which cuDNN's groups are slow
-  (measured on an H100): inputs of few channels, and gradients with respect to weights. Both become a batched matrix
-  product of windows of the input.
+* One client at a time on a CPU: XLA does not rearrange convolutions inside a loop for its fast kernels (jax issue
+  12868), so the gradients of `lax.conv`, transposed convolutions, run at a twentieth of the speed. Here both gradients
+  are plain NHWC x HWIO convolutions.
+* Under `vmap` over clients with their own weights, for which a CPU has no fast kernel: patches times weights, one
+  batched matrix product. With shared weights, clients join the batch axis.
+* On a TPU: `lax.conv_general_dilated` with the gradients of JAX. The compiler predicts that it is the fastest form
+  there: patches move many times as many bytes.
+* On a GPU, too, but for two cases under `vmap` with own weights, in which cuDNN's groups are slow (measured on an
+  H100): inputs of few channels, and gradients with respect to weights. Both become a batched matrix product of windows
+  of the input.
 
-Two kinds need none of this. A 1 x 1 convolution is a matrix product, on every platform and under every mapping. A
-depthwise convolution (a kernel per channel) multiplies no matrices: on a CPU, where XLA has no fast kernel for its
-groups, it is a sum of shifted images, each times a number per channel.
+A 1 x 1 convolution is a matrix product everywhere. A depthwise convolution (a kernel per channel) is, on a CPU, a sum
+of shifted images, each times a number per channel.
 """
 
 from __future__ import annotations

@@ -79,12 +79,7 @@ def _booleans(module: Any) -> dict[str, bool]:
 
 
 def check_flag(module: Any, name: str, training: dict[str, bool], draws: Callable[[dict[str, bool]], bool]) -> None:
-    """Refuses a module that draws nothing in training, but does with a boolean argument of another name.
-
-    Args:
-      training: the arguments in training.
-      draws: whether the module draws random numbers with such arguments.
-    """
+    """Refuses a module that draws random numbers, in training, only with a boolean argument of another name."""
     for argument, default in _booleans(module).items():
         if argument not in training and draws(training | {argument: not default}):
             names = ", ".join(IS_NOT_TRAINING if default else IS_TRAINING)

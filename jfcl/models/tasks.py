@@ -42,8 +42,8 @@ def task(
     Args:
       init, apply, cost, correct, mix, statistics: as in `jfcl.Task`; `cost` stands in place of `kind`.
       kind: `"classification"`: cross-entropy of integer labels, logits `[B, num_classes]`, accuracy of the largest one.
-        `"regression"`: squared error of outputs of the targets' shape, summed over those of an example; no accuracy.
-        A mixture has the logarithm of the mean of the probabilities, and the mean of the values.
+        `"regression"`: squared error of outputs of the targets' shape, summed over those of an example; no accuracy. A
+        mixture has the logarithm of the mean of the probabilities, and the mean of the values.
       half: 1/2 of the squared error, for a regression.
       train: `(key, params, x [B, ...], real [B]) -> (outputs, params)`, the model in training: `key` draws its random
         numbers, `real` marks the examples that are no padding, and the returned parameters have new statistics.
@@ -51,10 +51,6 @@ def task(
 
     Returns:
       `Task`; its batches are `{"x": [B, ...], "y": [B, ...]}`, or have what `cost` reads.
-
-    Raises:
-      ValueError: an unknown `kind`; both `kind` and `cost`, or neither; `half` without a regression; statistics without
-        `train`.
 
     Example:
       >>> import jax.numpy as jnp
@@ -158,9 +154,7 @@ def network(
 ) -> Network:
     """Returns the functions of a module, with the arguments of `classification`; `dtype` is that of the inputs.
 
-    Raises:
-      ValueError: a network of `jfcl.models` for images with their channels first; a module that fails on a batch of
-        inputs, or returns more than one array; those of `classification`.
+    A network of `jfcl.models` for images with their channels first is refused.
     """
     name, kind = module_name(module), type(module)
     is_class = isinstance(module, type) and issubclass(module, nn.Module)

@@ -41,9 +41,7 @@ def ends_in_softmax(jaxpr: Any) -> bool:
 def explained(name: str, x: Any) -> Iterator[None]:
     """Names the batch `x` in errors of the module `name`.
 
-    Raises:
-      ValueError: for the type errors of JAX, the errors of flax, and divisions by zero. Others stay as they are, with a
-        note.
+    Type errors of JAX, errors of flax, and divisions by zero become `ValueError`; others stay as they are, with a note.
     """
     batch = f"a batch of inputs [{', '.join(map(str, ('B', *x.shape[1:])))}], here {x.shape} {x.dtype}"
     try:
