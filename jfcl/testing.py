@@ -154,6 +154,16 @@ def pad_clients(clients: Clients, extra: int) -> Clients:
     return Clients(examples, np.pad(clients.size, rows), ids)
 
 
+class _Trial(NamedTuple):
+    """A method on a problem: `compiled` has `init` and `step` compiled, `whole` is its state after four rounds."""
+
+    algorithm: Algorithm
+    compiled: Algorithm
+    clients: Clients
+    key: jax.Array
+    whole: Any
+
+
 def _rounds(algorithm: Algorithm, key: jax.Array, state: Any, clients: Clients, first: int, last: int) -> Any:
     """Runs the rounds `first` to `last`, with the keys of a simulation."""
     for t in range(first, last + 1):
@@ -161,9 +171,9 @@ def _rounds(algorithm: Algorithm, key: jax.Array, state: Any, clients: Clients, 
     return state
 
 
-def _run(algorithm: Algorithm, key: jax.Array, clients: Clients) -> Any:
-    """Returns the state after four rounds from `init`."""
-    return _rounds(algorithm, key, algorithm.init(jax.random.fold_in(key, 0), clients), clients, 1, 4)
+def _run(algorithm: Algorithm, key: jax.Array, clients: Clients, num_rounds: int = 4) -> Any:
+    """Returns the state after rounds from `init`."""
+    return _rounds(algorithm, key, algorithm.init(jax.random.fold_in(key, 0), clients), clients, 1, num_rounds)
 
 
 def _compiled(algorithm: Algorithm) -> Algorithm:
@@ -178,10 +188,13 @@ def _check_signature(algorithm: Any) -> None:
         assert count == wanted, f"init takes (key, clients) and step (key, state, clients); one takes {count} arguments"
 
 
-def _check_state_and_metrics(
-    algorithm: Algorithm, state: Any, new: Any, metrics: dict[str, jax.Array], clients: Clients
-) -> None:
-    """Checks the states before and after a round, and the metrics of the round."""
+def _check_first_round(algorithm: Algorithm, compiled: Algorithm, key: jax.Array, clients: Clients) -> None:
+    """Checks the states before and after a round, its metrics, and a second call: without compilation, the same bits.
+
+    Eager and compiled results are equal up to rounding.
+    """
+    state = compiled.init(key, clients)
+    new, metrics = compiled.step(key, state, clients)
     check_served(algorithm, state, clients)
     shapes = [jax.tree.map(lambda x: (x.shape, x.dtype), s) for s in (state, new)]
     assert shapes[0] == shapes[1], f"step must keep the state's shapes and types: {shapes[0]} became {shapes[1]}"
@@ -193,11 +206,6 @@ def _check_state_and_metrics(
     if served.to is not None:
         check_clusters(np.asarray(served.to), jax.tree.leaves(served.models)[0].shape[0])
 
-
-def _check_second_call(
-    algorithm: Algorithm, compiled: Algorithm, key: jax.Array, state: Any, new: Any, clients: Clients
-) -> None:
-    """Checks that a second call compiles nothing and returns the same bits, and that `jit` changes no result."""
     with count_compilations() as compilations:
         again, _ = compiled.step(key, compiled.init(key, clients), clients)
         compiled.step(key, again, clients)
@@ -206,9 +214,10 @@ def _check_second_call(
     _assert_equal(new, algorithm.step(key, state, clients)[0], "eager and compiled", tolerance=1e-5)
 
 
-def _check_resumption(algorithm: Algorithm, compiled: Algorithm, key: jax.Array, whole: Any, clients: Clients) -> None:
+def _check_resumption(trial: _Trial) -> None:
     """Checks four rounds against a run resumed after two, and against the rounds in one `lax.scan`."""
-    stopped = _rounds(compiled, key, compiled.init(jax.random.fold_in(key, 0), clients), clients, 1, 2)
+    algorithm, compiled, clients, key, whole = trial
+    stopped = _run(compiled, key, clients, 2)
     stopped = jax.tree.map(lambda x: jnp.asarray(np.asarray(x)), stopped)  # through host memory, as in a checkpoint
     resumed = _rounds(compiled, key, stopped, clients, 3, 4)
     _assert_equal(whole, resumed, "a resumed run must equal an uninterrupted one")
@@ -216,19 +225,18 @@ def _check_resumption(algorithm: Algorithm, compiled: Algorithm, key: jax.Array,
     _assert_equal(whole, scan(clients._replace(id=None)), "rounds as one `lax.scan`", tolerance=1e-4)
 
 
-def _check_mappings(make: Callable[[Any], Algorithm], key: jax.Array, whole: Any, clients: Clients) -> None:
+def _check_mappings(trial: _Trial, make: Callable[[Any], Algorithm]) -> None:
     """Checks that `make(client_axis)` gives the same results for every mapping."""
     parts = sharded(client_mesh(2), chunked(3)) if len(jax.devices()) > 1 else chunked(3)
     others = [axis for axis in (jax.vmap, chunked(1)) if axis != auto()]  # without the methods' default
     for axis in [*others, parts]:
-        mapped = _run(_compiled(make(axis)), key, clients)
-        _assert_equal(whole, mapped, f"client_axis={axis}", tolerance=1e-4)
+        mapped = _run(_compiled(make(axis)), trial.key, trial.clients)
+        _assert_equal(trial.whole, mapped, f"client_axis={axis}", tolerance=1e-4)
 
 
-def _check_padding(
-    compiled: Algorithm, key, whole: Any, clients: Clients, of_examples: float, of_clients: float
-) -> None:
+def _check_padding(trial: _Trial, of_examples: float, of_clients: float) -> None:
     """Checks that padding changes nothing, up to the tolerances, also with the clients divided among devices."""
+    _, compiled, clients, key, whole = trial
     padded = _run(compiled, key, pad_examples(clients, 2, np.nan))
     padded = jax.tree.map(lambda w, p: p if w.shape == p.shape else p[:, : w.shape[1]], whole, padded)  # kept examples
     _assert_equal(whole, padded, "padding examples must not change a bit", tolerance=of_examples)
@@ -240,20 +248,21 @@ def _check_padding(
     models = jax.tree.map(lambda p: p[:n], of_more.models) if served.to is None else of_more.models
     _assert_equal(served.models, models, "padding clients must not change a model", tolerance=of_clients)
     rows = [one._replace(models=(), personal=(), active=None) for one in (served, of_more)]
-    kept = jax.tree.map(lambda x: x[:n], rows[1])
-    _assert_equal(rows[0], kept, "padding clients must not change a cluster")
-    kept = jax.tree.map(lambda x: x[:n], of_more.personal)
-    _assert_equal(served.personal, kept, "padding clients must not change personal parameters", tolerance=of_clients)
+    rows[1], personal = jax.tree.map(lambda x: x[:n], (rows[1], of_more.personal))
+    _assert_equal(*rows, "padding clients must not change a cluster")
+    _assert_equal(
+        served.personal, personal, "padding clients must not change personal parameters", tolerance=of_clients
+    )
     if len(jax.devices()) > 1:  # as `sharded` places them, with any mapping inside the method
         divided = _run(compiled, key, place(sharded(client_mesh(2)), even))
         _assert_equal(more, divided, "divided among two devices", tolerance=1e-4)
 
 
-def _check_order(compiled: Algorithm, key: jax.Array, whole: Any, clients: Clients) -> None:
+def _check_order(trial: _Trial) -> None:
     """Checks that the order of the clients does not matter."""
-    order = np.random.default_rng(1).permutation(num_clients(clients))
-    shuffled = _run(compiled, key, jax.tree.map(lambda x: x[order], clients))
-    first, second = (_of_clients(compiled.serve(state, None)) for state in (whole, shuffled))
+    order = np.random.default_rng(1).permutation(num_clients(trial.clients))
+    shuffled = _run(trial.compiled, trial.key, jax.tree.map(lambda x: x[order], trial.clients))
+    first, second = (_of_clients(trial.compiled.serve(state, None)) for state in (trial.whole, shuffled))
     first = jax.tree.map(lambda x: x[order], first)
     _assert_equal(first, second, "clients in another order", tolerance=1e-4)
 
@@ -267,10 +276,9 @@ def _of_clients(served: Served) -> tuple[PyTree, PyTree]:
     return jax.tree.map(lambda p: jnp.tensordot(served.to, p, 1), served.models), served.personal
 
 
-def _check_seeds(
-    algorithm: Algorithm, compiled: Algorithm, clients: Clients, cluster: np.ndarray, recovers: bool, num_rounds: int
-) -> None:
-    """Checks four seeds under `vmap` against single runs and, with `recovers`, that one of them finds `cluster`."""
+def _check_seeds(trial: _Trial, cluster: np.ndarray | None, num_rounds: int) -> None:
+    """Checks four seeds under `vmap` against single runs and, unless `cluster` is None, that one of them finds it."""
+    algorithm, compiled, clients, _, _ = trial
     keys = jax.vmap(jax.random.key)(jnp.arange(4, dtype=jnp.uint32))
     many = jax.jit(jax.vmap(lambda key: algorithm.init(jax.random.fold_in(key, 0), clients)))(keys)
     advance = jax.jit(
@@ -281,16 +289,15 @@ def _check_seeds(
     for s in range(2):
         one = jax.tree.map(lambda x, s=s: x[s], many)
         _assert_equal(_run(compiled, keys[s], clients), one, f"seed {s} under vmap", tolerance=1e-4)
-    if not recovers:
+    if cluster is None:
         return
     for t in range(5, num_rounds + 1):
         many = advance(keys, t, many)
     served = jax.vmap(lambda state: algorithm.serve(state, None))(many)
     found = found_clusters(served, (len(keys), num_clients(clients)))
     same = (cluster[:, None] == cluster[None, :])[None]
-    assert ((found[:, :, None] == found[:, None, :]) == same).all(axis=(1, 2)).any(), (
-        f"no seed found the clusters {cluster.tolist()}: {found.tolist()}"
-    )
+    recovered = ((found[:, :, None] == found[:, None, :]) == same).all(axis=(1, 2)).any()
+    assert recovered, f"no seed found the clusters {cluster.tolist()}: {found.tolist()}"
 
 
 def check_algorithm(
@@ -340,15 +347,11 @@ def check_algorithm(
 
     # Compilation dominates the time: `init` and `step` compile once per shape of the clients; rounds loop in Python.
     compiled = _compiled(algorithm)
-    state = compiled.init(key, clients)
-    new, metrics = compiled.step(key, state, clients)
-    _check_state_and_metrics(algorithm, state, new, metrics, clients)
-    _check_second_call(algorithm, compiled, key, state, new, clients)
-
-    whole = _run(compiled, key, clients)
-    _check_resumption(algorithm, compiled, key, whole, clients)
+    _check_first_round(algorithm, compiled, key, clients)
+    trial = _Trial(algorithm, compiled, clients, key, _run(compiled, key, clients))
+    _check_resumption(trial)
     if "client_axis" in inspect.signature(make_algorithm).parameters:
-        _check_mappings(lambda axis: make_algorithm(task, training, client_axis=axis), key, whole, clients)
-    _check_padding(compiled, key, whole, clients, examples_tolerance, padding_tolerance)
-    _check_order(compiled, key, whole, clients)
-    _check_seeds(algorithm, compiled, clients, cluster, recovers, num_rounds)
+        _check_mappings(trial, lambda axis: make_algorithm(task, training, client_axis=axis))
+    _check_padding(trial, examples_tolerance, padding_tolerance)
+    _check_order(trial)
+    _check_seeds(trial, cluster if recovers else None, num_rounds)

@@ -481,7 +481,8 @@ def test_a_run_that_goes_on_is_not_finished(finished, tmp_path, capsys):
     run = tmp_path / "run"
     shutil.copytree(finished / "fedavg", run)
     more = ["run", "fedavg", *QUICK[:4], "--rounds", "9", *QUICK[6:], "--seeds", "2", "--out", str(run), "--resume"]
-    folder = RunFolder.reopen(run, json.loads((run / "config.json").read_text()) | {"num_rounds": 9})
+    config = json.loads((run / "config.json").read_text()) | {"num_rounds": 9}
+    folder = RunFolder.open(run, config, resume=True)
     assert cli.main(["compare", str(run)]) == 0  # nothing has changed yet
     folder.begin()  # and then it is killed
     folder.close()

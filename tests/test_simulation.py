@@ -443,7 +443,7 @@ NAMED_BACKWARDS = jax.tree.map(lambda x: x[::-1], NAMED)
         ({"num_rounds": 0}, "num_rounds must be an integer, at least 1, got 0"),
         ({"eval_every": 0}, "eval_every"),
         ({"serve": "lost"}, "did you mean 'loss'"),
-        ({"config": {"key": "a"}, "out": "nowhere"}, "config must be without: what identifies the run has this name"),
+        ({"config": {"key": "a"}, "out": "nowhere"}, "config must be without these names, which identify the run"),
         ({"true_cluster": np.zeros(3)}, r"true_cluster must be of shape \(7,\)"),
         ({"true_cluster": np.full(7, -1)}, "true_cluster must be known of one client at least, got .-1 for all"),
         ({"test_clients": Clients({"x": np.zeros((2, 1, 4), np.float32)}, np.ones(2, np.int32))}, "of as many clients"),
@@ -452,7 +452,7 @@ NAMED_BACKWARDS = jax.tree.map(lambda x: x[::-1], NAMED)
         ({"seeds": [1, 1], "key": jax.random.split(jax.random.key(0))}, "seeds must be different integers"),
         ({"stop_after": 0}, "stop_after must be an integer, at least 1, got 0"),
         ({"resume": True}, "out must be the folder of the run to resume"),
-        ({"checkpoint_seconds": "5"}, "checkpoint_seconds must be a number, at least 0, got '5'"),
+        ({"checkpoint_seconds": "5"}, "checkpoint_seconds must be of type float, got '5'"),
         ({"checkpoint_seconds": float("nan")}, "checkpoint_seconds must be a number"),
         ({"config": ["a"]}, "config must be a dict"),
         ({"key": jax.random.split(KEY, 0)}, "key must be one key, or a vector of keys"),
@@ -618,7 +618,7 @@ def test_what_is_compiled_within_something_else_is_counted_once(monkeypatch):
     with watch.CompileClock() as clock:
         for end, duration in [(2, 1), (3, 0.5), (4, 3.5), (6, 1), (7, 4)]:  # the last reaches into the one before it
             now[0] = end
-            clock._listen("/jax/core/compile/x", duration)
+            clock.listen("/jax/core/compile/x", duration)
     assert clock.seconds == 6.5  # from 0.5 to 7
 
 

@@ -266,7 +266,7 @@ def test_other_sweeps_are_refused_and_nothing_changes():
             sweep(**{"grid": {"lr": [0.1]}, "out": "out", "resume": True} | change)
         assert {p: p.read_bytes() for p in Path("out").rglob("*") if p.is_file()} == before
     with pytest.raises(ValueError, match="out holds a sweep already; choose a new or empty folder"):
-        RunFolder.create("out", {})
+        RunFolder.open("out", {})
     assert {p: p.read_bytes() for p in Path("out").rglob("*") if p.is_file()} == before
     Path("run").mkdir()
     Path("run/config.json").write_text("{}")
@@ -293,7 +293,7 @@ def test_other_sweeps_are_refused_and_nothing_changes():
         ({"lr": [0.1]}, {"traced": ["rl"]}, "unknown traced 'rl': did you mean 'lr'?"),
         ({"lr": [0.1], "weights": ["size"]}, {"traced": ["weights"]}, "traced: weights must be numbers"),
         ({"lr": [0.1]}, {"metric": "perplexity"}, "metric must be one that the task has"),
-        ({"lr": [0.1]}, {"metric": "acuracy"}, "metric must be one of accuracy"),
+        ({"lr": [0.1]}, {"metric": "acuracy"}, "unknown metric"),
         ({"lr": [0.1]}, {"held_out": jfcl.Clients(HELD_OUT.examples, HELD_OUT.size[:1])}, "held_out.size must be"),
         ({"lr": [0.1]}, {"seeds": [1]}, "seeds must be different integers, one for each of the 2 keys"),
         ({"lr": [0.1]}, {"at_once": 0}, "at_once must be an integer, at least 1, got 0"),
@@ -476,7 +476,7 @@ def test_seeds_have_a_default_which_the_help_names(capsys, monkeypatch):
 
 def test_texts_of_best_toml_are_read_back():
     config = Config("ifca", dataset='a"b\\c\n\x7fé漢🙂', share="Dense_0", relative=None, seed=3, lr=0.1)
-    cell = jfcl.simulation.grid_results.Cell({"lr": 0.25}, [], {"loss": 1.0}, {})
+    cell = jfcl.simulation.grid.Cell({"lr": 0.25}, [], {"loss": 1.0}, {})
     found = jfcl.Sweep({"lr": [0.25]}, [cell], "loss", 0, 0.0, 0.0)
     read = tomllib.loads(sweeps.best_toml(config, found))
     assert read == {"method": "ifca", "dataset": config.dataset, "share": "Dense_0", "lr": 0.25, "seed": 3}

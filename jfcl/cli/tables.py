@@ -18,7 +18,7 @@ from jfcl.methods import METHODS
 from jfcl.planning import targets
 from jfcl.planning.plan import Plan
 from jfcl.robust import attacks
-from jfcl.simulation.grid_results import METRICS, Sweep
+from jfcl.simulation.grid import METRICS, Sweep
 from jfcl.training.augment import AUGMENTATIONS
 
 LOOK = {"box": SIMPLE_HEAD, "show_edge": False, "title_justify": "left", "title_style": ""}  # of a table

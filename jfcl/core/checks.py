@@ -35,27 +35,13 @@ def check(ok: Any, argument: str, value: Any, accepted: str) -> None:
 
 
 def shown(value: Any) -> str:
-    """Returns `repr(value)`, without the middle part where it is long, so that messages stay readable.
-
-    Example:
-      >>> shown("ifca"), len(shown("x" * 10**6)) <= SHOWN
-      ("'ifca'", True)
-    """
+    """Returns `repr(value)`, without the middle part where it is long, so that messages stay readable."""
     text = f"an integer of {value.bit_length()} bits" if type(value) is int and abs(value) >= 10**SHOWN else repr(value)
     return text if len(text) <= SHOWN else f"{text[: SHOWN // 2]}...{text[-SHOWN // 4 :]}"
 
 
 def check_count(argument: str, value: Any, *, least: int = 1, most: int = INT32_MAX) -> None:
-    """Checks that a value is an integer from `least` to `most`, by default the largest of int32.
-
-    Raises:
-      ValueError: it is not.
-
-    Example:
-      >>> check_count("num_rounds", 2**31)
-      Traceback (most recent call last):
-      ValueError: num_rounds must be an integer, at least 1 and at most 2147483647, got 2147483648
-    """
+    """Raises `ValueError` unless a value is an integer from `least` to `most`, by default the largest of int32."""
     integer = _is_integer(value)
     above = f" and at most {most}" if integer and value > most else ""
     check(integer and least <= value <= most, argument, value, f"an integer, at least {least}{above}")
@@ -78,10 +64,7 @@ def _is_integer(value: Any) -> bool:
 
 
 def check_choice(argument: str, value: Any, choices: Iterable[str]) -> None:
-    """Checks that a value is one of `choices`.
-
-    Raises:
-      ValueError: it is not; the message names the nearest choice.
+    """Raises `ValueError`, which names the nearest choice, unless a value is one of `choices`.
 
     Example:
       >>> check_choice("method", "ifac", ["fedavg", "ifca"])
@@ -96,10 +79,7 @@ def check_choice(argument: str, value: Any, choices: Iterable[str]) -> None:
 
 
 def check_finite(tree: Any, name: str) -> None:
-    """Checks that the concrete arrays of `tree` hold neither NaN nor infinity; arrays of other processes pass.
-
-    Raises:
-      ValueError: an array does; the message names its path.
+    """Raises `ValueError` for NaN or infinity in an array of `tree`; tracers and arrays of other processes pass.
 
     Example:
       >>> check_finite({"a": np.ones(2), "b": np.array([1, np.nan])}, "init_params")
@@ -107,22 +87,16 @@ def check_finite(tree: Any, name: str) -> None:
       ValueError: init_params['b'] must be finite, got NaN or infinity
     """
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
-        if is_concrete(leaf) and getattr(leaf, "is_fully_addressable", True):
-            fits = not jnp.issubdtype(jnp.result_type(leaf), jnp.inexact) or np.isfinite(np.asarray(leaf)).all()
-            if not fits:
-                raise ValueError(f"{name}{jax.tree_util.keystr(path)} must be finite, got NaN or infinity")
+        is_real = is_concrete(leaf) and jnp.issubdtype(jnp.result_type(leaf), jnp.inexact)
+        if is_real and getattr(leaf, "is_fully_addressable", True) and not np.isfinite(np.asarray(leaf)).all():
+            raise ValueError(f"{name}{jax.tree_util.keystr(path)} must be finite, got NaN or infinity")
 
 
 def check_apart(name: str, columns: Any) -> None:
-    """Checks that float32, in which models compute, tells apart the numbers of each column.
+    """Raises `ValueError` unless float32, in which models compute, tells apart the numbers of each column.
 
-    Args:
-      name: of the numbers in errors.
-      columns: `[n]` or `[n, columns]`.
-
-    Raises:
-      ValueError: different integers, or numbers close to each other for their size, become equal. Errors of rounding in
-        float64 are no differences.
+    Different integers, or numbers close to each other for their size, must not become equal; those that differ by
+    rounding in float64 may. `columns` are `[n]` or `[n, columns]`.
 
     Example:
       >>> check_apart("x", 1.7e9 + np.arange(3.0))
@@ -155,7 +129,7 @@ def check_apart(name: str, columns: Any) -> None:
 
 
 def check_held(name: str, array: np.ndarray, real: np.ndarray | None = None, *, each: int | None = None) -> None:
-    """Checks that numbers are finite and within the range of their type in JAX, which has 32 bits by default.
+    """Raises `ValueError` unless numbers are finite and in the range of their type in JAX, of 32 bits by default.
 
     Args:
       name: of the numbers in errors.
@@ -195,12 +169,7 @@ def check_unmasked(name: str, values: Any) -> None:
 
 
 def held_type(dtype: np.dtype) -> np.dtype:
-    """Returns the type of NumPy, as JAX knows it, for numbers of a type: in the machine's byte order, without float128.
-
-    Example:
-      >>> held_type(np.dtype(">f4")) == np.float32, held_type(np.dtype(np.longdouble)) == np.float64
-      (True, True)
-    """
+    """Returns the type of NumPy, as JAX knows it, for a type: in the machine's byte order, float64 for float128."""
     return np.dtype(np.float64) if dtype == np.longdouble else dtype if dtype.isnative else dtype.newbyteorder("=")
 
 
@@ -212,12 +181,7 @@ def check_key(key: Any) -> None:
 
 
 def in_plane(shape: tuple[int, ...], plane: tuple[int, int], name: str) -> bool:
-    """Returns whether an array has the height and width of the images beside it, so that it must move with them.
-
-    Args:
-      shape: of the array, `[n, ...]`.
-      plane: height and width of the images.
-      name: of the array, for errors.
+    """Returns whether an array `[n, ...]` has the height and width `plane` of the images beside it, and must move too.
 
     Raises:
       ValueError: an array of another resolution or with its channels first, which may or may not be such a map.

@@ -25,15 +25,9 @@ def max_examples(clients: Clients) -> int:
 
 
 def shape_struct(x: Any, shape: tuple[int, ...], sharding: Any = None) -> jax.ShapeDtypeStruct:
-    """Returns a shape with the type that the array `x`, which may be one of NumPy, has on a device.
-
-    Example:
-      >>> shape_struct(np.zeros(3, np.int64), (2, 3)).dtype
-      dtype('int32')
-    """
-    return jax.ShapeDtypeStruct(
-        shape, jax.dtypes.canonicalize_dtype(x.dtype, allow_extended_dtype=True), sharding=sharding
-    )
+    """Returns a shape with the type that the array `x`, which may be one of NumPy, has on a device."""
+    dtype = jax.dtypes.canonicalize_dtype(x.dtype, allow_extended_dtype=True)
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
 
 
 def client_shapes(clients: Clients, count: int) -> Clients:
@@ -145,16 +139,7 @@ def check_clients(clients: Clients, *, name: str = "clients", allow_empty: bool 
 
 
 def check_at_most_clients(argument: str, value: int | None, count: int) -> None:
-    """Checks that a number of clusters or clients, where one is given, is at most the number of clients.
-
-    Raises:
-      ValueError: it is larger.
-
-    Example:
-      >>> check_at_most_clients("num_clusters", 5, 3)
-      Traceback (most recent call last):
-      ValueError: num_clusters must be at most the 3 clients there are, got 5
-    """
+    """Raises `ValueError` for a number of clusters or clients above the number `count` of clients; None passes."""
     check(value is None or value <= count, argument, value, f"at most the {count} clients there are")
 
 
@@ -171,12 +156,7 @@ def check_labels(clients: Clients, num_classes: int, *, name: str = "clients") -
 
 
 def check_examples(clients: Clients, task: Task, *, name: str = "clients") -> None:
-    """Checks that examples have the arrays that `task.reads`, and inputs of a shape that the model accepts.
-
-    Raises:
-      ValueError: examples that are no dict with these names (tuples, lists, "image" and "label"); inputs for which the
-        model's computation fails, with both shapes.
-    """
+    """Raises `ValueError` unless examples have the arrays that `task.reads`, and inputs that the model accepts."""
     examples, names = clients.examples, " and ".join(map(repr, task.reads))
     if not task.reads:
         return

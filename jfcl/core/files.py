@@ -107,8 +107,7 @@ def new_folder(path: Path) -> Iterator[Path]:
     """
 
     def check_new() -> None:
-        there = path.exists() or path.is_symlink()  # also one to nothing
-        check(not there, "path", str(path), "a folder that is not there yet")
+        check(not os.path.lexists(path), "path", str(path), "a folder that is not there yet")
 
     check_new()
     try:
@@ -223,26 +222,26 @@ def read_json(path: Path, *, sealed: bool = True, check_format: int | None = Non
       ValueError: the file is missing, no JSON object, of another format, without its digest, or differs from it.
     """
     try:
-        with reader(path) as file:
-            size = os.fstat(file.fileno()).st_size
-            content = file.read() if size <= MOST_JSON else b""
+        file = reader(path)
     except FileNotFoundError:
         raise ValueError(f"{path} is missing") from None
     try:
-        if size > MOST_JSON:
-            raise ValueError(f"it must have at most {MOST_JSON} bytes, got {size}")
-        value = json.loads(content)
+        with file:
+            size = os.fstat(file.fileno()).st_size
+            if size > MOST_JSON:
+                raise ValueError(f"it must have at most {MOST_JSON} bytes, got {size}")
+            value = json.load(file)
+        if not isinstance(value, dict):
+            raise ValueError(f"it must hold names and values, got {type(value).__name__}")
+        if sealed and "sha256" not in value:
+            raise ValueError("it lacks its digest")
+        if sealed and value["sha256"] != _digest_of(value):
+            raise ValueError("its content differs from its digest")
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is damaged: {error}") from None
-    if not isinstance(value, dict):
-        raise ValueError(f"{path} is damaged: it must hold names and values, got {type(value).__name__}")
     if check_format is not None:
         found = value.get("format")
         check(found == check_format, f"format of {path}", found, f"{check_format}, as jfcl writes it")
-    if sealed and "sha256" not in value:
-        raise ValueError(f"{path} is damaged: it lacks its digest")
-    if sealed and value["sha256"] != _digest_of(value):
-        raise ValueError(f"{path} is damaged: its content differs from its digest")
     return value
 
 

@@ -27,22 +27,12 @@ def _table() -> dict[str, Any]:
 
 
 def flag_of(name: str) -> str:
-    """Returns the flag of an option.
-
-    Example:
-      >>> flag_of("local_steps")
-      '--local-steps'
-    """
+    """Returns the flag of an option, such as `--local-steps`."""
     return "--" + name.replace("_", "-")
 
 
 def note_on(option: str) -> str:
-    """Returns a note on the unit of an option that others give in another one, with its brackets; else an empty text.
-
-    Example:
-      >>> note_on("cohort")
-      ' (a number of clients, not a share)'
-    """
+    """Returns a note, in brackets, on the unit of an option that others give in another one; else an empty text."""
     note = _table()["notes"].get(option)
     return f" ({note})" if note else ""
 

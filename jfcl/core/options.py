@@ -2,8 +2,8 @@
 
     def method(task, training, *, min_size: Annotated[int, Range(1)] = 1, linkage: Annotated[str, OneOf(LINKAGES)]):
 
-A keyword-only argument is an option where its annotation names `bool`, `int`, `float` (or `Real`) or `str`. The
-command line, the types in configuration files and the checks of single values are derived from these declarations.
+A keyword-only argument is an option where its annotation names `bool`, `int`, `float` (or `Real`) or `str`, and beside
+them `None` alone. Flags, the types in configuration files and the checks of single values are derived from these.
 """
 
 from __future__ import annotations
@@ -148,31 +148,6 @@ def check_real(name: str, value: Any, *, infinite: bool = False) -> None:
     check(value == 0 or abs(value) >= smallest, name, value, f"0, or at least {smallest:.3g} in float32")
 
 
-def read_hint(hint: Any) -> tuple[type, bool, tuple] | None:
-    """Splits an annotation into the type of its values, whether `None` is among them, and the metadata.
-
-    Returns:
-      `(kind, optional, metadata)`; `None` for an annotation of arrays, functions or anything else that has no flag.
-
-    Example:
-      >>> read_hint(typing.Annotated[int | None, Range(2, 9)])
-      (<class 'int'>, True, (Range(least=2, most=9),))
-    """
-    members, metadata = _members(hint), getattr(hint, "__metadata__", ())
-    kind = next((kind for kind in CLASSES if kind in members), None)
-    return None if kind is None else (kind, type(None) in members, metadata)
-
-
-def accepts_tracers(hint: Any) -> bool:
-    """Returns whether an annotation names JAX arrays beside the type of its values, as `Real` does."""
-    return jax.Array in _members(hint)
-
-
-def _words(hint: Any) -> tuple[str, ...]:
-    """Returns the texts that an annotation accepts by `Literal`."""
-    return tuple(w for m in _members(hint) if typing.get_origin(m) is typing.Literal for w in typing.get_args(m))
-
-
 def _members(hint: Any) -> tuple:
     """Returns the types that an annotation accepts."""
     hint = hint.__origin__ if hasattr(hint, "__metadata__") else hint
@@ -181,7 +156,13 @@ def _members(hint: Any) -> tuple:
 
 @functools.cache
 def options_of(function: Callable) -> dict[str, Option]:
-    """Returns the options among the keyword-only arguments of a function, or the attributes of a class."""
+    """Returns the options among the keyword-only arguments of a function, or the attributes of a class.
+
+    Example:
+      >>> def method(*, linkage: typing.Annotated[str | None, OneOf(("single", "complete"))] = None, task: Any): ...
+      >>> [(option.kind, option.optional) for option in options_of(method).values()]
+      [(<class 'str'>, True)]
+    """
     hints, texts = typing.get_type_hints(function, include_extras=True), argument_texts(function)
     if isinstance(function, type):
         defaults = {name: vars(function)[name] for name in function.__annotations__}
@@ -190,14 +171,17 @@ def options_of(function: Callable) -> dict[str, Option]:
         defaults = {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
     found = {}
     for name, default in defaults.items():
-        read = read_hint(hints.get(name))
-        if read is not None:
-            default = None if default is inspect.Parameter.empty else default
-            arrays, of_text = accepts_tracers(hints[name]), read[0] is str
-            of_arrays = arrays and not of_text, arrays and of_text
-            found[name] = Option(
-                name, *read[:2], default, texts.get(name, ""), read[2], *of_arrays, _words(hints[name])
-            )
+        members, metadata = _members(hints.get(name)), getattr(hints.get(name), "__metadata__", ())
+        kind = next((kind for kind in CLASSES if kind in members), None)
+        literals = [member for member in members if typing.get_origin(member) is typing.Literal]
+        if kind is None or {*members} - {*CLASSES, *literals, type(None), jax.Array}:
+            continue
+        default = None if default is inspect.Parameter.empty else default
+        arrays, of_text = jax.Array in members, kind is str
+        of_arrays = arrays and not of_text, arrays and of_text
+        words = tuple(word for literal in literals for word in typing.get_args(literal))
+        optional, text = type(None) in members, texts.get(name, "")
+        found[name] = Option(name, kind, optional, default, text, metadata, *of_arrays, words)
     return found
 
 

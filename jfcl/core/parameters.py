@@ -34,24 +34,14 @@ def named_parameters(params: PyTree) -> dict[str, Any]:
 
 
 def get_parameter(params: PyTree, name: str) -> jax.Array:
-    """Returns the parameter with the `path_name` `name`, or raises `ValueError` if there is none.
-
-    Example:
-      >>> get_parameter({"Dense_0": {"kernel": 3}}, "Dense_0/kernel")
-      3
-    """
+    """Returns the parameter with the `path_name` `name`, or raises `ValueError` if there is none."""
     named = named_parameters(params)
     check(name in named, "parameter", name, f"one of {', '.join(named)}")
     return named[name]
 
 
 def set_parameter(params: PyTree, name: str, value: Any) -> PyTree:
-    """Returns `params` with `value` in place of the parameter `name`.
-
-    Example:
-      >>> set_parameter({"Dense_0": {"bias": 1, "kernel": 2}}, "Dense_0/kernel", 5)
-      {'Dense_0': {'bias': 1, 'kernel': 5}}
-    """
+    """Returns `params` with `value` in place of the parameter `name`."""
     get_parameter(params, name)
     return jax.tree_util.tree_map_with_path(lambda path, p: value if path_name(path) == name else p, params)
 
@@ -154,10 +144,9 @@ def in_head(task: Task) -> Callable[[str], bool]:
 
 
 def check_part(argument: str, predicate: Callable[[str], bool] | None, task: Task, *, whole: bool = False) -> None:
-    """Checks that `predicate` holds for some of the task's parameters and, unless `whole`, not for all trained ones.
+    """Raises `ValueError` unless `predicate` holds for some of the task's parameters.
 
-    Raises:
-      ValueError: it holds for none, or for all, with the list of paths.
+    Unless `whole`, it must not hold for all trained ones.
     """
     if predicate is not None:
         shapes = jax.eval_shape(task.init, jax.random.key(0))
@@ -168,11 +157,7 @@ def check_part(argument: str, predicate: Callable[[str], bool] | None, task: Tas
 def check_predicate(
     argument: str, predicate: Any, names: list[str], *, some: list[str], rest: list[str] | None
 ) -> None:
-    """Checks that `predicate` holds for `some` of the paths `names`, and not for all of `rest`.
-
-    Raises:
-      ValueError: it does not, with the list of paths.
-    """
+    """Raises `ValueError` unless `predicate` holds for `some` of the paths `names`, and not for all of `rest`."""
     check(callable(predicate), argument, predicate, "a function of a parameter's path, such as 'Dense_0/kernel'")
     listed = ", ".join(names)
     holds = any(map(predicate, some))

@@ -56,12 +56,7 @@ def compiles_for_cuda() -> bool:
 
 
 def platform(devices: Any = None) -> str:
-    """Returns the platform of `devices`: `"cpu"`, `"gpu"` or `"tpu"`; default: that of the default device.
-
-    Example:
-      >>> platform(jax.devices("cpu"))
-      'cpu'
-    """
+    """Returns the platform of `devices`: `"cpu"`, `"gpu"` or `"tpu"`; default: that of the default device."""
     if devices is None:
         default = jax.config.jax_default_device
         if default is None:

@@ -11,7 +11,6 @@ import jax
 import numpy as np
 
 from jfcl.core.checks import check, check_unmasked, held_type, shown
-from jfcl.core.parameters import path_name
 from jfcl.core.types import Clients, PyTree
 
 
@@ -77,9 +76,6 @@ def padded_zeros(sizes: Any, length: int, shape: tuple[int, ...], dtype: Any) ->
 def concatenate_clients(*parts: Clients) -> Clients:
     """Returns the clients of all parts in one, in their order, with padding to the largest client.
 
-    Args:
-      parts: stacked clients, all with examples of the same names and shapes.
-
     Returns:
       `Clients` of NumPy arrays (on the host), with ids where all parts have them.
 
@@ -94,28 +90,18 @@ def concatenate_clients(*parts: Clients) -> Clients:
       ([2, 5], (2, 5, 3))
     """
     check(len(parts) > 0, "parts", parts, "at least one Clients")
-    shapes = [
-        {path_name(path): np.shape(x)[2:] for path, x in jax.tree.leaves_with_path(part.examples)} for part in parts
-    ]
-    for i, found in enumerate(shapes):
-        check(found == shapes[0], f"the examples of part {i}", found, f"those of part 0, {shapes[0]}")
-    length = max(np.shape(x)[1] for part in parts for x in jax.tree.leaves(part.examples))
     ids = None
     if all(part.id is not None for part in parts):
         ids = np.concatenate([np.asarray(part.id) for part in parts])
         check(len(set(ids.tolist())) == len(ids), "ids", ids.tolist()[:8], "different for all clients")
 
-    def join(*leaves):
-        leaves = [np.asarray(leaf) for leaf in leaves]
-        shape = sum(map(len, leaves)), length, *leaves[0].shape[2:]
-        out, row = aligned_zeros(shape, np.result_type(*leaves)), 0
-        for leaf in leaves:
-            out[row : row + len(leaf), : leaf.shape[1]] = leaf
-            row += len(leaf)
-        return out
-
-    sizes = np.concatenate([np.asarray(part.size) for part in parts])
-    return Clients(jax.tree.map(join, *(part.examples for part in parts)), sizes, ids)
+    ragged = []
+    for part in parts:
+        examples = jax.tree.map(np.asarray, part.examples)
+        for i, size in enumerate(np.asarray(part.size)):
+            ragged.append(jax.tree.map(lambda x, i=i, size=size: x[i, :size], examples))
+    length = max(np.shape(x)[1] for part in parts for x in jax.tree.leaves(part.examples))
+    return stack_clients(ragged, pad_to=length)._replace(id=ids)
 
 
 def stack_clients(clients: Iterable[PyTree], *, pad_to: int | None = None) -> Clients:

@@ -45,20 +45,19 @@ class DenseStart(NamedTuple):
     """A model that begins with a dense layer on its raw inputs, separated from its remaining layers.
 
     With it `jfcl.training.local` trains the layer in fewer operations (see `jfcl.training.span`), and IFCA computes
-    the layers of `K` models as one. `jfcl.models` makes it for `Linear` and `MLP`. A user's own task may have one too:
-
-      `task.apply(params, x)` must be `apply(params, inputs(x) @ kernel, x)`, where `inputs` does not depend on the
-      parameters, and `apply` depends on all of them except for the kernel.
+    the layers of `K` models as one. `jfcl.models` makes it for `Linear` and `MLP`. In a task of your own,
+    `task.apply(params, x)` must be `apply(params, inputs(x) @ kernel, x)`, where `inputs` does not depend on the
+    parameters, and `apply` depends on all of them except for the kernel.
 
     Attributes:
       kernel: the path of the layer's kernel, `[d, H]` or `[d]`, in the parameters, such as `"Dense_0/kernel"`.
       inputs: `(x) -> [B, d]`, the inputs of the layer. Where their type has fewer digits than the kernel's, as in a
         task in bfloat16, the products have it too.
-      apply: `(params, products, x) -> outputs`, with `products` `[B, H]` or `[B]` for `inputs(x) @ kernel`. They do
-        not include a bias.
-      whole: the task's `apply`; a task with another `apply` has no dense start any more. (Its cost may be any.)
-      bias: the path of a bias, `[H]` or `[]`, that `apply` adds to the products and uses nowhere else; `None`: none is
-        known. It is trained with the kernel, as the weight of an input that is always 1.
+      apply: `(params, products, x) -> outputs`, with `products` `[B, H]` or `[B]` for `inputs(x) @ kernel`, without a
+        bias.
+      whole: the task's `apply`; a task with another `apply` has no dense start any more.
+      bias: the path of a bias, `[H]` or `[]`, that `apply` adds to the products and uses nowhere else, trained with the
+        kernel as the weight of an input that is always 1. `None`: none is known.
 
     Example:
       >>> import jax.numpy as jnp
@@ -88,8 +87,6 @@ class DenseStart(NamedTuple):
 class Task(NamedTuple):
     """A model, and what is computed of its outputs, for one client. `jfcl.models` makes one from a module.
 
-    Outputs are computed once; the loss, the accuracy and every other metric are functions of them.
-
     Attributes:
       init: `(key) -> params`, a pytree of arrays.
       apply: `(params, x [B, ...]) -> outputs [B, ...]`, in evaluation.
@@ -98,8 +95,8 @@ class Task(NamedTuple):
       mix: `(outputs [K, B, ...], weights [K]) -> outputs [B, ...]`, the outputs of a mixture of `K` models; weights sum
         to 1, and may be 0. `None`: not known.
       perplexity: whether the exponential of the loss is a perplexity, which is then reported (language models).
-      represent: `(params, x [B, ...]) -> [B, H]`, the inputs of the model's last layer; `None` where they are not
-        known (kNN-Per then takes the outputs).
+      represent: `(params, x [B, ...]) -> [B, H]`, the inputs of the model's last layer; `None`: not known (kNN-Per then
+        takes the outputs).
       dense_start: the first layer, where it is dense on the raw inputs; otherwise `None`.
       num_classes: labels are integers in `0..num_classes-1`, which `jfcl.simulate` checks; `None`: not known.
       input_shape: the shape of one input, for a task that accepts flat inputs `[B, d]` too (see `mapping.held`);

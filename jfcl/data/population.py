@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import jax
 
 from jfcl.core import Clients
+from jfcl.core.options import Interval, Range
 from jfcl.data.store import ClientStore
 
 ROWS_IN_MEMORY = 2**28  # bytes of rows of all clients; more is memory-mapped
@@ -45,17 +46,17 @@ class Population(NamedTuple):
     """
 
     clients: ClientStore
-    cohort: int
+    cohort: Annotated[int, Range(1)]
     test_clients: ClientStore | None = None
     sampling: str = "uniform"
     strata: Any = None
-    dropout: float = 0.0
-    stragglers: float = 0.0
-    remember: int | None = None
+    dropout: Annotated[float, Interval("[0, 1)")] = 0.0
+    stragglers: Annotated[float, Interval("[0, inf)")] = 0.0
+    remember: Annotated[int | None, Range(0)] = None
     join: Callable[[jax.Array, Clients], Any] | None = None
     change: Callable[[Clients], Clients] | None = None
     evaluate: int | Sequence[int] = 1000
-    rows_in_memory: float = ROWS_IN_MEMORY
+    rows_in_memory: Annotated[float, Interval("[0, inf]")] = ROWS_IN_MEMORY
 
     @property
     def asked(self) -> int:

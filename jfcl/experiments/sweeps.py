@@ -24,8 +24,7 @@ from jfcl.experiments import setups
 from jfcl.experiments.config import Config, to_saved
 from jfcl.experiments.options import Data, Run, all_options
 from jfcl.simulation.folder import check_folder
-from jfcl.simulation.grid import sweep
-from jfcl.simulation.grid_results import METRICS, Sweep, check_grid
+from jfcl.simulation.grid import METRICS, Sweep, check_grid, sweep
 
 # Options with one value in a sweep. Those of the data and the attack decide which examples the cells are judged on.
 OF_ALL_CELLS = (*Data.__annotations__, *Run.__annotations__, "rounds", "attack", "malicious")

@@ -1,8 +1,7 @@
 """Simulations: rounds of an algorithm with all clients, or cohorts of a population, on the device; a run's folder."""
 
 from jfcl.mapping.jitted import clear_programs
-from jfcl.simulation.grid import sweep
-from jfcl.simulation.grid_results import Sweep
+from jfcl.simulation.grid import Sweep, sweep
 from jfcl.simulation.loop import History, rollout
 from jfcl.simulation.progress import DivergedError
 from jfcl.simulation.run import simulate

@@ -18,9 +18,10 @@ import copy
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
-from jfcl.core import check, check_count
+from jfcl.core import check
+from jfcl.core.options import Interval, Range, check_options
 from jfcl.mapping import hosts
 from jfcl.simulation.folder import Restored
 
@@ -130,11 +131,14 @@ class EarlyStopping(Callback):
     """
 
     def __init__(
-        self, *, patience: int, metric: str = "accuracy", lower_is_better: bool | None = None, margin: float = 0.0
+        self,
+        *,
+        patience: Annotated[int, Range(1)],
+        metric: str = "accuracy",
+        lower_is_better: bool | None = None,
+        margin: Annotated[float, Interval("[0, inf)")] = 0.0,
     ):
-        check_count("patience", patience)
-        check(isinstance(metric, str) and metric, "metric", metric, "the name of a number in the records")
-        check(isinstance(margin, (int, float)) and 0 <= margin < math.inf, "margin", margin, "finite, 0 or more")
+        check_options(EarlyStopping.__init__, locals())
         self._patience, self._metric, self._margin = patience, metric, margin
         self._sign = -1 if (metric.endswith(DECREASING) if lower_is_better is None else lower_is_better) else 1
         self._best: dict[Any, tuple[float, int]] = {}  # of each seed: its value, with the sign, and its round
@@ -166,11 +170,9 @@ def check_callbacks(callbacks: Any) -> None:
     """Raises `ValueError` unless `callbacks` are objects with at least one of the methods."""
     check(isinstance(callbacks, (list, tuple)), "callbacks", callbacks, "a list of callbacks")
     for one in callbacks:
-        check(not isinstance(one, type), "callbacks", one, "objects, not classes")
-        known = [name for name in METHODS if hasattr(one, name)]
-        check(known, "callbacks", one, f"objects with at least one of the methods {', '.join(METHODS)}")
-        for name in known:
-            check(callable(getattr(one, name)), f"callbacks: {name}", getattr(one, name), "a method")
+        known = [callable(getattr(one, name)) for name in METHODS if hasattr(one, name)]
+        accepted = f"objects, not classes, with at least one of the methods {', '.join(METHODS)}"
+        check(known and all(known) and not isinstance(one, type), "callbacks", one, accepted)
 
 
 class Callbacks:
@@ -193,9 +195,8 @@ class Callbacks:
 
     def start(self, start: Restored, seeds: list) -> None:
         """Calls `on_start`."""
-        self.round = start.round
+        self.round, info = start.round, RunInfo(*self._about, seeds, start.round, start.records, self.folder)
         for one in self._all if hosts.is_first() else []:
-            info = RunInfo(*self._about, seeds, start.round, start.records, self.folder)
             if self.failure is None and self._call(one, "on_start", info):
                 self._started.append(one)
         self._share()
@@ -240,14 +241,12 @@ class Callbacks:
             self.reason = self.reason or answer
         except Exception as error:
             if self.failure is None:
-                self.failure = CallbackError(self._message(f"{type(one).__name__}.{method}", error))
+                what = f"callback {type(one).__name__}.{method} raised {type(error).__name__}: {error}"
+                where = f"; {self.folder} is saved up to there, resume=True (--resume) continues" if self.folder else ""
+                self.failure = CallbackError(f"{what}, after round {self.round}{where}")
                 self.failure.__cause__ = error
             return False
         return True
-
-    def _message(self, name: str, error: Exception) -> str:
-        where = f"; {self.folder} is saved up to there, resume=True (--resume) continues" if self.folder else ""
-        return f"callback {name} raised {type(error).__name__}: {error}, after round {self.round}{where}"
 
     def _share(self) -> None:
         if self._all and hosts.several():

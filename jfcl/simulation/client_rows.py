@@ -53,17 +53,13 @@ class ClientRows:
         resume: bool = False,
         in_memory: float = ROWS_IN_MEMORY,
     ):
-        """Makes or opens rows.
+        """Makes the rows of `count` clients, or opens those of a checkpoint.
 
         Args:
-          count: the number of clients.
           row: the shape and type of a row of each array.
           folder: for the file of large rows; default: a file without a name.
-          resume: open the file of a checkpoint; nothing is written before `restore`.
+          resume: open the file of a checkpoint, which must be whole; nothing is written before `restore`.
           in_memory: bytes of all rows beyond which they are a file.
-
-        Raises:
-          ValueError: with `resume`, the file is missing or was cut short.
         """
         dtype = np.dtype([(f"{i}", r.dtype, r.shape) for i, r in enumerate(row)])  # a client's row, without gaps
         self.mapped = count * dtype.itemsize > in_memory
@@ -161,8 +157,9 @@ class ClientRows:
         Raises:
           ValueError: the rows, with the journal applied, are not those of the checkpoint; nothing was changed.
         """
-        changes = [] if self.folder is None else self._changes(round_)
+        changes = []
         if self.folder is not None:
+            changes = self._changes(round_)
             self._verify(changes, saved)
         self.seen[:] = saved["seen"]
         self._crc[:] = saved["crc"]

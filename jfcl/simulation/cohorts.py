@@ -43,13 +43,8 @@ def make_sampler(store: ClientStore, count: int, sampling: str = "uniform", stra
         down at random with the exact share as the mean.
       strata: `[N]` integers; default: the store's true clusters.
 
-    Returns:
-      A function that costs `O(count)` for "uniform" and "stratified", `O(count log N)` for "size" (`O(N)` where the
-      cohort is a large part of the population, or a few clients have most of the examples).
-
-    Raises:
-      ValueError: unknown `sampling`; `strata` of another length, or without `sampling="stratified"`; a `count` above
-        the number of clients.
+    Cost of a draw: `O(count)` for "uniform" and "stratified", `O(count log N)` for "size" (`O(N)` where the cohort is a
+    large part of the population, or a few clients have most of the examples).
     """
     n = len(store)
     check_choice("sampling", sampling, SAMPLING)
@@ -124,11 +119,6 @@ def who_answers(
 
     Each client fails to answer with probability `dropout`. The first `cohort` answers, in random order, are taken; if
     there are fewer, clients without an answer fill the cohort.
-
-    Example:
-      >>> rows, answered, dropped = who_answers(np.random.default_rng(0), 6, 4, 0.0)
-      >>> len(rows), answered.tolist(), dropped
-      (4, [True, True, True, True], 0)
     """
     answers = rng.random(asked) >= dropout
     order = rng.permutation(asked)

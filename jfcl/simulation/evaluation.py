@@ -28,11 +28,10 @@ MOST_LISTED = 1000  # clients of which records list the clusters; more would mak
 
 
 def check_step(returned: Any, state: Any) -> tuple[Any, dict[str, Any]]:
-    """Returns the `(state, metrics)` that a step has returned, arrays or their shapes, if it keeps its contract.
+    """Returns the `(state, metrics)` that a step has returned, arrays or their shapes; `ValueError` for other results.
 
-    Raises:
-      ValueError: no such pair; a state of other shapes or types than the `state` before; metrics that are no flat dict
-        of arrays with `loss`, or have a name that a record has for something else.
+    The state must keep the shapes and types of the `state` before. Metrics are a flat dict of arrays with `loss`, and
+    without names that a record has for something else.
     """
     several = isinstance(returned, tuple | list) and not hasattr(returned, "_fields")
     pair = several and len(returned) == 2 and isinstance(returned[1], dict)
@@ -40,12 +39,8 @@ def check_step(returned: Any, state: Any) -> tuple[Any, dict[str, Any]]:
     kinds = [type(x).__name__ for x in returned] if several else type(returned).__name__
     check(pair, "step", kinds, accepted)
     new, values = returned
-
-    # The state.
     differ = unlike(new, state)
     check(not differ, "step", differ, "a function that keeps shapes and types of the state")
-
-    # The metrics.
     nested = [name for name, value in values.items() if not hasattr(value, "dtype")]
     check(not nested, "metrics", ", ".join(map(str, nested)), "a flat dict of arrays")
     check("loss" in values, "metrics", sorted(values), "with the clients' training loss, 'loss' [N]")
@@ -237,46 +232,23 @@ def evaluate_rows(
       further: metrics of outputs, as from `metrics.check_metrics`.
 
     Returns:
-      The results of `assess`, `[R, N]` each.
+      The results of `metrics.evaluate`, `[R, N]` each, and for clients of the run `found`, the clusters to report; for
+      others, of a method with `adopt`, `model` `[R, N]` or `[R, N, K]`, what it serves, and the number of its models.
     """
 
     def one(state, hyperparams, clients, learners):
         made = algorithm if hyperparams is None else algorithm(**hyperparams)
-        how = {"client_axis": client_axis, "of_newcomers": of_newcomers, "further": further}
-        return assess(made, state, clients, learners, **how)
+        served = made.serve(state, learners) if of_newcomers is None else adopted(made, state, clients, *of_newcomers)
+        if served.to is None and (of_newcomers is None or made.adopt is not None):  # a model of one's own
+            served = served._replace(to=jnp.arange(num_clients(clients), dtype=jnp.int32))
+        results, found = evaluate_served(made.task, served, clients, client_axis=client_axis, further=further)
+        if of_newcomers is None:
+            return results | {"found": found}
+        count = len(jax.tree.leaves(served.models)[0])
+        return results if served.to is None else results | {"model": served.to, "num_models": jnp.int32(count)}
 
     axes = (0, None if hyperparams is None else 0, None, None)
     return row_axis(one, in_axes=axes)(state, hyperparams, clients, learners)
-
-
-def assess(
-    algorithm: Algorithm,
-    state: Any,
-    clients: Clients,
-    learners: Clients | None,
-    *,
-    client_axis: Any,
-    of_newcomers: tuple[int, int] | None = None,
-    further: tuple = (),
-) -> dict[str, jax.Array]:
-    """Evaluates what clients are served in one state; the arguments are those of `evaluate_rows`.
-
-    Returns:
-      The results of `metrics.evaluate`, `[N]` each, and for clients of the run `found` `[N]`, the clusters to report;
-      for others, of a method with `adopt`, `model` `[N]` or `[N, K]`, what it serves, and the number of its models.
-    """
-    task = algorithm.task
-    if of_newcomers is not None:
-        served = adopted(algorithm, state, clients, *of_newcomers)
-    else:
-        served = algorithm.serve(state, learners)
-    if served.to is None and (of_newcomers is None or algorithm.adopt is not None):  # a model of one's own
-        served = served._replace(to=jnp.arange(num_clients(clients), dtype=jnp.int32))
-    results, found = evaluate_served(task, served, clients, client_axis=client_axis, further=further)
-    if of_newcomers is None:
-        return results | {"found": found}
-    count = len(jax.tree.leaves(served.models)[0])
-    return results if served.to is None else results | {"model": served.to, "num_models": jnp.int32(count)}
 
 
 def evaluate_served(

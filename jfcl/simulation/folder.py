@@ -6,12 +6,12 @@
     store/          a population's data                         client_rows/    per-client state, if it is large
     lock            the process that writes, or wrote last
 
-Every read is verified: a checkpoint by the SHA-256 of every array, the lines of `metrics.jsonl` by the number and the
-SHA-256 of the lines before the checkpoint, results by the digests in `summary.json`. Every file becomes visible whole
-(`jfcl.core.files`), and only the process that holds the lock writes. A command that is refused changes nothing:
-`reopen` and `restore` only read, `begin` makes the first change but that of a population's rows, which are verified
-before. The results of a finished run that is extended stay
-until a checkpoint of a later round is written. No link or FIFO in a folder is followed (`jfcl.core.plain`).
+Every read is verified: a checkpoint by the SHA-256 of every array, the lines of `metrics.jsonl` before it by their
+number and SHA-256, results by the digests in `summary.json`. Every file becomes visible whole (`jfcl.core.files`), and
+only the process that holds the lock writes. A command that is refused changes nothing: of a run that is resumed, `open`
+and `restore` only read, and `begin` makes the first change but that of a population's rows, which are verified before.
+The results of a finished run that is extended stay until a checkpoint of a later round is written. No link or FIFO in a
+folder is followed (`jfcl.core.plain`).
 """
 
 from __future__ import annotations
@@ -76,10 +76,7 @@ def check_folder(path: str | Path, resume: bool, kind: str) -> None:
 
 
 class RunFolder:
-    """The files of one run, for the process that writes them: `create` begins a run, `reopen` resumes one.
-
-    Both take the folder's lock, which `close` releases.
-    """
+    """The files of one run, for the process that writes them. `open` takes the folder's lock, `close` releases it."""
 
     def __init__(self, path: str | Path):
         self.path = Path(path)
@@ -94,42 +91,34 @@ class RunFolder:
         self._restored = False
 
     @classmethod
-    def create(cls, path: str | Path, config: dict[str, Any]) -> RunFolder:
-        """Begins a run in `path`; `ValueError` if `path` holds another one, or another process begins one."""
+    def open(cls, path: str | Path, config: dict[str, Any], resume: bool = False) -> RunFolder:
+        """Begins a run in `path`, or opens the one to resume, where there is one, which only `begin` changes.
+
+        Raises:
+          ValueError: `path` holds another run, or one of another configuration; a finished run without checkpoints; a
+            run that another process writes.
+        """
         folder, saved = cls(path), _as_read(config)
-        check_folder(path, False, "run")
+        file = folder.path / "config.json"
+        resume = resume and file.exists()
+        check_folder(path, resume, "run")
         folder.path.mkdir(parents=True, exist_ok=True)
         with contextlib.ExitStack() as opened:
             opened.enter_context(files.lock(folder.lock_path))
-            check_folder(path, False, "run")
-            folder._remove_leftovers()
-            files.sign(folder.lock_path)
-            folder._checkpoints.mkdir(exist_ok=True)
-            folder.metrics_path.unlink(missing_ok=True)  # an empty one
-            # Last: a folder without config.json holds no run, and remains usable.
-            saved = saved | {"versions": VERSIONS}
-            folder._run = identity(saved)
-            write_json(folder.path / "config.json", saved)
-            files.sync(folder.path.parent)
-            folder._open = opened.pop_all()
-        return folder
-
-    @classmethod
-    def reopen(cls, path: str | Path, config: dict[str, Any]) -> RunFolder:
-        """Opens the run in `path`; nothing is changed before `begin`. Where there is none yet, it is created.
-
-        Raises:
-          ValueError: as `create`; a run with another configuration, a finished run without checkpoints, a run that
-            another process writes.
-        """
-        folder, saved = cls(path), _as_read(config)
-        check_folder(path, True, "run")
-        if not (folder.path / "config.json").exists():
-            return cls.create(path, config)
-        with contextlib.ExitStack() as opened:
-            opened.enter_context(files.lock(folder.lock_path))
-            folder._check_config(saved)
-            folder._check_checkpoints()
+            if resume:
+                folder._check_config(saved)
+                folder._check_checkpoints()
+            else:
+                check_folder(path, False, "run")
+                folder._remove_leftovers()
+                files.sign(folder.lock_path)
+                folder._checkpoints.mkdir(exist_ok=True)
+                folder.metrics_path.unlink(missing_ok=True)  # an empty one
+                # Last: a folder without config.json holds no run, and remains usable.
+                saved |= {"versions": VERSIONS}
+                folder._run = identity(saved)
+                write_json(file, saved)
+                files.sync(folder.path.parent)
             folder._open = opened.pop_all()
         return folder
 
@@ -140,11 +129,8 @@ class RunFolder:
         self._run = identity(old)
         warn_of_versions(self.path, old["versions"])
         if moved := differences(old, new, {n for n in MAPPED if n in old and n in new}):
-            warnings.warn(
-                f"{self.path} is resumed with another mapping ({moved}): the rest of the run may differ in the"
-                " last bits from one that was not interrupted",
-                stacklevel=4,
-            )
+            what = "the rest of the run may differ in the last bits from one that was not interrupted"
+            warnings.warn(f"{self.path} is resumed with another mapping ({moved}): {what}", stacklevel=4)
         more = new.get("num_rounds", 0) > old.get("num_rounds", 0)
         others = {n: new[n] for n in ENDS if n in new and new[n] != old.get(n) and (n != "num_rounds" or more)}
         if others:  # the folder's own configuration then still resumes the run
@@ -154,10 +140,10 @@ class RunFolder:
         for name, is_folder in (("checkpoints", True), ("metrics.jsonl", False), ("summary.json", False)):
             place = self.path / name
             if place.exists() and place.is_dir() != is_folder:
-                kinds = ("folder", "file") if is_folder else ("file", "folder")
-                raise ValueError(f"{place} must be a {kinds[0]}, but it is a {kinds[1]}: move it away; {UNCHANGED}")
+                wanted, other = ("folder", "file") if is_folder else ("file", "folder")
+                raise ValueError(f"{place} must be a {wanted}, but it is a {other}: move it away; {UNCHANGED}")
         self._ended = (self.path / "summary.json").exists()
-        if not self.rounds() and self._ended:
+        if self._ended and not self.rounds():
             raise ValueError(
                 f"{self.path} holds a finished run, but its checkpoints are missing: put the folder checkpoints/ back,"
                 f" or run again in another folder; {UNCHANGED}"
@@ -181,11 +167,7 @@ class RunFolder:
         return bool(self.rounds())
 
     def records(self) -> list[dict[str, Any]]:
-        """Returns the records in `metrics.jsonl`, without a last line that a kill cut short.
-
-        Raises:
-          ValueError: the file is missing, or another line than the last is damaged.
-        """
+        """Returns the records in `metrics.jsonl`, which must exist, without a last line that a kill cut short."""
         if not self.metrics_path.is_file():
             raise ValueError(f"{self.metrics_path} is missing")
         return self._lines(plain.read_bytes(self.metrics_path))
@@ -254,8 +236,7 @@ class RunFolder:
     def save(self, round_: int, state: PyTree, totals: dict[str, Any], client_rows: ClientRows | None = None) -> None:
         """Writes a checkpoint of `state` after `round_` rounds, whole or not at all; the two latest are kept.
 
-        An existing checkpoint of `round_` stays. `client_rows` are those of a population, of which `state` has what
-        describes them. Cost: one pass over the state, hashed while it is written.
+        An existing checkpoint of `round_` stays. `client_rows` are those of a population, which `state` describes.
         """
         rounds = self.rounds()
         if rounds[:1] == [round_]:
@@ -291,8 +272,6 @@ class RunFolder:
 
     def restore(self, like: PyTree) -> Restored | None:
         """Returns the latest checkpoint, with a state of the structure of `like`; `None` if there is none.
-
-        Nothing is changed; `begin` then removes all that follows the checkpoint, since those rounds run again.
 
         Raises:
           ValueError: a damaged checkpoint, or one of another model, number of clients or run; lines of `metrics.jsonl`
@@ -341,9 +320,9 @@ def _as_read(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def identity(config: dict[str, Any]) -> str:
-    """Returns a digest of a saved configuration without `FREE` names, which is the same for a run and its resumption.
+    """Returns a digest of a saved configuration, the same for a run and its resumption.
 
-    The folder of a warm start is left out as well, as it may be moved once the run has begun.
+    It leaves out `FREE` names, and the folder of a warm start, which may be moved once the run has begun.
     """
     kept = {name: v for name, v in config.items() if name not in (*FREE, "init_from") and v is not None}
     return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()

@@ -1,48 +1,86 @@
-"""`sweep`: a method for all combinations of its options, judged on examples that no client trains on.
+"""`sweep`: a method with all combinations of its options, judged on examples that no client trains on.
 
 The combinations are the *cells* of a grid. Cells that differ in traced numbers alone, and all seeds, are *rows* of one
-compiled program; the others are compiled one after another. A call of the program advances some rows, so that finished
-cells are kept while others still run.
+compiled program. A call of the program advances some rows, so that finished cells are kept while others still run.
 """
 
 from __future__ import annotations
 
 import contextlib
 import itertools
-import time
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import jax
 import numpy as np
-from rich.console import Console
-from rich.progress import BarColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from jfcl import mapping
 from jfcl.analysis import metrics, plots
-from jfcl.core import Algorithm, Clients, check, check_choice, check_clients, check_count, check_key, num_clients
+from jfcl.analysis.metrics import deviation
+from jfcl.core import Algorithm, Clients, check, check_choice, check_clients, check_key, num_clients
+from jfcl.core.options import OneOf, Range, check_options
 from jfcl.data import hold_out
 from jfcl.mapping import memory
 from jfcl.simulation.evaluation import SERVE, Silence, serving_part
 from jfcl.simulation.folder import check_folder
 from jfcl.simulation.grid_folder import SweepFolder
-from jfcl.simulation.grid_results import (
-    METRICS,
-    Sweep,
-    Value,
-    best_of,
-    check_grid,
-    check_traced,
-    grouped,
-    make_cell,
-    picture,
-    static_options,
-)
 from jfcl.simulation.loop import rounds_at_once
-from jfcl.simulation.progress import CompileClock, progress_bar
+from jfcl.simulation.progress import Watch
 from jfcl.simulation.resident import Resident
 from jfcl.simulation.run import check_method, seed_names
+
+# The results on held-out examples, and whether more is better.
+METRICS = {
+    "accuracy": True,
+    "worst_client_accuracy": True,
+    "worst_decile_accuracy": True,
+    "pooled_accuracy": True,
+    "loss": False,
+    "perplexity": False,
+}
+MOST_CELLS = 10**5
+Value = int | float | str | bool
+
+
+class Cell(NamedTuple):
+    """One combination of options, and its results on the held-out examples.
+
+    Attributes:
+      values: the options by name.
+      per_seed: for each seed `seed`, `diverged` (whether its models are no longer finite, or no client sent a finite
+        update) and, unless it diverged, the metrics of `jfcl.metrics.summarize`.
+      mean, std: of the metrics over seeds; empty if a seed diverged.
+    """
+
+    values: dict[str, Value]
+    per_seed: list[dict[str, Any]]
+    mean: dict[str, float]
+    std: dict[str, float]
+
+
+class Sweep(NamedTuple):
+    """The result of a sweep.
+
+    Attributes:
+      grid: the values of every option.
+      cells: in the order of `itertools.product`: the last option changes fastest.
+      metric: that the cells are judged by.
+      best: the number of the best cell, the first of equals; `None` if all have diverged.
+      seconds, compile_seconds: of this call, without compilation, and of compilation.
+    """
+
+    grid: dict[str, list[Value]]
+    cells: list[Cell]
+    metric: str
+    best: int | None
+    seconds: float
+    compile_seconds: float
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Returns a dict for each cell with its options and its mean metrics, ready for `pandas.DataFrame`."""
+        return [cell.values | cell.mean for cell in self.cells]
 
 
 @memory.out_of_memory()
@@ -52,15 +90,15 @@ def sweep(
     clients: Clients,
     *,
     key: jax.Array,
-    num_rounds: int,
+    num_rounds: Annotated[int, Range(1)],
     held_out: Clients | None = None,
     share: float = 0.2,
-    metric: str | None = None,
+    metric: Annotated[str | None, OneOf(METRICS)] = None,
     traced: Collection[str] | None = None,
     seeds: list[int] | None = None,
-    serve: str = "loss",
+    serve: Annotated[str, OneOf(SERVE)] = "loss",
     row_axis: mapping.Mapping | None = None,
-    at_once: int | None = None,
+    at_once: Annotated[int | None, Range(1)] = None,
     client_axis: mapping.Mapping | None = None,
     out: str | Path | None = None,
     resume: bool = False,
@@ -117,18 +155,14 @@ def sweep(
       ({'lr': 0.5, 'num_clusters': 1}, [0.41, 0.06, 0.0])
     """
     # Check the options, without the data.
+    check_options(sweep, locals())
     check_key(key)
-    check_count("num_rounds", num_rounds)
-    check_choice("serve", serve, SERVE)
-    check(metric is None or metric in METRICS, "metric", metric, f"one of {', '.join(METRICS)}")
     check(out is not None or not resume, "out", out, "the folder of the sweep to resume")
     check(jax.process_count() == 1, "sweep", f"{jax.process_count()} processes", "run by one process")
     keys = key[None] if key.ndim == 0 else key
     seeds = seed_names(seeds, len(keys))
     grid = check_grid(grid)
     traced = check_traced(grid, traced)
-    if at_once is not None:
-        check_count("at_once", at_once)
     if out is not None:
         check_folder(out, resume, "sweep")
 
@@ -146,9 +180,12 @@ def sweep(
         mesh = mapping.client_mesh()
         row_axis = mapping.auto() if mesh.size == 1 else mapping.sharded(mesh, mapping.auto())
     axes = {"row_axis": row_axis, "client_axis": mapping.or_auto(client_axis)}
-    data = Shared(clients, held_out, keys, num_rounds, serve)
+    data = Shared(clients, held_out, keys, num_rounds, serve, axes)
     cells = [dict(zip(grid, values, strict=True)) for values in itertools.product(*grid.values())]
-    groups = [Group(make, cells, numbers, traced, data, at_once, **axes) for numbers in grouped(cells, traced)]
+    numbers = defaultdict(list)  # of the cells of a group, by their options that are no tracers
+    for i, values in enumerate(cells):
+        numbers[static_options(values, traced)].append(i)
+    groups = [Group(make, cells, group, traced, data, at_once) for group in numbers.values()]
     task = groups[0].task
     metric = metric or ("loss" if task.correct is None else "accuracy")
     known = metric == "loss" or (task.perplexity if metric == "perplexity" else task.correct is not None)
@@ -159,39 +196,106 @@ def sweep(
     setting |= {"metric": metric, "serve": serve, "config": config}
     setting |= {"key": np.asarray(jax.random.key_data(keys)).tolist()}
     found: dict[int, list[dict[str, Any]]] = {}
-    with contextlib.ExitStack() as opened:
-        folder = None
+    total, folder = len(cells) * len(keys) * num_rounds, None
+    with contextlib.ExitStack() as opened, Watch(total, description="cells", progress=progress) as watch:
         if out is not None:
             folder = opened.enter_context(SweepFolder.open(out, setting, resume))
             found = folder.finished(cells, seeds)
             folder.begin()
-            if resume and progress:
-                there = f"{len(found)} of {len(cells)} configurations are there"
-                Console(stderr=True).print(f"resuming {out}: {there}", markup=False, soft_wrap=True)
-        began, clock = time.perf_counter(), opened.enter_context(CompileClock())
-        tick = opened.enter_context(_bar(progress, len(cells) * len(keys) * num_rounds))
+            if resume:
+                watch.tell(f"resuming {out}: {len(found)} of {len(cells)} configurations are there")
+        watch.begin(0, total)
         for group in groups:
-            for cell, per_seed in group.run(found, seeds, tick):
+            for cell, per_seed in group.run(found, seeds, watch):
                 found[cell] = per_seed
                 if folder is not None:
                     folder.keep(cell, cells[cell], per_seed)
-        compiling = clock.seconds
-        seconds = time.perf_counter() - began - compiling
         judged = [make_cell(values, found[i]) for i, values in enumerate(cells)]
-        result = Sweep(grid, judged, metric, best_of(judged, metric), seconds, compiling)
+        result = Sweep(grid, judged, metric, best_of(judged, metric), *watch.clock())
         if folder is not None:
             drawn = plots.png(picture(result)) if len(grid) > 1 else None
             folder.finish(result.best, [cell._asdict() for cell in judged], drawn)
     return result
 
 
-@contextlib.contextmanager
-def _bar(progress: bool, total: int) -> Iterator[Callable[[int, int], None]]:
-    """Yields `(cell, rounds) -> None`, which moves the progress bar."""
-    columns = "{task.description}", BarColumn(), TimeElapsedColumn(), "left", TimeRemainingColumn()
-    with progress_bar(progress, *columns) as bar:
-        line = bar.add_task("compiling", total=total)
-        yield lambda cell, rounds: bar.update(line, description=f"cell {cell + 1}", advance=rounds)
+# ---------------------------------------------------------------------------------------------------------------
+# Grids and results.
+
+
+def check_grid(grid: Mapping[str, Sequence[Value]]) -> dict[str, list[Value]]:
+    """Returns the grid with Python's types; `ValueError` for an empty axis, a value twice, or too many cells."""
+    check(isinstance(grid, Mapping) and len(grid) > 0, "grid", grid, "a dict of options and their values, not empty")
+    checked = {}
+    for name, values in grid.items():
+        whole = isinstance(values, (Sequence, np.ndarray)) and not isinstance(values, str) and len(values) > 0
+        check(whole, f"grid: {name}", values, "a list of at least one value")
+        values = [value.item() if isinstance(value, (np.generic, jax.Array)) else value for value in values]
+        numbers = all(isinstance(value, (int, float)) and not isinstance(value, bool) for value in values)
+        if numbers and any(isinstance(value, float) for value in values):
+            values = [float(value) for value in values]
+        for i, value in enumerate(values):
+            check(isinstance(value, Value), f"grid: {name}", value, "numbers, texts or booleans")
+            check(value == value, f"grid: {name}", value, "no NaN")
+            twice = [(type(v), v) for v in values].index((type(value), value)) != i
+            check(not twice, f"grid: {name}", value, "given once")
+        checked[str(name)] = values
+    count = int(np.prod([float(len(values)) for values in checked.values()]))
+    check(count <= MOST_CELLS, "grid", f"{count} combinations", f"of at most {MOST_CELLS}")
+    return checked
+
+
+def check_traced(grid: dict[str, list[Value]], traced: Collection[str] | None) -> frozenset[str]:
+    """Returns the options that are tracers, by default those of floats; `ValueError` for one that holds no numbers."""
+    floats = {name for name, values in grid.items() if all(isinstance(value, float) for value in values)}
+    if traced is None:
+        return frozenset(floats)
+    for name in traced:
+        check_choice("traced", name, grid)
+        whole = all(isinstance(value, (int, float)) and not isinstance(value, bool) for value in grid[name])
+        check(whole, f"traced: {name}", grid[name], "numbers")
+    return frozenset(traced)
+
+
+def static_options(values: dict[str, Value], traced: Collection[str]) -> tuple[tuple[str, str, Value], ...]:
+    """Returns name, type and value of a cell's options that are no tracers; the types tell 1 from `True`."""
+    return tuple((name, type(value).__name__, value) for name, value in values.items() if name not in traced)
+
+
+def make_cell(values: dict[str, Value], per_seed: list[dict[str, Any]]) -> Cell:
+    """Returns a cell with the mean and the sample standard deviation over its seeds, None for one."""
+    if any(row["diverged"] for row in per_seed):
+        return Cell(values, per_seed, {}, {})
+    columns = {name: [row[name] for row in per_seed] for name in METRICS if name in per_seed[0]}
+    mean = {name: float(np.mean(column)) for name, column in columns.items()}
+    return Cell(values, per_seed, mean, {name: deviation(column) for name, column in columns.items()})
+
+
+def best_of(cells: list[Cell], metric: str) -> int | None:
+    """Returns the number of the cell with the best mean, the first of equals; `None` if all have diverged."""
+    sign = 1 if METRICS[metric] else -1
+    scores = [sign * cell.mean[metric] if cell.mean else -np.inf for cell in cells]
+    return int(np.argmax(scores)) if max(scores) > -np.inf else None
+
+
+def picture(found: Sweep) -> plots.Figure:
+    """Returns the heat-map of a `Sweep` over its first two options, with the best result over the others.
+
+    Example:
+      >>> cells = [Cell({"a": a, "b": b}, [], {"loss": a * b}, {}) for a in (1.0, 2.0) for b in (3, 4)]
+      >>> picture(Sweep({"a": [1.0, 2.0], "b": [3, 4]}, cells, "loss", 0, 0, 0)).axes[0].get_ylabel()
+      'a'
+    """
+    (rows, columns), better = list(found.grid)[:2], METRICS[found.metric]
+    values = np.full((len(found.grid[rows]), len(found.grid[columns])), np.nan)
+    best = np.fmax if better else np.fmin
+    for cell in found.cells:
+        at = found.grid[rows].index(cell.values[rows]), found.grid[columns].index(cell.values[columns])
+        values[at] = best(values[at], cell.mean.get(found.metric, np.nan))
+    others = ", ".join(list(found.grid)[2:])
+    label = f"{found.metric.replace('_', ' ')} on held-out examples{f', best over {others}' if others else ''}"
+    return plots.heatmap(
+        values, {rows: found.grid[rows], columns: found.grid[columns]}, label=label, more_is_better=better
+    )
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -206,6 +310,7 @@ class Shared(NamedTuple):
     keys: jax.Array
     num_rounds: int
     serve: str
+    axes: dict[str, mapping.Mapping]
 
 
 class Maker(NamedTuple):
@@ -225,27 +330,24 @@ class Group:
       task: of the algorithms.
     """
 
-    def __init__(self, make, cells, numbers, traced, data, at_once, *, row_axis, client_axis):
-        self._data, self._axes = data, {"row_axis": row_axis, "client_axis": client_axis}
-        self._maker = Maker(make, static_options(cells[numbers[0]], traced))
-        self._rows = list(itertools.product(numbers, range(len(data.keys))))
-        self._values = {name: np.array([cells[i][name] for i, _ in self._rows], np.float32) for name in traced}
-        algorithms = [make(**cells[i]) for i in numbers]
-        made = algorithms[0]
-        check(isinstance(made, Algorithm), "make", type(made).__name__, "a function that returns an Algorithm")
-        check(made.task is not None, "make", "an Algorithm without task", "a function that returns one with a task")
-        check_method(made, {"clients": data.clients, "held_out": data.held_out})
-        parts = [serving_part(one) for one in algorithms]
-        serving = parts[0] if all(one == parts[0] for one in parts) else self._maker
-        self._made, self.task, self._serving, self._source = made, made.task, serving, None
-        self._divide(at_once)
-
-    def _divide(self, at_once: int | None) -> None:
-        """Sets the rows at once, as many as fit into memory; `ValueError` for all that a round would refuse.
+    def __init__(self, make, cells, numbers, traced, data, at_once):
+        """Raises all that a round would refuse, and takes as many rows at once as fit into memory.
 
         The data are on the devices meanwhile, and again while the group runs: never those of two groups.
         """
-        row_axis = self._axes["row_axis"]
+        self._data, self._maker = data, Maker(make, static_options(cells[numbers[0]], traced))
+        self._rows = list(itertools.product(numbers, range(len(data.keys))))
+        self._values = {name: np.array([cells[i][name] for i, _ in self._rows], np.float32) for name in traced}
+        algorithms = [make(**cells[i]) for i in numbers]
+        self._made = made = algorithms[0]
+        check(isinstance(made, Algorithm), "make", type(made).__name__, "a function that returns an Algorithm")
+        check(made.task is not None, "make", "an Algorithm without task", "a function that returns one with a task")
+        check_method(made, {"clients": data.clients, "held_out": data.held_out})
+        alike = {serving_part(algorithm) for algorithm in algorithms}
+        self._serving = self._maker if len(alike) > 1 else alike.pop()
+        self.task, self._source = made.task, None
+
+        row_axis = data.axes["row_axis"]
         devices = row_axis.mesh.size if isinstance(row_axis, mapping.sharded) else 1
         most = -(-len(self._rows) // devices)
         each = min(most, at_once or (1 if mapping.platform_of(row_axis) == "cpu" else most))
@@ -261,7 +363,7 @@ class Group:
 
     def _placed(self) -> Resident:
         """Returns the source of rows, which refuses all that a round would refuse; also options that are no tracers."""
-        data, how = self._data, {"seeds": list(range(self._size)), "made": self._made, **self._axes}
+        data, how = self._data, {"seeds": list(range(self._size)), "made": self._made, **self._data.axes}
         try:
             source = Resident(self._maker, data.clients, *self._at(0), tests=data.held_out, **how)
             source.place(data.serve, serving=self._serving)
@@ -280,38 +382,38 @@ class Group:
         keys = self._data.keys[np.array([self._rows[i][1] for i in at])]
         return keys, {name: column[at] for name, column in self._values.items()}
 
-    def run(
-        self, found: Collection[int], seeds: list[int], tick: Callable[[int, int], None]
-    ) -> Iterator[tuple[int, list[dict[str, Any]]]]:
+    def run(self, found: Collection[int], seeds: list[int], watch: Watch) -> Iterator[tuple[int, list[dict[str, Any]]]]:
         """Yields `(cell, per_seed)` of each cell when all its seeds are finished; those in `found` are skipped."""
         skipped, results = frozenset(found), {}
         for begin in range(0, len(self._rows), self._size):
             rows = self._rows[begin : begin + self._size]
             if all(cell in skipped for cell, _ in rows):
-                tick(rows[0][0], len(rows) * self._data.num_rounds)
+                watch.advance(len(rows) * self._data.num_rounds, "")
                 continue
             self._source = self._source or self._placed()
-            for (cell, seed), result in zip(rows, self._run_rows(begin, len(rows), tick), strict=True):
+            for (cell, seed), result in zip(rows, self._run_rows(begin, len(rows), watch), strict=True):
                 results.setdefault(cell, []).append({"seed": seeds[seed]} | result)
                 if len(results[cell]) == len(seeds) and cell not in skipped:
                     yield cell, results.pop(cell)
         self._source = None
 
-    def _run_rows(self, begin: int, count: int, tick: Callable[[int, int], None]) -> list[dict[str, Any]]:
+    def _run_rows(self, begin: int, count: int, watch: Watch) -> list[dict[str, Any]]:
         """Returns the results of `count` rows."""
-        source, rounds, cell = self._source, self._data.num_rounds, self._rows[begin][0]
+        source, rounds, note = self._source, self._data.num_rounds, f"cell {self._rows[begin][0] + 1}"
         source.rows = self._at(begin)
         state, silence = source.first_state(), Silence(*np.zeros((2, self._size), np.int32))
         done, at_most, lost, ended = 0, 1, np.zeros(self._size, bool), np.zeros(self._size, bool)
         while done < rounds and not (lost | ended).all():  # rounds that are left out would change nothing
-            length, began = min(at_most, rounds - done), time.perf_counter()
+            if watch.interrupted:
+                raise KeyboardInterrupt
+            length, began = min(at_most, rounds - done), watch.seconds()
             block = source.advance(state, done + 1, length, silence)
             state, silence, done = block.state, block.silence, done + length
             lost |= ~np.asarray(block.finite) | (block.most_silent >= source.most_silent)
             ended = np.asarray(block.values.get("ended", False))
-            at_most = rounds_at_once(length, time.perf_counter() - began)
-            tick(cell, length * count)
-        tick(cell, (rounds - done) * count)
+            at_most = rounds_at_once(length, watch.seconds() - began)
+            watch.advance(length * count, note)
+        watch.advance((rounds - done) * count, note)
         judged, size, results = source.held_out(state), np.asarray(self._data.held_out.size), []
         del judged["found"]
         for i in range(count):

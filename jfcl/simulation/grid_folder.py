@@ -81,13 +81,12 @@ class SweepFolder:
                 continue
             try:
                 kept = files.read_json(file, check_format=FORMAT)
-                per_seed = kept.get("per_seed")
-                whole = isinstance(per_seed, list) and all(map(_is_row, per_seed))
-                fits = whole and [row["seed"] for row in per_seed] == seeds
-                if kept.get("sweep") != self._run or kept.get("values") != spelled(values) or not fits:
+                per_seed = kept["per_seed"]
+                whole = [row["seed"] for row in per_seed if row["diverged"] or "loss" in row] == seeds
+                if kept.get("sweep") != self._run or kept.get("values") != spelled(values) or not whole:
                     raise ValueError(f"{file} is of another sweep")
                 found[i] = per_seed
-            except ValueError as error:
+            except (ValueError, KeyError, TypeError) as error:  # of odd content
                 warnings.warn(f"{error}; the cell runs again", stacklevel=3)
         return found
 
@@ -104,10 +103,3 @@ class SweepFolder:
         about = {"format": FORMAT, **self._setting, "best": best, "cells": spelled(cells), **environment()}
         contents = {} if picture is None else {"heatmap.png": picture}
         files.replace_together(self.path, contents | {"sweep.json": files.json_bytes(files.seal(about))})
-
-
-def _is_row(row: Any) -> bool:
-    """Returns whether `row` is the result of a seed: its number, whether it diverged, and numbers by name."""
-    if not isinstance(row, dict) or not {"seed", "diverged"} <= row.keys() or not isinstance(row["diverged"], bool):
-        return False
-    return (row["diverged"] or "loss" in row) and all(isinstance(value, (int, float)) for value in row.values())

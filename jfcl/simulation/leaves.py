@@ -40,29 +40,24 @@ def read_leaves(path: Path, leaves: list[dict[str, Any]], like: PyTree) -> PyTre
       UnusableError: names, types or shapes differ from those of `like`.
       ValueError: an array differs from its digest.
     """
-    keys, like = like, jax.tree.map(lambda x: jax.eval_shape(_plain, x) if _is_key(x) else x, like)
-    named = named_leaves(like).items()
-    wanted = [{"name": name, "dtype": str(x.dtype), "shape": list(x.shape)} for name, x in named]
+    named = named_leaves(like)
+    stored = {name: jax.eval_shape(_plain, x) if _is_key(x) else x for name, x in named.items()}
+    wanted = [{"name": name, "dtype": str(x.dtype), "shape": list(x.shape)} for name, x in stored.items()]
     if [{name: leaf[name] for name in ("name", "dtype", "shape")} for leaf in leaves] != wanted:
         raise UnusableError("is of another model or number of clients")
     arrays = []
     with plain.reader(path) as f:
-        for leaf, (_, x) in zip(leaves, named, strict=True):
-            array = np.empty(x.shape, x.dtype)
+        for leaf, (name, x) in zip(leaves, stored.items(), strict=True):
+            array, kind = np.empty(x.shape, x.dtype), named[name]
             data = array.reshape(-1).view(np.uint8)
             if f.readinto(data) != len(data) or hashlib.sha256(data).hexdigest() != leaf["sha256"]:
-                raise ValueError(f"the array {leaf['name'] or 'of the state'} differs from its digest")
+                raise ValueError(f"the array {name or 'of the state'} differs from its digest")
+            if _is_key(kind):
+                array = jax.random.wrap_key_data(array, impl=jax.random.key_impl(jnp.empty(0, kind.dtype)))
             arrays.append(array)
         if f.read(1):
             raise ValueError("state.bin is too long")
-    state = jax.tree.unflatten(jax.tree.structure(like), arrays)
-
-    def as_before(array, leaf):
-        if not _is_key(leaf):
-            return array
-        return jax.random.wrap_key_data(array, impl=jax.random.key_impl(jnp.empty(0, leaf.dtype)))
-
-    return jax.tree.map(as_before, state, keys)
+    return jax.tree.unflatten(jax.tree.structure(like), arrays)
 
 
 def _is_key(leaf: Any) -> bool:

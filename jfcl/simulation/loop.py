@@ -36,24 +36,22 @@ class History(NamedTuple):
       state: the algorithm's last state; with a leading seed axis if several keys were given.
       clients: arrays of the final results per client, `[R, N]` each, in the order of the clients:
 
-        * `cluster`: the cluster that the method has found for the client, as in the last record (see `serve` of
-          `jfcl.simulate`);
+        * `cluster`: the cluster that is reported, as in the last record (see `serve` of `jfcl.simulate`);
         * `examples`: the number of its **training** examples;
         * with test clients, `model`: the row of `state.params` that the client is served. It differs from `cluster`
           where clients of one cluster have models of their own (Federated-Clustering);
         * with test clients, `loss`, `accuracy` (of classification) and `perplexity` (of language models): of that
-          model on the client's test examples; NaN for a client without any. `jfcl.evaluate` computes them on others.
-      rounds: rounds done, those of the method's start included (`init_rounds`): the number of the last round.
+          model on the client's test examples; NaN for a client without any.
+      rounds: the number of the last round, those of the method's start included (`init_rounds`).
       seconds: wall time without compilation, of all parts of a run that was resumed.
       compile_seconds: time spent tracing and compiling, 0 for a second call with the same algorithm.
       client_steps: local steps of all clients, rounds and seeds.
       ended: why the run ended: all rounds are done, the method's reason (`Entries.ended`), or that of a callback.
-      init_rounds: rounds of the method's start, which come before those of the simulation: restarts, warm rounds, or
-        training before the clients are clustered.
+      init_rounds: rounds of the method's start, which come before those of the simulation.
       served: what the clients are served in the last state, a `jfcl.Served`; with a leading seed axis as in `state`.
       rows: of a population, the rows that the method keeps of every client, a `jfcl.simulation.client_rows.ClientRows`;
         `state` and `served` then have those of the last cohort, and `clients` the evaluated clients, with their `id`
-        `[E]`. None for clients on the device.
+        `[E]`.
     """
 
     records: list[dict[str, Any]]
@@ -131,9 +129,9 @@ class Schedule(NamedTuple):
     """The rounds of a run; arguments of `simulate`."""
 
     num_rounds: int
-    eval_every: int = 1
-    stop_after: int | None = None
-    keep_clients: bool = False
+    eval_every: int
+    stop_after: int | None
+    keep_clients: bool
 
 
 class Block(NamedTuple):
@@ -164,35 +162,32 @@ def run_rounds(
     """Runs the rounds after `start`, with evaluations, records, warnings, checkpoints and the progress bar.
 
     Args:
-      source: the clients and the compiled programs, `Resident` or `Streamed`.
+      source: the clients and the compiled programs, `Resident` or `Streamed`:
+
+        * `subjects`: the evaluated clients, `Subjects`;
+        * `resident`: whether all clients stay on the device. Several rounds then run in one call, and the run stops
+          when the method has ended. With cohorts, one round runs at a time, and `ended` holds for the cohort only;
+        * `client_rows`: those of a population, or None;
+        * `most_silent`: participants in a row without a finite update, which show that training has diverged;
+        * `advance(state, first, count, silence) -> Block` runs `count` rounds from round `first` on, not counting those
+          of the method's start; `state` is consumed; `silence` is that of the last block;
+        * `evaluate(state, values) -> Assessment`; `values` are the metrics of the last round;
+        * `saved(state)`: the arrays of a checkpoint, on the host;
+        * `final(state, done, assessment)`: `state`, `clients` and `served` of `History` after `done` rounds, counted as
+          in `advance`; `assessment` is that of the last round, or None.
       start: the state after `start.round` rounds; its totals hold `init_rounds`, those of the method's start.
-      watch: an open `Watch`.
+      schedule, watch: the rounds, and an open clock.
       folder: the run's folder; None in every process but the first, and if nothing is kept.
       callbacks: those of the run, with its folder.
 
-    A source has these attributes and methods:
-      subjects: the evaluated clients, `Subjects`.
-      resident: whether all clients stay on the device. Several rounds then run in one call, and the run stops when the
-        method has ended. With cohorts, one round runs at a time, and `ended` holds for the cohort only.
-      client_rows: those of a population; None of clients on the device.
-      most_silent: the number of participants in a row without a finite update that shows that training has diverged.
-      advance: `(state, first, count, silence) -> Block`, runs `count` rounds from round `first` on, not counting those
-        of the method's start; `state` is consumed; `silence` is that of the last block.
-      evaluate: `(state, values) -> Assessment`; `values` are the metrics of the last round.
-      saved: `(state) ->` the arrays of a checkpoint, on the host.
-      final: `(state, done, assessment) ->` the `state`, `clients` and `served` of `History` after `done` rounds,
-        counted as in `advance`; `assessment` is that of the last round, or None.
-
     Raises:
-      DivergedError: a model is no longer finite, or clients no longer send finite updates (`most_silent`).
-      KeyboardInterrupt: on Ctrl-C, once the present block is done and saved.
-      CallbackError: a callback raised; the present block is saved.
+      DivergedError, KeyboardInterrupt, CallbackError: as `simulate`.
       MemoryError: the device has no memory left, although the check before the run found enough.
     """
     done, state, totals, records = start
     subjects, seeds, entries = source.subjects, source.subjects.seeds, source.subjects.entries
-    totals, records, warned = dict(totals), list(records), set()
-    assessment, at_most = None, 1  # the duration of a first round decides how many run at once
+    totals, records, warned, assessment = dict(totals), list(records), set(), None
+    at_most = 1  # the duration of a first round decides how many run at once
     before = totals.pop("init_rounds", 0)
     final_round = before + schedule.num_rounds
     until = before + min(schedule.num_rounds, schedule.stop_after or schedule.num_rounds)
@@ -234,7 +229,8 @@ def run_rounds(
                 totals = {name: value for name, value in totals.items() if name not in entries.largest}
                 callbacks.call("on_records", rows)
                 until = done if has_ended or callbacks.reason else until
-            watch.advance(done, records[-len(seeds)] if records else {})
+            latest = records[-len(seeds)] if records else {}
+            watch.advance(count, f"accuracy {latest['accuracy']:.3f}" if "accuracy" in latest else "")
 
             # Save. The first process decides when, by its clock.
             decisions = hosts.everybodys([watch.due(), at_most, watch.interrupted])

@@ -88,6 +88,8 @@ def fastest(
 ) -> mapping.Mapping:
     """Returns the candidate with the fastest rounds that fits into memory; prints and keeps the measurements.
 
+    With several processes, it is the fastest one in the first process.
+
     Args:
       make: `(client_axis) -> Algorithm`.
       clients: training data, on the host.
@@ -95,9 +97,6 @@ def fastest(
       about: the method and its options, JSON-like: with shapes, device and versions, the key of the cache. Without it
         the cache is not used.
       show: print the table to stderr.
-
-    Returns:
-      One of `candidates`. With several processes, the fastest one in the first process.
 
     Raises:
       ValueError: no candidate fits into memory.

@@ -22,7 +22,9 @@ from jfcl import mapping
 from jfcl.simulation.evaluation import Subjects
 from jfcl.simulation.folder import RunFolder
 
+COMPILING = "/jax/core/compile/"  # begins the names of jax's events
 LONG_SECONDS = 20.0  # of a run that is worth a hint
+HIGH = 10  # times the loss of guessing is no result of training
 FIRST_CHECKPOINT = 5.0  # seconds; a run that is stopped soon has then kept something
 
 
@@ -41,37 +43,29 @@ class CompileClock:
         self._here.__dict__.setdefault("open", []).append(self)
         return self
 
-    @staticmethod
-    def _listen(event: str, duration: float, **_):
-        if event.startswith("/jax/core/compile/"):
-            CompileClock.count(duration)
-
-    @staticmethod
-    def count(duration: float) -> None:
-        """Adds the last `duration` seconds to the clocks that are open in this thread."""
-        for clock in getattr(CompileClock._here, "open", ()):
-            clock._count(duration)
-
-    def _count(self, duration: float) -> None:
-        end = time.perf_counter()
-        begin = end - duration
-        # A function is traced inside another one: spans within this one are already counted.
-        while self._spans and self._spans[-1][0] >= begin:
-            inner = self._spans.pop()
-            self.seconds -= inner[1] - inner[0]
-        begin = max(begin, self._spans[-1][1]) if self._spans else begin
-        self._spans.append((begin, end))
-        self.seconds += end - begin
-
     def __exit__(self, *_):
         self._here.open.remove(self)
+
+    @staticmethod
+    def listen(event: str, duration: float, **_):
+        """Adds the last `duration` seconds to the clocks that are open in this thread, if the event is of compiling."""
+        end = time.perf_counter()
+        for clock in getattr(CompileClock._here, "open", ()) if event.startswith(COMPILING) else ():
+            begin, spans = end - duration, clock._spans
+            # A function is traced inside another one: spans within this one are already counted.
+            while spans and spans[-1][0] >= begin:
+                inner = spans.pop()
+                clock.seconds -= inner[1] - inner[0]
+            begin = max(begin, spans[-1][1]) if spans else begin
+            spans.append((begin, end))
+            clock.seconds += end - begin
 
 
 @functools.cache
 def _listen_to_jax() -> None:
     # jax calls a list of listeners in the thread that compiles. One listener serves all clocks, and stays: the removal
     # of one from the list would make jax skip the listener of another thread.
-    jax.monitoring.register_event_duration_secs_listener(CompileClock._listen)
+    jax.monitoring.register_event_duration_secs_listener(CompileClock.listen)
 
 
 def compile_ahead(lowered: Sequence[jax.stages.Lowered]) -> Callable[[], None]:
@@ -92,34 +86,30 @@ def compile_ahead(lowered: Sequence[jax.stages.Lowered]) -> Callable[[], None]:
         while futures:
             futures.pop(0).result()
         if waiting:
-            CompileClock.count(time.perf_counter() - began)
+            CompileClock.listen(COMPILING, time.perf_counter() - began)
 
     return wait
 
 
-def progress_bar(is_shown: bool, *columns: Any) -> Progress:
-    """Returns a bar of rich's `columns` on stderr, which vanishes at its end; terminals and notebooks alone show it."""
-    console = Console(stderr=True)
-    visible = console.is_interactive or console.is_jupyter  # elsewhere rich prints an empty line only
-    return Progress(*columns, console=console, disable=not (is_shown and visible), transient=True)
-
-
 class Watch:
-    """The clock of a run, its progress bar, its handler of Ctrl-C, and the schedule of its checkpoints.
+    """The clock of a run or sweep, its progress bar, its handler of Ctrl-C, and the schedule of its checkpoints.
+
+    The bar is on stderr and vanishes at the end; terminals and notebooks alone show it.
 
     Attributes:
       interrupted: whether Ctrl-C was pressed, which takes effect after the present rounds; a second one raises
         `KeyboardInterrupt` as soon as jax returns.
     """
 
-    def __init__(self, num_rounds: int, *, description: str, progress: bool, checkpoint_seconds: float):
-        self.interrupted = False
-        self._compiling = CompileClock()
-        counts = "{task.description}", BarColumn(), MofNCompleteColumn(), "{task.fields[rate]}"
-        times = TimeElapsedColumn(), "left", TimeRemainingColumn()
-        self._bar = progress_bar(progress, *counts, *times, "{task.fields[note]}")
+    def __init__(self, num_rounds: int, *, description: str, progress: bool, checkpoint_seconds: float = math.inf):
+        self.interrupted, self._done = False, 0
+        self._compiling, self._speaks, self._checkpoint_seconds = CompileClock(), progress, checkpoint_seconds
+        columns = "{task.description}", BarColumn(), MofNCompleteColumn(), "{task.fields[rate]}", TimeElapsedColumn()
+        columns += "left", TimeRemainingColumn(), "{task.fields[note]}"
+        console = Console(stderr=True)
+        visible = console.is_interactive or console.is_jupyter  # elsewhere rich prints an empty line only
+        self._bar = Progress(*columns, console=console, disable=not (progress and visible), transient=True)
         self._line = self._bar.add_task(description, total=num_rounds, rate="", note="", start=False)
-        self._speaks, self._checkpoint_seconds = progress, checkpoint_seconds
 
     def __enter__(self):
         with contextlib.ExitStack() as opened:
@@ -153,9 +143,9 @@ class Watch:
         if self._speaks:
             self._bar.console.print(text, markup=False, soft_wrap=True)
 
-    def begin(self, done: int, final_round: int, clock: Sequence[float]) -> None:
+    def begin(self, done: int, final_round: int, clock: Sequence[float] = (0.0, 0.0)) -> None:
         """Starts the bar at `done` rounds of `final_round`, which took the seconds `clock` in earlier calls."""
-        self._resumed_at, self._final_round, self._earlier = done, final_round, clock
+        self._earlier = clock
         self.saved()
         self._wait = self._checkpoint_seconds if any(clock) else min(FIRST_CHECKPOINT, self._checkpoint_seconds)
         self.show()
@@ -166,19 +156,16 @@ class Watch:
         return time.perf_counter() - self._opened - self._compiling.seconds
 
     def clock(self) -> tuple[float, float]:
-        """Returns the seconds of running and of compiling, with those of earlier calls.
-
-        A call that resumes a finished run has no round, and adds nothing.
-        """
-        if self._resumed_at >= self._final_round:
+        """Returns the seconds of running and of compiling, with those of earlier calls; without rounds only those."""
+        if not self._done:
             return tuple(self._earlier)
         return self._earlier[0] + self.seconds(), self._earlier[1] + self._compiling.seconds
 
-    def advance(self, done: int, latest: dict[str, Any]) -> None:
-        """Moves the bar to `done` rounds; `latest` is the last record, or empty."""
-        rate = f"{(done - self._resumed_at) / max(self.seconds(), 1e-9):.1f} rounds/s"
-        note = f"accuracy {latest['accuracy']:.3f}" if "accuracy" in latest else ""
-        self._bar.update(self._line, completed=done, rate=rate, note=note)
+    def advance(self, count: int, note: str) -> None:
+        """Moves the bar by `count` rounds."""
+        self._done += count
+        rate = f"{self._done / max(self.seconds(), 1e-9):.1f} rounds/s"
+        self._bar.update(self._line, advance=count, rate=rate, note=note)
 
     def due(self) -> bool:
         """Returns whether it is time for a checkpoint."""
@@ -224,9 +211,6 @@ def warn_once(warned: set, rows: list[dict[str, Any]], subjects: Subjects, *, is
             warnings.warn(f"round {row['round']}, seed {row['seed']}: {found[kind]}", stacklevel=4)
 
 
-HIGH = 10  # times the loss of guessing is no result of training
-
-
 def warn_if_cores_are_idle(client_axis: mapping.Mapping, seconds: float) -> None:
     """Warns, once in a process, after a run of more than `LONG_SECONDS` with one client at a time on one device."""
     if seconds > LONG_SECONDS and isinstance(client_axis, mapping.chunked) and mapping.idle_cores():
@@ -235,19 +219,14 @@ def warn_if_cores_are_idle(client_axis: mapping.Mapping, seconds: float) -> None
 
 @functools.cache
 def _warn_of_idle_cores() -> None:
-    warnings.warn(
-        f"one of {mapping.num_cores()} cores trained most of the time; client_axis=jfcl.use_all_cores(), given to the"
-        " method and to simulate, divides the clients among all",
-        stacklevel=4,
-    )
+    how = "client_axis=jfcl.use_all_cores(), given to the method and to simulate, divides the clients among all"
+    warnings.warn(f"one of {mapping.num_cores()} cores trained most of the time; {how}", stacklevel=4)
 
 
 def warn_if_loss_is_high(records: list[dict[str, Any]], subjects: Subjects) -> None:
-    """Warns once if a run ends with a training loss far above that of guessing, or above that of its first record.
+    """Warns once if a run with these `records` ends with a training loss far above that of guessing among its classes.
 
-    Args:
-      records: all records of the run.
-      subjects: with the seeds, and the number of classes; where that is unknown, the first records are compared with.
+    Where the number of classes is unknown, the loss of the first records takes the place of that of guessing.
     """
     count = len(subjects.seeds)
     for first, last in zip(records[:count], records[-count:], strict=True):

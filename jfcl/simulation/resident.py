@@ -12,20 +12,11 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jfcl import mapping
-from jfcl.core import (
-    Algorithm,
-    Clients,
-    Served,
-    check,
-    check_served,
-    client_shapes,
-    is_finite,
-    num_clients,
-)
+from jfcl.core import Algorithm, Clients, Served, check, check_served, client_shapes, is_finite, num_clients
 from jfcl.mapping import hosts, memory
 from jfcl.mapping.jitted import RUNS_ONCE, jitted, strong, traced_once
 from jfcl.simulation import evaluation
-from jfcl.simulation.evaluation import Assessment, Silence, Subjects
+from jfcl.simulation.evaluation import Assessment, Silence, Subjects, evaluate_rows, serving_part
 from jfcl.simulation.folder import Restored, RunFolder
 from jfcl.simulation.loop import MOST_ROUNDS, Block, read_checkpoint
 from jfcl.simulation.progress import compile_ahead
@@ -41,18 +32,16 @@ def build(algorithm, hyperparams) -> Algorithm:
     return made
 
 
-def _constrained(state, clients, client_axis):
-    """Returns `state` with per-client arrays placed like the clients: a resumed run compiles the same program."""
+def _spread(place, state, clients, client_axis):
+    """Returns `state` after `place(x, sharding)`: arrays `[R, N, ...]` lie as the clients, others on every device.
+
+    A resumed run then compiles the same program.
+    """
     if not isinstance(client_axis, mapping.sharded):
         return state
-    n = num_clients(clients)
-    return jax.tree.map(lambda x: jax.lax.with_sharding_constraint(x, _sharding(x.shape, n, client_axis)), state)
-
-
-def _sharding(shape: tuple[int, ...], n: int, client_axis: mapping.sharded) -> NamedSharding:
-    """Returns the sharding of an array of the state: `[R, N, ...]` as the clients, any other on every device."""
-    spec = PartitionSpec(None, client_axis.mesh.axis_names) if shape[1:2] == (n,) else PartitionSpec()
-    return NamedSharding(client_axis.mesh, spec)
+    mesh, n = client_axis.mesh, num_clients(clients)
+    divided, whole = (NamedSharding(mesh, spec) for spec in (PartitionSpec(None, mesh.axis_names), PartitionSpec()))
+    return jax.tree.map(lambda x: place(x, divided if x.shape[1:2] == (n,) else whole), state)
 
 
 STATIC = ("algorithm", "each", "row_axis", "client_axis")
@@ -67,7 +56,7 @@ def _init(keys, hyperparams, clients, *, algorithm, each, row_axis, client_axis)
         return strong(state)
 
     state = row_axis(one, in_axes=(0, 0 if each else None, None))(keys, hyperparams, clients)
-    return _constrained(state, clients, client_axis)
+    return _spread(jax.lax.with_sharding_constraint, state, clients, client_axis)
 
 
 @partial(jitted, static_argnames=STATIC, donate_argnames="state")
@@ -108,20 +97,16 @@ def _advance(keys, hyperparams, state, silence, first, count, clients, *, algori
 
     axes = (0, 0 if each else None, 0, 0, None, None, None)
     state, *results = row_axis(one, in_axes=axes)(keys, hyperparams, state, silence, first, count, clients)
-    return _constrained(state, clients, client_axis), *results
-
-
-# ---------------------------------------------------------------------------------------------------------------
-# Padding clients, which fill up the devices: a checkpoint leaves them out.
+    return _spread(jax.lax.with_sharding_constraint, state, clients, client_axis), *results
 
 
 def _without_padding(tree: Any, like: Any) -> Any:
-    """Returns `tree`, cut to the shapes of `like`."""
+    """Returns `tree`, cut to the shapes of `like`: a checkpoint leaves out the clients that fill up the devices."""
     return jax.tree.map(lambda x, small: x[tuple(slice(0, s) for s in small.shape)], tree, like)
 
 
 def _with_padding(small: Any, whole: Any) -> Any:
-    """Returns `small` on the devices of `whole`, padded to its shapes with zeros: the inverse of `_without_padding`."""
+    """Returns `small` on the devices of `whole`, padded to its shapes with zeros."""
 
     def put(array, like):
         host = np.pad(array, [(0, b - a) for a, b in zip(array.shape, like.shape, strict=True)])
@@ -143,16 +128,12 @@ def _selection(serve: Callable[[Any], Served], like: Any) -> Callable[[Any], Ser
     return lambda state: jax.tree.unflatten(structure, [jax.tree.leaves(state)[i] for i in chosen])
 
 
-# ---------------------------------------------------------------------------------------------------------------
-# The source.
-
-
 class Resident:
     """A source of `run_rounds` with all clients on the device, and a leading axis of rows in every array of the state.
 
     Attributes:
-      rows: the keys `[R]`, and the hyperparameters or None: for all rows, or, where the algorithm `made` of one row was
-        given, for every row, `[R, ...]`.
+      rows: the keys `[R]`, and the hyperparameters or None: for all rows, or, where the algorithm `made` of one row is
+        an argument, for every row, `[R, ...]`.
       like: shapes of the state without padding clients, those of a checkpoint. A run may thus be resumed on other
         devices.
       whole: shapes of the state on the devices.
@@ -174,6 +155,7 @@ class Resident:
         newcomers: Clients | None = None,
         true_cluster: Any = None,
         made: Algorithm | None = None,
+        state: Any = None,
     ):
         self._algorithm, self._seeds, self._row_axis, self._client_axis = algorithm, seeds, row_axis, client_axis
         self._static = {"algorithm": algorithm, "row_axis": row_axis, "client_axis": client_axis}
@@ -186,12 +168,27 @@ class Resident:
         self.rows = hosts.replicate((keys[None] if self._single else keys, hyperparams), mesh)
         numbered = clients.id is None or hosts.several()
         self._ids = list(range(self._n)) if numbered else np.asarray(clients.id).tolist()
-        clients = mapping.held(client_axis, self.made.task, clients)
+        data = (mapping.held(client_axis, self.made.task, part) for part in (clients, tests, newcomers))
+        clients, self._tests, self._newcomers = data
         self._clients = clients._replace(size=clients.size.astype(np.int32))
         self.like = _init.shapes(*self.rows, client_shapes(self._clients, self._n), **self._static)
-        self._tests, self._newcomers = (mapping.held(client_axis, self.made.task, x) for x in (tests, newcomers))
         self._true_cluster = None if true_cluster is None else np.asarray(true_cluster)
-        self._compiled, self._programs, self._first = compile_ahead(()), [], None
+        self._first = None if state is None else self._checked(state)
+        self._compiled, self._programs = compile_ahead(()), []
+
+    def _checked(self, state: Any) -> Any:
+        """Returns a copy of a user's first state; `ValueError` unless its shapes are those of the algorithm."""
+        if self._single:
+            state = jax.tree.map(lambda x: jnp.asarray(x)[None], state)
+        differ = evaluation.unlike(state, self.like)
+        accepted = "of this algorithm with these options, of these clients, with a seed axis if there are several keys"
+        fits = not differ and jax.tree.structure(state) == jax.tree.structure(self.like)
+        check(fits, "state", differ or type(state).__name__, accepted)
+
+        def copied(x):  # since a round overwrites its state
+            return jnp.array(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else np.array(hosts.fetch(x))
+
+        return jax.tree.map(copied, state)
 
     def place(self, serve: str, further: tuple = (), serving: Any = None) -> None:
         """Moves the clients and those of evaluations to the devices, if the memory suffices.
@@ -199,18 +196,17 @@ class Resident:
         Raises every `ValueError` of a round before anything is computed. `serving` is what evaluations need of the
         algorithm, by default that of `made`; the function of hyperparameters where each row is served by its own.
         """
-        n, made, self._further, self._serving = self._n, self.made, further, serving
+        n, made, self._further, self._serving = self._n, self.made, further, serving or serving_part(self.made)
 
         # Memory.
         tests, newcomers, true_cluster = self._tests, self._newcomers, self._true_cluster
-        shapes = client_shapes(self._clients, n)
-        others = [] if tests is None else [client_shapes(tests, n)]
-        others += [] if newcomers is None else [newcomers]
+        others = ([] if tests is None else [client_shapes(tests, n)]) + ([] if newcomers is None else [newcomers])
         axis, count = self._row_axis, len(self._seeds)
         if isinstance(axis, mapping.sharded):
             axis, count = axis.inner, -(-count // axis.mesh.size)
-        at_once = min(axis.size, count) if isinstance(axis, mapping.chunked) else count
-        memory.check_memory(made, shapes, self._client_axis, self.like, others=others, seeds_at_once=at_once)
+        options = {"seeds_at_once": min(axis.size, count) if isinstance(axis, mapping.chunked) else count}
+        shapes = client_shapes(self._clients, n)
+        memory.check_memory(made, shapes, self._client_axis, self.like, others=others, **options)
 
         # Placement.
         place = partial(mapping.place, self._client_axis)
@@ -220,15 +216,14 @@ class Resident:
         self._clients = place(self._clients, n)
         test_size = new_size = None
         if tests is not None:
-            tests = place(tests, n)
-            test_size = np.asarray(hosts.fetch(tests.size))[:n]
+            self._tests = place(tests, n)
+            test_size = np.asarray(hosts.fetch(self._tests.size))[:n]
         if newcomers is not None:
             new_size = np.asarray(newcomers.size)
             if hosts.several():  # every process holds all newcomers
                 own = mapping.own_rows(self._client_axis, len(new_size))
                 newcomers = jax.tree.map(lambda x: x[own], newcomers)
-            newcomers = place(newcomers, len(new_size))
-        self._tests, self._newcomers = tests, newcomers
+            self._newcomers = place(newcomers, len(new_size))
         self._size = np.asarray(hosts.fetch(self._clients.size))[:n]
         self.most_silent = min(int((self._size > 0).sum()), evaluation.MOST_SILENT)
 
@@ -251,36 +246,18 @@ class Resident:
         )
 
         # Programs. A call finds the one that is compiled already, or waits for it.
-        self.whole, rows = self.like, num_clients(self._clients)
-        if rows != n:
-            self.whole = _init.shapes(*self.rows, self._clients, **self._static)
-        if isinstance(self._client_axis, mapping.sharded):
-            put = partial(_sharding, n=rows, client_axis=self._client_axis)
-            self.whole = jax.tree.map(lambda x: x.update(sharding=put(x.shape)), self.whole)
+        whole = self.like
+        if num_clients(self._clients) != n:
+            whole = _init.shapes(*self.rows, self._clients, **self._static)
+        self.whole = _spread(lambda x, where: x.update(sharding=where), whole, self._clients, self._client_axis)
         one, silence = np.int32(1), Silence(*np.zeros((2, len(self._seeds)), np.int32))
         args = *self.rows, self.whole, silence, one, one, self._clients
         if isinstance(self._row_axis, mapping.sharded):  # the programs depend on where the rows are
             _advance.shapes(*args, **self._static)
             return
         self._programs = [_advance.lower(*args, **self._static)]
-        for data in (tests, newcomers) if made.task is not None else ():
-            if data is not None:
-                args, how = self._evaluation(self.whole, data)
-                self._programs.append(evaluation.evaluate_rows.lower(*args, **how))
-
-    def start_from(self, state: Any) -> None:
-        """Takes a user's `state` for the first one; `ValueError` unless its shapes are those of the algorithm."""
-        if self._single:
-            state = jax.tree.map(lambda x: jnp.asarray(x)[None], state)
-        differ = evaluation.unlike(state, self.like)
-        accepted = "of this algorithm with these options, of these clients, with a seed axis if there are several keys"
-        fits = not differ and jax.tree.structure(state) == jax.tree.structure(self.like)
-        check(fits, "state", differ or type(state).__name__, accepted)
-
-        def copied(x):  # since a round overwrites its state
-            return jnp.array(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else np.array(hosts.fetch(x))
-
-        self._first = jax.tree.map(copied, state)
+        lowered = [self._losses(self.whole, data, evaluate_rows.lower) for data in (self._tests, self._newcomers)]
+        self._programs += filter(None, lowered)
 
     def start(self, folder: RunFolder | None, resume: bool, num_rounds: int) -> Restored:
         """Returns the checkpoint that is resumed with its state on the devices, or the beginning of a run.
@@ -290,8 +267,7 @@ class Resident:
         found = read_checkpoint(folder, self.like, num_rounds) if resume else None
         if found is None and self._first is not None:
             found = Restored(0, self._first, {}, [])
-        self._compiled = compile_ahead(self._programs)
-        self._programs = []
+        self._compiled, self._programs = compile_ahead(self._programs), []
         if found is None:
             before = self.made.init_rounds
             return Restored(before, self.first_state(), {"init_rounds": before}, [])
@@ -334,23 +310,16 @@ class Resident:
         """Returns the results of the test clients, `[R, N]` each, also of rows that have diverged."""
         return jax.device_get(self._losses(state, self._tests))
 
-    def _losses(self, state: Any, data: Clients | None):
-        """Returns the results of `evaluate_rows` on `data`, `[R, ...]` each; None without data or task."""
+    def _losses(self, state: Any, data: Clients | None, call: Callable = evaluate_rows) -> Any:
+        """Returns the results `[R, ...]` of the test clients or of the newcomers; None without these, or a task."""
         if data is None or self.made.task is None:
             return None
         self._compiled()
-        args, how = self._evaluation(state, data)
-        return evaluation.evaluate_rows(*args, **how)
-
-    def _evaluation(self, state: Any, data: Clients) -> tuple[tuple, dict[str, Any]]:
-        """Returns the arguments of `evaluate_rows` for the test clients or the newcomers, and its static arguments."""
-        learners, of_newcomers = self._learners, None
-        if data is self._newcomers:
-            learners, of_newcomers = None, (self._n, self._num_models)
-        how = {"algorithm": self._serving or evaluation.serving_part(self.made), "of_newcomers": of_newcomers}
-        how |= {"row_axis": self._row_axis, "client_axis": self._client_axis, "further": self._further}
+        is_new = data is self._newcomers
+        static = {"algorithm": self._serving, "of_newcomers": (self._n, self._num_models) if is_new else None}
+        static |= {"row_axis": self._row_axis, "client_axis": self._client_axis, "further": self._further}
         hyperparams = self.rows[1] if self._serving is self._algorithm else None
-        return (state, hyperparams, data, learners), how
+        return call(state, hyperparams, data, None if is_new else self._learners, **static)
 
     def saved(self, state) -> Any:
         return hosts.fetch(_without_padding(state, self.like))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -31,25 +32,20 @@ def summarize_records(
     per_seed, by_seed = [], defaultdict(list)
     for record in records:
         by_seed[record["seed"]].append(record)
-    of_seeds = {r["seed"]: r for r in records if last is None or r["round"] == last}
-    for record in of_seeds.values():
+    for record in {r["seed"]: r for r in records if last is None or r["round"] == last}.values():
         of_seed = by_seed[record["seed"]]
         right = [r.get("cluster_accuracy") for r in of_seed]  # None where the true clusters are unknown
         recovered = None if None in right else rounds_to_recovery([r["round"] for r in of_seed], right)
-        row = {"seed": record["seed"]} | {name: record.get(name) for name in (*SEED_METRICS, *further)}
-        row |= {"rounds_to_recovery": recovered, **{name: record.get(name) for name in BYTES}}
+        row = {name: record.get(name) for name in (*SEED_METRICS, *further)} | {"rounds_to_recovery": recovered}
+        row |= {name: record.get(name) for name in BYTES}
         row |= {name: value for name, value in record.items() if name == "perplexity" or name.startswith("newcomer_")}
-        per_seed.append(row)
+        per_seed.append({"seed": record["seed"]} | row)
 
-    def over_seeds(statistic) -> dict[str, float | None]:
-        names = [name for name in per_seed[0] if name != "seed"]
-        columns = {name: [row.get(name) for row in per_seed] for name in names}
-        return {name: None if None in values else statistic(values) for name, values in columns.items()}
-
-    return {
-        "per_seed": per_seed,
-        "mean": over_seeds(lambda values: float(np.mean(values))),
-        "std": over_seeds(deviation),
+    columns = {name: [row.get(name) for row in per_seed] for name in per_seed[0] if name != "seed"}
+    statistics = {"mean": lambda values: float(np.mean(values)), "std": deviation}
+    return {"per_seed": per_seed} | {
+        which: {name: None if None in values else statistic(values) for name, values in columns.items()}
+        for which, statistic in statistics.items()
     }
 
 
@@ -98,34 +94,33 @@ def clients_csv(
       true_cluster: `[N]`, or None where it is unknown.
       extra: further columns of integers, `[R, N]` each.
     """
-    clients, known = history.clients, {} if true_cluster is None else {"true_cluster": true_cluster}
-    own = (clients.get("model", clients["cluster"]) != clients["cluster"]).any()  # models of clients of one cluster
-    own |= any(
-        (row := r["clients"]).get("model", row["cluster"]) != row["cluster"] for r in history.records if "clients" in r
-    )
-    names = [name for name in ("accuracy", "loss", "perplexity") if name in clients]
-    names += [name for name in clients if name not in OWN_NAMES]
+    last, by_round = history.clients, defaultdict(list)
+    for record in history.records:
+        if "clients" in record:
+            by_round[record["round"]].append(record["clients"])
+    shape, known = last["cluster"].shape, {} if true_cluster is None else {"true_cluster": true_cluster}
+    extra = {name: np.broadcast_to(values, shape) for name, values in (extra or {}).items()}
+    # The model is a column where clients of one cluster have models of their own.
+    results = [last, *itertools.chain.from_iterable(by_round.values())]
+    served = ["model"] * any(np.not_equal(r.get("model", r["cluster"]), r["cluster"]).any() for r in results)
+    names = [name for name in ("accuracy", "loss", "perplexity") if name in last]
+    names += [name for name in last if name not in OWN_NAMES]
 
     def lines(of_seeds: Sequence[dict[str, Any]]) -> Iterator[list]:
         for s, results in enumerate(of_seeds):
-            counts = {"examples": clients["examples"][s], **known, "cluster": results["cluster"]}
-            counts |= {name: np.broadcast_to(v, clients["cluster"].shape)[s] for name, v in (extra or {}).items()}
-            counts |= {"model": results["model"]} if own else {}
+            counts = [last["examples"][s], *known.values(), results["cluster"], *(v[s] for v in extra.values())]
+            counts += [results[name] for name in served]
             for i, client in enumerate(ids):
-                found = [int(values[i]) for values in counts.values()]
+                found = [int(values[i]) for values in counts]
                 yield [seeds[s], client, *found, *[f"{results[name][i]:.6g}" for name in names]]
 
-    head = ["seed", "client", "examples", *known, "cluster", *(extra or {}), *["model"] * int(own), *names]
-    last = [{name: values[s] for name, values in clients.items() if values.ndim == 2} for s in range(len(seeds))]
-    contents = {"clients.csv": csv_bytes([head, *lines(last)])}
-    of_round: dict[int, list[dict[str, Any]]] = {}
-    for record in history.records:
-        if "clients" in record:
-            of_round.setdefault(record["round"], []).append(record["clients"])
-    if of_round:
-        kept = [["round", *head], *([t, *line] for t, rows in of_round.items() for line in lines(rows))]
-        contents["clients_by_round.csv"] = csv_bytes(kept)
-    return contents
+    head = ["seed", "client", "examples", *known, "cluster", *extra, *served, *names]
+    of_last = [{name: values[s] for name, values in last.items() if values.ndim == 2} for s in range(len(seeds))]
+    tables = {"clients.csv": [head, *lines(of_last)]}
+    if by_round:
+        each = ([t, *line] for t, of_seeds in by_round.items() for line in lines(of_seeds))
+        tables["clients_by_round.csv"] = [["round", *head], *each]
+    return {name: csv_bytes(table) for name, table in tables.items()}
 
 
 def keep_results(out: str | Path, history: History, config: dict[str, Any], subjects: Subjects) -> None:

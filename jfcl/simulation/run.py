@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import jax
 import jax.numpy as jnp
@@ -17,9 +17,7 @@ from jfcl.core import (
     Algorithm,
     Clients,
     check,
-    check_choice,
     check_clients,
-    check_count,
     check_examples,
     check_key,
     check_labels,
@@ -27,6 +25,7 @@ from jfcl.core import (
     num_clients,
     plain,
 )
+from jfcl.core.options import Interval, OneOf, Range, check_options
 from jfcl.data.build import Federation
 from jfcl.data.population import Population
 from jfcl.data.store import ClientStore
@@ -47,23 +46,23 @@ def simulate(
     clients: Clients | Federation | Population,
     *,
     key: jax.Array,
-    num_rounds: int,
+    num_rounds: Annotated[int, Range(1)],
     test_clients: Clients | None = None,
     newcomers: Clients | None = None,
     true_cluster: np.ndarray | None = None,
-    serve: str = "loss",
+    serve: Annotated[str, OneOf(SERVE)] = "loss",
     hyperparams: dict[str, Any] | None = None,
-    eval_every: int = 1,
+    eval_every: Annotated[int, Range(1)] = 1,
     seeds: list[int] | None = None,
     seed_axis: mapping.Mapping | None = None,
     client_axis: mapping.Mapping | None = None,
     out: str | Path | None = None,
     resume: bool = False,
     config: dict[str, Any] | None = None,
-    checkpoint_seconds: float = 30.0,
+    checkpoint_seconds: Annotated[float, Interval("[0, inf]")] = 30.0,
     progress: bool = False,
     description: str = "rounds",
-    stop_after: int | None = None,
+    stop_after: Annotated[int | None, Range(1)] = None,
     keep_clients: bool = False,
     state: Any = None,
     metrics: Mapping[str, Metric] | None = None,
@@ -72,15 +71,15 @@ def simulate(
 ) -> History:
     """Runs `algorithm` for `num_rounds` rounds with evaluations on the way; optionally keeps the run in a folder.
 
-    All clients are on the device (`Clients`, or the `jfcl.data.Federation` that `jfcl.data.build` returns), or they are
-    on the host, and one cohort at a time is on the device (`jfcl.Population`). Some methods end (`jfcl.cfl` with
-    `recursive=True`, once every cluster is final). With all clients on the device, the run then stops at the first
-    evaluation after the end in all seeds.
+    The clients are on the device (`Clients`, or the `jfcl.data.Federation` that `jfcl.data.build` returns), or on the
+    host, one cohort at a time on the device (`jfcl.Population`). Some methods end (`jfcl.cfl` with `recursive=True`,
+    once every cluster is final). With all clients on the device, the run then stops at the first evaluation after the
+    end in all seeds.
 
     A population may be of any size, with one seed in one process. With all of it as the cohort the results are those of
     its clients on the device. A client that takes part for the first time starts with the row of the state that
-    `algorithm.init` gives it in its cohort. The method must allow other clients in every round: it must not cluster all
-    clients before the first one. A method that compares clients compares those of a cohort.
+    `algorithm.init` gives it in its cohort. The method must not cluster all clients before the first round; one that
+    compares clients compares those of a cohort.
 
     Args:
       algorithm: an `Algorithm`; or, with `hyperparams`, the function that makes one from them. A second call with the
@@ -97,19 +96,18 @@ def simulate(
         (IFCA's test-time inference); adds `newcomer_loss`, `newcomer_accuracy`.
       true_cluster: `[N]`, if known: adds `cluster_accuracy`, `adjusted_rand`, `nmi`, `purity` to the records. Clients
         with -1, for example malicious ones, do not count.
-      serve: the model that a test client is served by a method with a choice among several (IFCA,
-        HypCluster). "loss": the model of lowest loss on the client's training examples now. "state": the model of the
-        client's last round. "loss" costs `K` more passes over the training examples in each evaluation of
-        `test_clients`, and the clusters in the records and in `History.clients` are the models served; without
-        `test_clients`, they are those of the state. Other methods always serve the state's model.
+      serve: the model that a test client is served by a method with a choice among several (IFCA, HypCluster); others
+        always serve the state's. "state": the model of the client's last round. "loss": the model of lowest loss on its
+        training examples now, which costs `K` more passes over them in each evaluation of `test_clients`; the clusters
+        in the records and in `History.clients` are then the models served.
       hyperparams: floats (or arrays) passed to `algorithm` inside the compiled program.
-      eval_every: rounds between evaluations, those with a number that it divides; the last round is always evaluated.
+      eval_every: evaluations are after rounds with a number that it divides, and after the last.
       seeds: names of the `R` keys in the records; default `0 .. R-1`.
       seed_axis: mapping over seeds; default: one after another on a CPU, `jax.vmap` elsewhere.
       client_axis: mapping for evaluations; default: `jfcl.auto()`. If it is `jfcl.sharded`, the clients are placed on
         its devices (give it to the algorithm too). With several processes, `clients` and `test_clients` are those of
-        this process, `mapping.own_rows` (of a `Federation`, by `rows` of `jfcl.data.build`). The first one writes all
-        files.
+        this process, `mapping.own_rows` (of a `Federation`, by `rows` of `jfcl.data.build`), and the first one writes
+        all files.
       out: the run's folder: gets `config.json`, `metrics.jsonl`, `checkpoints/`, and once all rounds are done, or the
         method or a callback has ended the run, `summary.json` and `clients.csv`.
       resume: continue from the last checkpoint in `out`; from the start if there is none yet, or nothing at all.
@@ -129,16 +127,16 @@ def simulate(
       metrics: functions `(outputs [M, ...], batch, real [M]) -> a number` of one client's outputs, by name, such as
         `{"f1": jfcl.metrics.macro_f1}`; `real` marks the examples that are no padding. The records have their means
         over clients (and over newcomers), `History.clients` and `clients.csv` the number of each client.
-      callbacks: objects with some of the methods of `jfcl.callbacks.Callback`, called in this order: early stopping,
-        trackers. They change no result, and a resumption may have others.
+      callbacks: objects with some of the methods of `jfcl.callbacks.Callback`, called in this order. They change no
+        result, and a resumption may have others.
       summary: write the results into `out`; False for a caller that writes its own, as `jfcl.experiments.run` does.
         Without `test_clients`, a population leaves no `clients.csv`.
 
     Returns:
       `History`: `records` of the evaluated rounds, the last `state`, and in `clients` the final `cluster`, `model`,
       `loss` and `accuracy` of every client. Records of a population have further totals: `asked`, `dropped`, `cut`, and
-      `seen`, the number of clients that have taken part. It takes memory on the device for two cohorts and the models,
-      and on the host for two cohorts, a few bytes a client, and the rows.
+      `seen`, the number of clients that have taken part. A population takes memory on the device for two cohorts and
+      the models, and on the host for two cohorts, a few bytes a client, and the rows.
 
     Raises:
       ValueError: bad input, before anything is compiled.
@@ -161,9 +159,16 @@ def simulate(
       [0.25, 0.0625]
     """
     # Check the options and the data.
-    further, schedule = check_further(metrics), Schedule(num_rounds, eval_every, stop_after, keep_clients)
-    _check_run(key, schedule, serve, out, resume, config, checkpoint_seconds, callbacks)
-    seeds, client_axis = seed_names(seeds, key.size), mapping.or_auto(client_axis)
+    check_options(simulate, locals())
+    check_key(key)
+    check_callbacks(callbacks)
+    check(out is not None or not resume, "out", out, "the folder of the run to resume")
+    if out is not None:
+        plain.check_path("out", out)
+    check(config is None or isinstance(config, dict), "config", config, "a dict that JSON can hold")
+    taken = {"key", "cohorts"} & {*(config or {})}
+    check(not taken, "config", taken, "without these names, which identify the run")
+    seeds, client_axis, further = seed_names(seeds, key.size), mapping.or_auto(client_axis), check_further(metrics)
     if isinstance(clients, Federation):
         test_clients = clients.test if test_clients is None else test_clients
         newcomers = clients.newcomers if newcomers is None else newcomers
@@ -187,9 +192,7 @@ def simulate(
         seed_axis = seed_axis or (mapping.chunked(1) if len(seeds) == 1 else mapping.auto())
         axes = {"row_axis": seed_axis, "client_axis": client_axis}
         evaluated = {"tests": test_clients, "newcomers": newcomers, "true_cluster": true_cluster}
-        source = Resident(algorithm, clients, key, hyperparams, seeds=seeds, **axes, **evaluated)
-        if state is not None:
-            source.start_from(state)
+        source = Resident(algorithm, clients, key, hyperparams, seeds=seeds, state=state, **axes, **evaluated)
 
     is_shown = progress and hosts.is_first()
     watch = Watch(num_rounds, description=description, progress=is_shown, checkpoint_seconds=checkpoint_seconds)
@@ -201,7 +204,10 @@ def simulate(
         # Begin or resume. A caller with results of its own, in a configuration of its own, may resume with another key.
         if summary or config is None or not source.resident:
             config = source.identity | (config or {})
-        folder = _open_folder(opened, out, resume, config | {"num_rounds": num_rounds})
+        config = config | {"num_rounds": num_rounds}
+        folder = None if out is None else hosts.by_first(lambda: RunFolder.open(out, config, resume))
+        if folder is not None:  # in the first process
+            opened.callback(folder.close)
         for part in (clients.clients, clients.test_clients) if resume and not source.resident else ():
             if part is not None:
                 part.verify(progress=progress)
@@ -215,55 +221,12 @@ def simulate(
 
         # Run.
         called = Callbacks(callbacks, description, config, last, out)
+        schedule = Schedule(num_rounds, eval_every, stop_after, keep_clients)
         history = run_rounds(source, start, schedule, watch, folder, called)
         if summary and folder is not None and called.is_finished():
             keep_results(out, history, config, source.subjects)
     warn_if_cores_are_idle(client_axis, history.seconds)
     return history
-
-
-def _open_folder(
-    opened: contextlib.ExitStack, out: str | Path | None, resume: bool, config: dict[str, Any]
-) -> RunFolder | None:
-    """Returns the run's folder, until `opened` is left, in the first process; None in others, and without `out`."""
-    make = RunFolder.reopen if resume else RunFolder.create
-    folder = None if out is None else hosts.by_first(lambda: make(out, config))
-    if folder is not None:
-        opened.callback(folder.close)
-    return folder
-
-
-# ---------------------------------------------------------------------------------------------------------------
-# Checks.
-
-
-def _check_run(
-    key: Any,
-    schedule: Schedule,
-    serve: str,
-    out: Any,
-    resume: bool,
-    config: Any,
-    checkpoint_seconds: Any,
-    callbacks: Any,
-) -> None:
-    """Raises `ValueError` for bad values of arguments that do not depend on the clients."""
-    check_key(key)
-    check_count("num_rounds", schedule.num_rounds)
-    check_count("eval_every", schedule.eval_every)
-    if schedule.stop_after is not None:
-        check_count("stop_after", schedule.stop_after)
-    check_choice("serve", serve, SERVE)
-    check(out is not None or not resume, "out", out, "the folder of the run to resume")
-    if out is not None:
-        plain.check_path("out", out)
-    number = isinstance(checkpoint_seconds, (int, float, np.number)) and checkpoint_seconds >= 0  # NaN is not
-    check(number, "checkpoint_seconds", checkpoint_seconds, "a number, at least 0")
-    check(config is None or isinstance(config, dict), "config", config, "a dict that JSON can hold")
-    for name in ("key", "cohorts"):
-        accepted = "without: what identifies the run has this name"
-        check(name not in (config or {}), "config", f"an entry {name!r}", accepted)
-    check_callbacks(callbacks)
 
 
 def seed_names(seeds: Sequence[int] | None, count: int) -> list[int]:
@@ -277,36 +240,31 @@ def seed_names(seeds: Sequence[int] | None, count: int) -> list[int]:
 def _check_data(client_axis: mapping.Mapping, parts: dict[str, Clients], true_cluster: Any) -> None:
     """`ValueError` for data that do not fit together, or not to the number of processes."""
     spread = isinstance(client_axis, mapping.sharded)
-    check(spread or jax.process_count() == 1, "client_axis", client_axis, "jfcl.sharded, with several processes")
+    check(spread or not hosts.several(), "client_axis", client_axis, "jfcl.sharded, with several processes")
     for name, part in parts.items():
         check_made(part, name)
-    n = _check_rows(client_axis, parts["clients"], "clients")
+    n = hosts.total(num_clients(parts["clients"]))
     check(n >= jax.process_count(), "clients", n, f"at least one for each of the {jax.process_count()} processes")
+    rows = mapping.own_rows(client_axis, n)
     for name, part in parts.items():
-        if num_clients(part) or jax.process_count() == 1:  # one of several may hold none
+        here = num_clients(part)
+        if name != "newcomers":  # of which every process holds all
+            total, accepted = hosts.total(here), f"of as many clients as there are in training, {n}"
+            check(total == n, name, f"{total} clients", accepted)
+            own = here == rows.stop - rows.start
+            check(own, name, f"{here} clients in process {jax.process_index()}", f"those of {rows}")
+        if here or not hosts.several():  # one of several may hold none
             check_clients(part, name=name, allow_empty=name != "clients")
-    if "test_clients" in parts:
-        rows = _check_rows(client_axis, parts["test_clients"], "test_clients")
-        check(rows == n, "test_clients", f"{rows} clients", f"of as many clients as there are in training, {n}")
-        known, tests = (parts[name].id for name in ("clients", "test_clients"))
-        if tests is not None:  # without ids, clients are numbered by their rows
-            offset = mapping.own_rows(client_axis, n).start
-            known = offset + np.arange(num_clients(parts["clients"])) if known is None else known
-            same = np.array_equal(known, tests)
-            check(same, "test_clients.id", np.asarray(tests), "the ids of the clients in training, in the same order")
+    known, tests = parts["clients"].id, parts.get("test_clients")
+    if tests is not None and tests.id is not None:  # without ids, clients are numbered by their rows
+        known = np.arange(rows.start, rows.stop) if known is None else known
+        accepted = "the ids of the clients in training, in the same order"
+        check(np.array_equal(known, tests.id), "test_clients.id", np.asarray(tests.id), accepted)
     if true_cluster is not None:
         check(np.shape(true_cluster) == (n,), "true_cluster", np.shape(true_cluster), f"of shape ({n},)")
         kind = np.asarray(true_cluster).dtype
         check(kind.kind in "iu", "true_cluster", str(kind), "integers, the cluster of each client")
         check((np.asarray(true_cluster) >= 0).any(), "true_cluster", "-1 for all", "known of one client at least")
-
-
-def _check_rows(client_axis, clients: Clients, name: str) -> int:
-    """Returns the number of clients in all processes; `ValueError` unless this one holds those of `own_rows`."""
-    n = hosts.total(num_clients(clients))
-    rows, own = mapping.own_rows(client_axis, n), num_clients(clients)
-    check(own == rows.stop - rows.start, name, f"{own} clients in process {jax.process_index()}", f"those of {rows}")
-    return n
 
 
 def check_method(made: Algorithm, parts: dict[str, Clients]) -> None:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jfcl.core import Algorithm, Clients, check, check_count, check_examples, check_served, serve_clusters
+from jfcl.core import Algorithm, Clients, check, check_examples, check_served, serve_clusters
 from jfcl.simulation.evaluation import check_step
 
 Start = Callable[[jax.Array, Clients], Any]
@@ -36,8 +36,8 @@ class Split(NamedTuple):
     def apart(self, state: Any) -> tuple[list, list]:
         """Returns `(common, rows)`; the clients are the first axis of each array in `rows`."""
         leaves = list(zip(jax.tree.leaves(state), self.axes, strict=True))
-        common = [x for x, axis in leaves if axis is None]
-        return common, [_moved(x, axis, 0) for x, axis in leaves if axis is not None]
+        rows = [_moved(x, axis, 0) for x, axis in leaves if axis is not None]
+        return [x for x, axis in leaves if axis is None], rows
 
     def together(self, common: Sequence, rows: Sequence) -> Any:
         """Returns the state: the inverse of `apart`."""
@@ -55,9 +55,7 @@ def _moved(x: Any, source: int, target: int) -> Any:
 
 
 def split_state(algorithm: Algorithm, init: Start, cohorts: Cohorts, count: int) -> tuple[Split, Any]:
-    """Returns the division of a state of `count` clients, and its shapes.
-
-    The client axes are those that grow with one client more.
+    """Returns the division of a state of `count` clients, and its shapes. Client axes grow with one client more.
 
     Raises:
       ValueError: an array with several client axes, of a method that keeps something for each pair of clients; a method
@@ -133,10 +131,7 @@ def _reached(jaxpr: Any, sources: list[bool]) -> list[bool]:
 def check_algorithm(
     algorithm: Algorithm, n: int, cohort: int, join: Start | None, remember: int | None, cohorts: Cohorts
 ) -> tuple[int, Split, Any]:
-    """Checks that an algorithm suits cohorts of `n` clients; `algorithm`, `join` and `remember` as in the simulation.
-
-    Args:
-      cohorts: returns so many clients, or their shapes.
+    """Checks that an algorithm suits cohorts of `n` clients; `join` and `remember` as in `jfcl.Population`.
 
     Returns:
       The number of remembered clients, the division of the algorithm's state, and its shapes.
@@ -145,27 +140,25 @@ def check_algorithm(
       ValueError: the method does not suit a population, or not `remember`.
     """
     most = n - cohort
-    if remember is not None:
-        check_count("remember", remember, least=0)
-        check(remember <= most, "remember", remember, f"at most the {most} clients beside the cohort")
+    fits = remember is None or remember <= most
+    check(fits, "remember", remember, f"at most the {most} clients beside the cohort")
     if algorithm.task is not None:
         check_examples(cohorts(cohort), algorithm.task, name="clients")
-    about = ", ".join(f"{name} {x.dtype} {x.shape[2:]}" for name, x in cohorts(1).examples.items())
-    key = jax.eval_shape(lambda: jax.random.key(0))
+    has_updates = algorithm.last_updates is not None
+    accepted = "left out for a method that keeps no updates; where a method has an option cohort, give it as well"
+    check(has_updates or not remember, "remember", remember, accepted)
+    remember = min(REMEMBER, most) if has_updates and remember is None else remember or 0
+    clients, key = cohorts(cohort + remember), jax.eval_shape(lambda: jax.random.key(0))
     try:
-        has_updates = algorithm.last_updates is not None
-        accepted = "left out for a method that keeps no updates; where a method has an option cohort, give it as well"
-        check(has_updates or not remember, "remember", remember, accepted)
-        remember = min(REMEMBER, most) if has_updates and remember is None else remember or 0
-        count = cohort + remember
-        split, state = split_state(algorithm, algorithm.init, cohorts, count)
-        check_step(jax.eval_shape(algorithm.step, key, state, cohorts(count)), state)
+        split, state = split_state(algorithm, algorithm.init, cohorts, cohort + remember)
+        check_step(jax.eval_shape(algorithm.step, key, state, clients), state)
     except ValueError:
         raise
     except Exception as error:  # flax and jax have many kinds of errors for shapes that do not fit
+        about = ", ".join(f"{name} {x.dtype} {x.shape[2:]}" for name, x in clients.examples.items())
         raise ValueError(f"algorithm must be of a model for the store's examples, {about}: {error}") from error
     if join is None:
-        learnt = depends_on_clients(algorithm.init, cohorts(count))
+        learnt = depends_on_clients(algorithm.init, clients)
         if any(depends for depends, axis in zip(learnt, split.axes, strict=True) if axis is None):
             raise ValueError(
                 "join must be given for this algorithm: its init learns models from the clients of the first cohort, so"
@@ -174,8 +167,8 @@ def check_algorithm(
                 " before the first round need them all on the device, as Clients"
             )
     else:
-        same = jax.eval_shape(join, key, cohorts(count))
+        same = jax.eval_shape(join, key, clients)
         shapes = [jax.tree.map(lambda x: (x.shape, x.dtype), s) for s in (state, same)]
-        fits = shapes[0] == shapes[1] and split_state(algorithm, join, cohorts, count)[0] == split
+        fits = shapes[0] == shapes[1] and split_state(algorithm, join, cohorts, cohort + remember)[0] == split
         check(fits, "join", join, "an init with states of the same shapes")
     return remember, split, state

@@ -18,6 +18,7 @@ import numpy as np
 
 from jfcl import mapping
 from jfcl.core import Algorithm, Clients, Served, check, check_count, check_served, is_finite
+from jfcl.core.options import check_options
 from jfcl.data.population import Population
 from jfcl.data.store import ClientStore, check_cohort, check_fits, check_store_labels, example_shapes
 from jfcl.mapping import memory
@@ -52,7 +53,7 @@ def _with(clients: Clients, remembered: Any) -> Clients:
 
 @partial(jitted, static_argnames=("algorithm", "split"), compiler_options=RUNS_ONCE)
 def _start(key, clients, remembered, *, algorithm, split):
-    """Returns the first state, apart."""
+    """Returns the first state, divided."""
     clients = _with(clients, remembered)
     state = algorithm.init(jax.random.fold_in(key, 0), clients)
     check_served(algorithm, state, clients)
@@ -65,10 +66,10 @@ def _fresh(key, clients, remembered, *, join, split):
     return strong(split.apart(join(jax.random.fold_in(key, 0), _with(clients, remembered)))[1])
 
 
-@partial(jitted, static_argnames=("serve",))
-def _served(state, clients, *, serve):
-    """Returns what clients are served, as `Algorithm.serve`."""
-    return serve(state, clients)
+@partial(jitted, static_argnames=("function",))
+def _called(state, clients, *, function):
+    """Calls `Algorithm.serve` or `Algorithm.refresh`."""
+    return function(state, clients)
 
 
 @partial(jitted, static_argnames=("algorithm", "split"), donate_argnames="common")
@@ -126,13 +127,11 @@ class Streamed:
         check(isinstance(algorithm, Algorithm), "algorithm", algorithm, "an Algorithm")
         check(jax.process_count() == 1, "processes", jax.process_count(), "one, for populations")
         check(key.ndim == 0, "key", key.shape, "a single key, for a population")
-        asked = _check_population(population)
+        _check_population(population, algorithm)
         store, tests, size = population.clients, population.test_clients, population.cohort
-        n = len(store)
-        sampler = make_sampler(store, asked, population.sampling, population.strata)
-        _check_stores(store, tests, algorithm)
+        sampler = make_sampler(store, population.asked, population.sampling, population.strata)
         self._words = np.asarray(jax.random.key_data(key)).tolist()
-        self._evaluated = evaluated = _evaluated(population.evaluate, n, self._words)
+        self._evaluated = evaluated = _evaluated(population.evaluate, len(store), self._words)
         tested = tests is None or (tests.sizes(evaluated) > 0).any()
         check(tested, "evaluate", population.evaluate, "clients of which one at least has test examples")
         self._algorithm, self._store, self._tests, self._key, self._seeds = algorithm, store, tests, key, seeds
@@ -140,7 +139,7 @@ class Streamed:
 
         # The method and the memory.
         shapes_of = partial(example_shapes, store)
-        found = check_algorithm(algorithm, n, size, population.join, population.remember, shapes_of)
+        found = check_algorithm(algorithm, len(store), size, population.join, population.remember, shapes_of)
         self._remember, self._split, self._shapes = found
         _check_hardest(algorithm, store, size)
         self._hold = hold = partial(mapping.held, client_axis, algorithm.task)
@@ -148,44 +147,40 @@ class Streamed:
         self._num_models = 1 if self._split.personal else jax.tree.leaves(served.models)[0].shape[0]
         self._several = self._split.personal or self._num_models > 1 or bool(jax.tree.leaves(served.personal))
         self._choices = evaluation.choices_among(served, self._num_models, size, store.cluster)
-        judged = [] if tests is None or algorithm.task is None else [tests, store] if self._several else [tests]
+        self._is_tested = tests is not None and algorithm.task is not None
+        judged = ([tests, store] if self._several else [tests]) if self._is_tested else []
         others = [hold(example_shapes(part, len(evaluated))) for part in judged]
         with_seed = jax.tree.map(lambda x: jax.ShapeDtypeStruct((1, *x.shape), x.dtype), self._shapes)
         trained = hold(example_shapes(store, size + self._remember))
         memory.check_memory(algorithm, trained, client_axis, with_seed, copies=2, others=others)
-        self.most_silent, self._drawn = min(n, evaluation.MOST_SILENT), None
-        prepare = partial(_prepare, population, sampler, self._words, client_axis, hold)
-        self._take = prefetched(prepare, until)
+        self.most_silent, self._drawn = min(len(store), evaluation.MOST_SILENT), None
+        self._take = prefetched(partial(_prepare, population, sampler, self._words, client_axis, hold), until)
 
     @property
     def identity(self) -> dict[str, Any]:
         """The cohorts and their clients, for the run's configuration."""
         of, tests = self._population, self._tests
-        drawn = {"cohort": of.cohort, "sampling": of.sampling, "dropout": of.dropout, "stragglers": of.stragglers}
+        drawn = {name: getattr(of, name) for name in ("cohort", "sampling", "dropout", "stragglers")}
         drawn |= {"key": self._words} | ({"remember": self._remember} if self._remember else {})
-        drawn |= {
-            "clients": len(self._store),
-            "store": self._store.hash,
-            "test_store": None if tests is None else tests.hash,
-        }
+        drawn |= {"clients": len(self._store), "store": self._store.hash}
+        drawn["test_store"] = None if tests is None else tests.hash
         strata = None if of.strata is None else zlib.crc32(np.asarray(of.strata, np.int64).tobytes())
         return {"cohorts": drawn | {"evaluated": zlib.crc32(self._evaluated.tobytes()), "strata": strata}}
 
     def place(self, serve: str, further: tuple) -> None:
         """Prepares the evaluations, always of the same clients, under the models that they are served."""
-        split, algorithm, store, evaluated = self._split, self._algorithm, self._store, self._evaluated
+        algorithm, store, evaluated = self._algorithm, self._store, self._evaluated
         self._chooses = serve == "loss"
         learners = example_shapes(store, self._population.cohort + self._remember) if self._chooses else None
-        self._needs_rows = self._several and serves_rows(algorithm, split, self._shapes, learners)
+        self._needs_rows = self._several and serves_rows(algorithm, self._split, self._shapes, learners)
         self._test_clients = self._learners = true = None
-        if self._tests is not None and algorithm.task is not None:
+        if self._is_tested:
             self._test_clients = jax.device_put(self._hold(self._tests.gather(evaluated)))
             if self._needs_rows or self._num_models > 1:
                 self._learners = jax.device_put(self._hold(store.gather(evaluated)))
             known = store.cluster is not None and (store.cluster[evaluated] >= 0).any()
             true = store.cluster[evaluated] if known else None
         self._how = {"client_axis": self._client_axis, "further": further}
-        self._refresh = jitted(algorithm.refresh) if algorithm.refresh else lambda state, clients: state
         self.subjects = Subjects(
             self._seeds,
             evaluated.tolist(),
@@ -193,7 +188,7 @@ class Streamed:
             None if self._test_clients is None else np.asarray(self._test_clients.size),
             true_cluster=true,
             entries=algorithm.entries,
-            lists_clusters=self._test_clients is not None and len(evaluated) <= evaluation.MOST_LISTED,
+            lists_clusters=self._is_tested and len(evaluated) <= evaluation.MOST_LISTED,
             num_classes=None if algorithm.task is None else algorithm.task.num_classes,
             choices=self._choices,
         )
@@ -256,25 +251,24 @@ class Streamed:
             served = self._algorithm.serve(self._split.together(state, self._after), None)
             count = self._population.cohort + self._remember
             return Assessment(np.asarray(evaluation.found_clusters(served, (count,)))[None], values)
-        to, found, held_out = jax.device_get(self._assess(state))
-        if not self._split.personal:
-            evaluation.check_clusters(np.asarray(to), self._num_models)
-        held_out = {name: v[None] for name, v in held_out.items()}
-        return Assessment(np.asarray(found)[None], values, held_out)
-
-    def _assess(self, common: list) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
-        """Returns what the evaluated clients are served, their clusters, and the results of `metrics.evaluate`."""
-        split, ids, learners, serve = self._split, self._evaluated, self._learners, self._algorithm.serve
+        # What the evaluated clients are served.
+        split, ids, learners, algorithm = self._split, self._evaluated, self._learners, self._algorithm
         rows = self._rows_of(ids, learners) if self._needs_rows else [0] * len(split.axes)
-        state = self._refresh(split.together(common, rows), learners)
+        whole = split.together(state, rows)
+        if algorithm.refresh:
+            whole = _called(whole, learners, function=algorithm.refresh)
         if split.personal or self._num_models > 1 or self._needs_rows:
-            served = _served(state, learners if self._chooses else None, serve=serve)
+            served = _called(whole, learners if self._chooses else None, function=algorithm.serve)
         else:  # the only model
-            served = serve(state, None)._replace(to=jnp.zeros(len(ids), jnp.int32))
+            served = algorithm.serve(whole, None)._replace(to=jnp.zeros(len(ids), jnp.int32))
         if split.personal:
             served = served._replace(to=jnp.arange(len(ids), dtype=jnp.int32))
-        results, found = evaluation.evaluate_served(self._algorithm.task, served, self._test_clients, **self._how)
-        return served.to, found, results
+
+        results = evaluation.evaluate_served(algorithm.task, served, self._test_clients, **self._how)
+        to, (held_out, found) = jax.device_get((served.to, results))
+        if not split.personal:
+            evaluation.check_clusters(np.asarray(to), self._num_models)
+        return Assessment(np.asarray(found)[None], values, {name: v[None] for name, v in held_out.items()})
 
     def saved(self, state) -> Any:
         return {"common": state, **self.client_rows.saved()}
@@ -330,26 +324,17 @@ def _evaluated(evaluate: Any, n: int, words: list[int]) -> np.ndarray:
     return ids.astype(np.int64)
 
 
-def _check_population(population: Population) -> int:
-    """Returns the number of clients that are drawn for a round; `ValueError` for numbers that are none."""
-    store = population.clients
-    given = type(store).__name__
-    check(isinstance(store, ClientStore), "clients", given, "a ClientStore, such as ClientStore.from_clients(clients)")
-    in_memory, dropout, stragglers = population.rows_in_memory, population.dropout, population.stragglers
-    number = isinstance(in_memory, (int, float, np.number)) and in_memory >= 0
-    check(number, "rows_in_memory", in_memory, "a number of bytes, at least 0")
-    check(0 <= dropout < 1, "dropout", dropout, "in [0, 1)")
-    check(np.isfinite(stragglers) and stragglers >= 0, "stragglers", stragglers, "0 or more, a share of the cohort")
+def _check_population(population: Population, algorithm: Algorithm) -> None:
+    """Raises `ValueError` for bad values of a population, and for labels that the model does not have."""
+    store, tests = population.clients, population.test_clients
+    accepted = "a ClientStore, such as ClientStore.from_clients(clients)"
+    for name, part in (("clients", store), ("test_clients", store if tests is None else tests)):
+        check(isinstance(part, ClientStore), name, type(part).__name__, accepted)
+    check_options(Population, population._asdict())
     check_cohort(store, population.cohort)
-    n, asked = len(store), population.asked
-    check(asked <= n, "stragglers", stragglers, f"such that the {asked} clients drawn are among the {n} there are")
-    return asked
-
-
-def _check_stores(store: ClientStore, tests: ClientStore | None, algorithm: Algorithm) -> None:
-    """Raises `ValueError` for test examples of another kind, and for labels that the model does not have."""
+    asked, accepted = population.asked, "such that the {} clients drawn are among the {} there are"
+    check(asked <= len(store), "stragglers", population.stragglers, accepted.format(asked, len(store)))
     if tests is not None:
-        check(isinstance(tests, ClientStore), "test_clients", type(tests).__name__, "a ClientStore, as clients are")
         check_fits(store, tests, "test_clients")
     classes = None if algorithm.task is None else algorithm.task.num_classes
     for name, part in {"clients": store, "test_clients": tests}.items():
