@@ -567,7 +567,8 @@ def test_a_run_that_is_resumed_with_another_mapping_says_so(tmp_path):
         config = {"chunk": chunk, "devices": devices, "num_rounds": 3}
         with pytest.warns(UserWarning, match=r"is resumed with another mapping " + words):
             runs.RunFolder.open(tmp_path, config, resume=True).close()
-    runs.RunFolder.open(tmp_path, {"chunk": None, "devices": 2, "num_rounds": 3}, resume=True).close()  # warnings are errors here
+    same = {"chunk": None, "devices": 2, "num_rounds": 3}
+    runs.RunFolder.open(tmp_path, same, resume=True).close()  # warnings are errors here
 
 
 def test_records_of_a_resumed_run_keep_what_json_does_not_have(tmp_path):

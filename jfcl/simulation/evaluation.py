@@ -24,7 +24,7 @@ OF_RECORDS += ("pooled_accuracy", "worst_client_accuracy", "worst_decile_accurac
 OF_RECORDS += ("cluster_accuracy", "adjusted_rand", "nmi", "purity", "clients")
 OF_NEWCOMERS = "newcomer_"
 OF_TABLES = ("client", "true_cluster", "malicious", "excluded_in_round")  # columns of clients.csv
-MOST_LISTED = 1000  # clients of which records list the clusters; more would make metrics.jsonl unwieldy
+MOST_LISTED = 1000  # more would make metrics.jsonl unwieldy
 
 
 def check_step(returned: Any, state: Any) -> tuple[Any, dict[str, Any]]:
@@ -91,12 +91,11 @@ class Subjects(NamedTuple):
 
     Attributes:
       seeds: `R` names of the keys.
-      ids: `[N]`, of the clients.
+      ids: `[N]`, of the clients; empty where none is evaluated. Records list the clusters of at most `MOST_LISTED`.
       num_clients: of the run; more than `N` in a population.
       test_size, new_size: `[N]`, `[N']`, numbers of examples of the test clients and of the newcomers, or None.
       true_cluster: `[N]`, or None if it is unknown.
       entries: of the algorithm.
-      lists_clusters: whether a record holds the cluster of every client.
       num_classes: of the task, if they are known.
       choices: the number of models that clients choose among; 1 where it is no failure if all have the same.
     """
@@ -108,7 +107,6 @@ class Subjects(NamedTuple):
     new_size: np.ndarray | None = None
     true_cluster: np.ndarray | None = None
     entries: Entries = Entries()
-    lists_clusters: bool = False
     num_classes: int | None = None
     choices: int = 1
 
@@ -198,7 +196,7 @@ def make_records(subjects: Subjects, t: int, found: Assessment, totals: dict[str
         both = sorted((row.keys() & found.values.keys()) - {"loss"})
         check(not both, "metrics", ", ".join(both), "other names than those of the method's own metrics")
         row |= {name: v[s].tolist() for name, v in found.values.items() if name != "loss"}
-        if subjects.lists_clusters:
+        if 0 < len(subjects.ids) <= MOST_LISTED:
             row["cluster"] = found.cluster[s].tolist()
             if found.excluded is not None:
                 row["excluded"] = found.excluded[s].tolist()

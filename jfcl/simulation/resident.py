@@ -240,7 +240,6 @@ class Resident:
             new_size,
             true_cluster,
             entries=made.entries,
-            lists_clusters=n <= evaluation.MOST_LISTED,
             num_classes=None if made.task is None else made.task.num_classes,
             choices=evaluation.choices_among(served, self._num_models, n, true_cluster),
         )

@@ -183,12 +183,11 @@ class Streamed:
         self._how = {"client_axis": self._client_axis, "further": further}
         self.subjects = Subjects(
             self._seeds,
-            evaluated.tolist(),
+            evaluated.tolist() if self._is_tested else [],
             len(store),
             None if self._test_clients is None else np.asarray(self._test_clients.size),
             true_cluster=true,
             entries=algorithm.entries,
-            lists_clusters=self._is_tested and len(evaluated) <= evaluation.MOST_LISTED,
             num_classes=None if algorithm.task is None else algorithm.task.num_classes,
             choices=self._choices,
         )
