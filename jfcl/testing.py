@@ -124,32 +124,21 @@ def _assert_equal(a: Any, b: Any, what: str, *, tolerance: float = 0.0) -> None:
             np.testing.assert_array_equal(np.asarray(x), np.asarray(y), err_msg=where)
 
 
-def pad_examples(clients: Clients, extra: int, fill: float) -> Clients:
-    """Returns `clients` with `extra` rows of `fill` after every client's examples.
-
-    Example:
-      >>> pad_examples(problem().clients, 2, np.nan).examples["x"].shape
-      (7, 8, 4)
-    """
+def _pad_examples(clients: Clients, extra: int, fill: float) -> Clients:
+    """Returns `clients` with `extra` rows of `fill` after every client's examples."""
 
     def pad(x):
         x = np.asarray(x)
         value = fill if np.issubdtype(x.dtype, np.floating) else 0
-        return np.concatenate([x, np.full((x.shape[0], extra, *x.shape[2:]), value, x.dtype)], axis=1)
+        return np.pad(x, [(0, 0), (0, extra)] + [(0, 0)] * (x.ndim - 2), constant_values=value)
 
     return clients._replace(examples=jax.tree.map(pad, clients.examples))
 
 
-def pad_clients(clients: Clients, extra: int) -> Clients:
-    """Returns `clients` followed by `extra` clients without examples.
-
-    Example:
-      >>> pad_clients(problem().clients, 1).size.tolist()
-      [6, 5, 6, 3, 4, 6, 6, 0]
-    """
-    rows = [(0, extra)]
+def _pad_clients(clients: Clients, extra: int) -> Clients:
+    """Returns `clients` followed by `extra` clients without examples."""
+    rows, ids = [(0, extra)], np.asarray(client_ids(clients))
     examples = jax.tree.map(lambda x: np.pad(x, rows + [(0, 0)] * (np.ndim(x) - 1)), clients.examples)
-    ids = np.asarray(client_ids(clients))
     ids = np.concatenate([ids, ids.max() + 1 + np.arange(extra, dtype=ids.dtype)])
     return Clients(examples, np.pad(clients.size, rows), ids)
 
@@ -237,12 +226,12 @@ def _check_mappings(trial: _Trial, make: Callable[[Any], Algorithm]) -> None:
 def _check_padding(trial: _Trial, of_examples: float, of_clients: float) -> None:
     """Checks that padding changes nothing, up to the tolerances, also with the clients divided among devices."""
     _, compiled, clients, key, whole = trial
-    padded = _run(compiled, key, pad_examples(clients, 2, np.nan))
+    padded = _run(compiled, key, _pad_examples(clients, 2, np.nan))
     padded = jax.tree.map(lambda w, p: p if w.shape == p.shape else p[:, : w.shape[1]], whole, padded)  # kept examples
     _assert_equal(whole, padded, "padding examples must not change a bit", tolerance=of_examples)
 
     n, served = num_clients(clients), compiled.serve(whole, None)
-    even = pad_clients(clients, 2 + n % 2)
+    even = _pad_clients(clients, 2 + n % 2)
     more = _run(compiled, key, even)
     of_more = compiled.serve(more, None)
     models = jax.tree.map(lambda p: p[:n], of_more.models) if served.to is None else of_more.models

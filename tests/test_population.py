@@ -706,7 +706,7 @@ ATTACKED = jfcl.fedavg(TASK, TRAINING, adversary=jfcl.Adversary(jfcl.attacks.zer
         ({"rows_in_memory": "a"}, "rows_in_memory must be of type float, got 'a'"),
         ({"key": jax.random.split(KEY)}, "key must be a single key"),
         ({"newcomers": CLIENTS}, "newcomers must be left out for a population"),
-        ({"test_clients": CLIENTS}, "test_clients must be a ClientStore, as clients are"),
+        ({"test_clients": CLIENTS}, "test_clients must be a ClientStore, such as"),
         ({"hyperparams": {"lr": 1.0}}, "hyperparams must be left out for a population"),
         ({"seed_axis": jax.vmap}, "seed_axis must be left out for a population"),
         ({"remember": 2}, "remember must be left out for a method that keeps no updates"),

@@ -233,15 +233,14 @@ def read_json(path: Path, *, sealed: bool = True, check_format: int | None = Non
             value = json.load(file)
         if not isinstance(value, dict):
             raise ValueError(f"it must hold names and values, got {type(value).__name__}")
-        if sealed and "sha256" not in value:
-            raise ValueError("it lacks its digest")
-        if sealed and value["sha256"] != _digest_of(value):
-            raise ValueError("its content differs from its digest")
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is damaged: {error}") from None
     if check_format is not None:
         found = value.get("format")
         check(found == check_format, f"format of {path}", found, f"{check_format}, as jfcl writes it")
+    if sealed and value.get("sha256") != _digest_of(value):
+        why = "its content differs from its digest" if "sha256" in value else "it lacks its digest"
+        raise ValueError(f"{path} is damaged: {why}")
     return value
 
 
