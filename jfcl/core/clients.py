@@ -86,12 +86,11 @@ def check_made(clients: Any, name: str) -> None:
 
 
 def check_clients(clients: Clients, *, name: str = "clients", allow_empty: bool = False) -> None:
-    """Checks concrete `clients` for errors that would make a simulation meaningless.
+    """Raises `ValueError` for errors in concrete `clients` that would make a simulation meaningless.
 
-    Raises:
-      ValueError: leaves that disagree on `[N, M]`; sizes outside `0..M`; no client with an example (or, unless
-        `allow_empty`, any client without one); NaN or infinite values in real examples; integers of 64 bits that JAX
-        would cut off; ids that are not `[N]` different integers, 0 or more.
+    These are: leaves that disagree on `[N, M]`; sizes outside `0..M`; no client with an example (or, unless
+    `allow_empty`, any client without one); NaN or infinite values in real examples; integers of 64 bits that JAX would
+    cut off; ids that are not `[N]` different integers, 0 or more.
     """
     check_made(clients, name)
     leaves = jax.tree.leaves(clients.examples)
@@ -106,10 +105,9 @@ def check_clients(clients: Clients, *, name: str = "clients", allow_empty: bool 
     agree = all(len(s) >= 2 and s[:2] == shapes[0][:2] for s in shapes)
     check(agree, f"{name}.examples", shapes, "arrays that share their leading axes [N, M]")
     n, m = shapes[0][:2]
-    check(np.shape(clients.size) == (n,), f"{name}.size", np.shape(clients.size), f"of shape ({n},)")
+    for part, value in {"size": clients.size, "id": clients.id}.items():
+        check(value is None or np.shape(value) == (n,), f"{name}.{part}", np.shape(value), f"of shape ({n},)")
     check(n > 0, f"{name}", n, "at least one client")
-    if clients.id is not None:
-        check(np.shape(clients.id) == (n,), f"{name}.id", np.shape(clients.id), f"of shape ({n},)")
     if not all(is_concrete(leaf) for leaf in [clients.size, *leaves]):
         return
     if clients.id is not None and is_concrete(clients.id):  # the last two of int32 are the keys of attackers and server

@@ -105,14 +105,11 @@ def concatenate_clients(*parts: Clients) -> Clients:
 
 
 def stack_clients(clients: Iterable[PyTree], *, pad_to: int | None = None) -> Clients:
-    """Stacks ragged clients into `Clients`, padding each with zeros to the largest (or to `pad_to`) examples.
+    """Stacks ragged clients into `Clients` of NumPy arrays, padding each with zeros to the examples of the largest.
 
     Args:
       clients: one pytree of `[m_i, ...]` arrays per client, all of the same structure.
       pad_to: the length `M` of the example axis; at least the largest client.
-
-    Returns:
-      `Clients` of NumPy arrays (on the host).
 
     Raises:
       ValueError: no clients; arrays of one client that differ in length; arrays of two clients that differ in their
