@@ -79,12 +79,13 @@ SERVER_OPTIMIZERS = {
 
 def make_training(config: Any, largest: int) -> LocalTraining:
     """Returns the local training of a `Config`; schedules count the steps of a client with `largest` examples."""
+    of_method = find_method(config.method).options  # its momentum and prox are not those of the optimiser
     training = local_training(
         optax.sgd(config.lr),
         num_steps=config.local_steps,
         num_epochs=config.local_epochs,
         batch_size=config.batch_size,
-        prox=config.prox,
+        prox=0.0 if "prox" in of_method else config.prox,
         augment=None if config.augment is None else AUGMENTATIONS[config.augment],
         keep=config.keep,
     )
@@ -94,8 +95,7 @@ def make_training(config: Any, largest: int) -> LocalTraining:
     parts = [] if config.clip_norm is None else [optax.clip_by_global_norm(config.clip_norm)]
     if not (optimizer.decouples or _is_zero(decay)):
         parts.append(optax.add_decayed_weights(decay, mask))
-    of_method = "momentum" in find_method(config.method).options  # the method's own, not the optimiser's
-    momentum = optimizer.momentum if of_method or config.momentum is None else config.momentum
+    momentum = optimizer.momentum if "momentum" in of_method or config.momentum is None else config.momentum
     parts.append(optimizer.make(_learning_rate(config, training, largest), momentum, decay, mask))
     return training._replace(optimizer=optax.chain(*parts) if len(parts) > 1 else parts[0])
 

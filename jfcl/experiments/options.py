@@ -122,7 +122,7 @@ class Training:
       weight_decay: weight decay added to the gradient; decoupled with --optimizer adamw and lion.
       decay_only: weight decay for the parameters with a path that starts with one of these, comma separated.
       clip_norm: largest norm of a gradient, to which a longer one is scaled down; default: none.
-      prox: mu of FedProx.
+      prox: mu of FedProx, or of the pull to the common model (stocfl).
       augment: random changes to training images; 'jfcl list augmentations' shows them.
       keep: optimiser state that a client keeps for the next round: nothing (default), schedule, or everything, momentum
         too (default where clients send gradients).
@@ -252,7 +252,12 @@ class Run:
     precision: Annotated[str, OneOf(PRECISIONS)] = "default"
 
 
-AS_DECLARED = ("cohort", "momentum", "radius")  # common options that a factory declares itself, by the same name
+AS_DECLARED = (
+    "cohort",
+    "momentum",
+    "prox",
+    "radius",
+)  # common options that a factory declares itself, by the same name
 # Common options that reach a method through arguments of its factory; a method without any of these refuses the option.
 STANDS_FOR = {
     "num_models": ("num_clusters",),

@@ -264,12 +264,14 @@ def _mixed(task: Task, params: PyTree, trained: jax.Array, mixing) -> PyTree:
     norms = jnp.sqrt(sum(jnp.square(x).sum(axis=1) for x in rows_of(trained_part(task, params))))
     counts = trained & (norms > 0)
     scale = jnp.where(counts, mixing / jnp.where(norms > 0, norms, 1.0), 0.0)
-    others = jnp.where(jnp.eye(len(scale), dtype=bool), 0.0, scale[None, :]) * trained[:, None]
+    others = jnp.where(jnp.eye(len(scale), dtype=bool), 0.0, scale[None, :]) * trained[:, None].astype(scale.dtype)
     total = 1 + others.sum(axis=1)
 
     def mix(x):
         rows = x.reshape(len(x), -1)
-        mixed = (rows + jnp.matmul(others.astype(x.dtype), rows)) / total[:, None].astype(x.dtype)
+        mixed = (rows + jnp.matmul(others.astype(x.dtype), rows, precision=jax.lax.Precision.HIGHEST)) / total[
+            :, None
+        ].astype(x.dtype)
         return mixed.reshape(x.shape)
 
     return jax.tree.map(mix, params)
