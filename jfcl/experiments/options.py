@@ -252,12 +252,8 @@ class Run:
     precision: Annotated[str, OneOf(PRECISIONS)] = "default"
 
 
-AS_DECLARED = (
-    "cohort",
-    "momentum",
-    "prox",
-    "radius",
-)  # common options that a factory declares itself, by the same name
+# Common options that a factory declares itself, by the same name.
+AS_DECLARED = ("cohort", "momentum", "prox", "radius")
 # Common options that reach a method through arguments of its factory; a method without any of these refuses the option.
 STANDS_FOR = {
     "num_models": ("num_clusters",),
