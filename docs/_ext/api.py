@@ -79,9 +79,9 @@ SECTIONS = {
         "Read": "load_run read_run load_params from_saved",
         "Compare and export": "compare report export_model",
     },
-    "jfcl.experiments.trackers": {"": "TensorBoard WandB MLflow tracker"},
+    "jfcl.experiments.trackers": {"": "TensorBoard WandB MLflow tracker TRACKERS"},
     "jfcl.callbacks": {"": "EarlyStopping Callback RunInfo End CallbackError"},
-    "jfcl.privacy": {"": "GaussianDP epsilon default_delta noise_of_sums"},
+    "jfcl.privacy": {"": "GaussianDP epsilon default_delta noise_of_sums SAMPLING"},
     "jfcl.parameter_tree": {
         "The tree": "nodes Node first_split models path",
         "Newcomers": "Assignment evaluate_paths PathEvaluation enrol leave",
