@@ -72,7 +72,9 @@ def logistic(width: int) -> Task:
 def fedem(args: argparse.Namespace) -> Iterator[Row]:
     known = {"local": "65.5 ± 0.5", "fedavg": "71.7 ± 0.5", "fedem": "FedAvg + 8 or more"}
     train, test = synthetic(args.seed)
-    task, training = logistic(150), jfcl.local_training(optax.sgd(args.lr), num_epochs=1, batch_size=128)
+    optimizer = optax.chain(optax.add_decayed_weights(5e-4), optax.sgd(args.lr, momentum=0.9))
+    training = jfcl.local_training(optimizer, num_epochs=1, batch_size=128, keep="everything")  # as in the code
+    task = logistic(150)
     makes = {
         "local": jfcl.local_only(task, training),
         "fedavg": jfcl.fedavg(task, training),
@@ -135,7 +137,9 @@ class SmallCNN(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         for channels in (16, 32):
-            x = nn.max_pool(nn.relu(nn.Conv(channels, (3, 3))(x)), (2, 2), (2, 2))
+            x = nn.max_pool(
+                nn.relu(nn.Conv(channels, (3, 3), conv_general_dilated=jfcl.models.conv)(x)), (2, 2), (2, 2)
+            )
         return nn.Dense(10)(nn.relu(nn.Dense(64)(x.reshape(len(x), -1))))
 
 
