@@ -4,10 +4,11 @@
     python benchmarks/assigned.py --only rotations --data-dir DATA    # CLoVE on MNIST, four rotations
     python benchmarks/assigned.py --only stocfl --data-dir DATA       # StoCFL on MNIST, four rotations
 
-Linear regression (CLoVE): 25 clients of five clusters, 900 training examples of 20 inputs each, models of length 1 that
-are `gap` apart, noise of 1e-4. The first assignment is by losses; a round is 25 epochs of Adam. Rotations (CLoVE): ten
-clients of each rotation with 500 images, a CNN, one epoch of Adam a round. StoCFL: 100 clients of each rotation with
-600 images, an MLP; each round observes a new cohort, until all clients have been seen.
+Linear regression (CLoVE): 25 clients of five clusters, 900 training examples of 20 inputs each, true models of length 1
+that are at least `gap` and at most five times that apart, noise of 1e-4. The models start with length 1. The first
+assignment is by losses; a round is 25 epochs of Adam. Rotations (CLoVE): ten clients of each rotation with 500 images,
+a CNN, one epoch of Adam a round. StoCFL: 100 clients of each rotation with 600 images, an MLP; each round observes a
+new cohort, until all clients have been seen.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import argparse
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 from common import report
@@ -31,7 +33,7 @@ def linear(args: argparse.Namespace) -> list[dict[str, Any]]:
     """The adjusted Rand index after each of five rounds, of CLoVE and of IFCA."""
     rows, dim, k = [], 20, 5
     task = jfcl.models.task(
-        lambda key: {"w": jax.random.uniform(key, (dim,), minval=-1, maxval=1) / dim**0.5},
+        lambda key: {"w": jax.random.normal(key, (dim,)) / jnp.linalg.norm(jax.random.normal(key, (dim,)))},
         lambda params, x: x @ params["w"],
         kind="regression",
     )
@@ -55,12 +57,18 @@ def linear(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def regression(gap: float, seed: int, dim: int, k: int) -> tuple[Clients, np.ndarray]:
-    """Returns the clients, and their clusters: models of length 1, any two of them `gap` apart."""
+    """Returns the clients, and their clusters: each model is a step of `gap` from another, scaled to length 1."""
     rng = np.random.default_rng(seed)
-    basis = np.linalg.qr(rng.normal(size=(dim, k + 1)))[0].T
-    share = gap / 2**0.5
-    truth = np.sqrt(1 - share**2) * basis[k] + share * basis[:k]
-    cluster = np.arange(25) % k
+    first = rng.normal(size=dim)
+    models = [first / np.linalg.norm(first)]
+    while len(models) < k:
+        step = rng.normal(size=dim)
+        new = models[rng.integers(len(models))] + gap * step / np.linalg.norm(step)
+        new /= np.linalg.norm(new)
+        apart = np.linalg.norm(np.array(models) - new, axis=1)
+        if apart.min() >= gap and apart.max() <= 5 * gap:
+            models.append(new)
+    truth, cluster = np.array(models), np.arange(25) % k
     x = rng.normal(size=(25, 900, dim)).astype(np.float32)
     y = np.einsum("nmd,nd->nm", x, truth[cluster]) + 1e-4 * rng.normal(size=(25, 900))
     return Clients({"x": x, "y": y.astype(np.float32)}, np.full(25, 900, np.int32)), cluster

@@ -6,6 +6,7 @@ import jax
 import numpy as np
 import optax
 import pytest
+from padded_clients import padded
 from scipy.optimize import linear_sum_assignment
 from sklearn.cluster import AgglomerativeClustering, KMeans
 from sklearn.metrics import adjusted_rand_score, silhouette_score
@@ -14,7 +15,7 @@ import jfcl
 from jfcl.core import Clients, Task
 from jfcl.core.clients import client_ids
 from jfcl.methods.round import select_cohort
-from jfcl.testing import check_algorithm, pad_clients, pad_examples, problem
+from jfcl.testing import check_algorithm, problem
 
 D = 3
 LINEAR = Task(
@@ -86,16 +87,16 @@ def test_a_round_is_the_papers(k, root, cohort):
         options = {"num_clusters": k, "root": root, "cohort": cohort, "first": "losses", "init_params": start}
         options |= {"most_clusters": most} if k == "auto" else {}
         algorithm = jfcl.clove(LINEAR, TWO, **options)
-        padded = pad_clients(pad_examples(clients, 2, np.nan), 2)
-        state = algorithm.init(jax.random.key(seed), padded)
+        more = padded(clients)
+        state = algorithm.init(jax.random.key(seed), more)
         models, chosen = start["w"].astype(np.float64), {}
         for t in range(3):
             key = jax.random.fold_in(jax.random.key(seed), t)
-            drawn = select_cohort(key, padded, cohort)
+            drawn = select_cohort(key, more, cohort)
             rows = [int(i) for i in client_ids(drawn.clients) if i < 12]
             models, found = one_round(models, clients, rows, k, root)
             chosen |= found
-            state, metrics = jax.jit(algorithm.step)(key, state, padded)
+            state, metrics = jax.jit(algorithm.step)(key, state, more)
             np.testing.assert_allclose(state.params["w"], models, rtol=1e-5, atol=1e-5)
             assert [int(state.cluster[i]) for i in chosen] == list(chosen.values())
             assert metrics["clusters_found"] == len(set(found.values()))

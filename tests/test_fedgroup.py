@@ -8,6 +8,7 @@ import numpy as np
 import optax
 import pytest
 import scipy.cluster.hierarchy
+from padded_clients import padded
 from scipy.spatial.distance import squareform
 from sklearn.cluster import KMeans
 
@@ -17,7 +18,7 @@ from jfcl.core.clients import client_ids
 from jfcl.kernels import profile_distances
 from jfcl.methods.assigned import UNSEEN
 from jfcl.methods.round import select_cohort
-from jfcl.testing import check_algorithm, pad_clients, pad_examples
+from jfcl.testing import check_algorithm
 
 D, STEPS = 4, 5
 LINEAR = Task(
@@ -76,12 +77,12 @@ def test_the_groups_and_rounds_are_the_papers(measure, mixing, cohort):
         options = {"num_clusters": 3, "pretrain_steps": STEPS, "pretrain_clients": 7, "measure": measure}
         options |= {"mixing": mixing, "cohort": cohort, "init_params": START}
         algorithm = jfcl.fedgroup(LINEAR, TWO, **options)
-        padded = pad_clients(pad_examples(clients, 2, np.nan), 2)
+        more = padded(clients)
         key = jax.random.key(seed)
-        state = jax.jit(algorithm.init)(key, padded)
+        state = jax.jit(algorithm.init)(key, more)
 
         # The groups of seven clients.
-        first = [int(i) for i in random_order(jax.random.split(key, 4)[0], padded)[:7]]
+        first = [int(i) for i in random_order(jax.random.split(key, 4)[0], more)[:7]]
         start = START["w"].astype(np.float64)
         update = {i: descend(start, clients, i, STEPS) - start for i in range(12)}
         labels = grouped(np.array([update[i] for i in first]), 3, measure)
@@ -95,7 +96,7 @@ def test_the_groups_and_rounds_are_the_papers(measure, mixing, cohort):
 
         for t in range(3):
             round_key = jax.random.fold_in(key, t)
-            drawn = select_cohort(round_key, padded, cohort)
+            drawn = select_cohort(round_key, more, cohort)
             rows = [int(i) for i in client_ids(drawn.clients) if i < 12]
             cold = [i for i in rows if i not in group]
             for i in cold:
@@ -114,7 +115,7 @@ def test_the_groups_and_rounds_are_the_papers(measure, mixing, cohort):
                     mixed[g] = total / (1 + mixing * sum(1 / norms[h] for h in others))
                 new = mixed
             models = new
-            state, metrics = jax.jit(algorithm.step)(round_key, state, padded)
+            state, metrics = jax.jit(algorithm.step)(round_key, state, more)
             np.testing.assert_allclose(state.params["w"], models, rtol=1e-5, atol=2e-5)
             assert [int(state.cluster[i]) for i in group] == list(group.values())
             assert metrics["cold_starts"] == len(cold)

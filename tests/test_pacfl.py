@@ -8,12 +8,13 @@ import numpy as np
 import optax
 import pytest
 import scipy.cluster.hierarchy
+from padded_clients import padded
 from scipy.spatial.distance import squareform
 from sklearn.metrics import adjusted_rand_score
 
 import jfcl
 from jfcl.core import Clients
-from jfcl.testing import check_algorithm, pad_clients, pad_examples, problem
+from jfcl.testing import check_algorithm, problem
 
 F, CLASSES = 9, 3
 TASK = jfcl.models.classification(jfcl.models.Linear(CLASSES), (F,), CLASSES)
@@ -71,11 +72,11 @@ def test_the_clusters_are_the_papers(by_label, p):
         for threshold in (heights[4:6].mean(), heights[-2:].mean()):
             options = {"num_clusters": 10, "angle_threshold": float(threshold), "num_vectors": p, "by_label": by_label}
             algorithm = jfcl.pacfl(TASK, TWO, **options)
-            padded = pad_clients(pad_examples(clients, 2, np.nan), 2)
-            state = jax.jit(algorithm.init)(jax.random.key(0), padded)
+            more = padded(clients)
+            state = jax.jit(algorithm.init)(jax.random.key(0), more)
             wanted = clusters_by_loop(angles, threshold)
             assert adjusted_rand_score(state.cluster[:10], wanted) == 1
-            _, metrics = jax.jit(algorithm.step)(jax.random.key(1), state, padded)
+            _, metrics = jax.jit(algorithm.step)(jax.random.key(1), state, more)
             same = wanted[:, None] == wanted[None, :]
             apart = ~np.eye(10, dtype=bool)
             np.testing.assert_allclose(metrics["angle_between"], angles[~same].mean(), atol=1e-2)

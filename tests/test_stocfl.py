@@ -7,13 +7,14 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from padded_clients import padded
 
 import jfcl
 from jfcl.core import Clients, Task
 from jfcl.core.clients import client_ids
 from jfcl.methods.assigned import UNSEEN
 from jfcl.methods.round import select_cohort
-from jfcl.testing import check_algorithm, pad_clients, pad_examples, problem
+from jfcl.testing import check_algorithm, problem
 
 D, SEE = 4, 3
 LINEAR = Task(
@@ -95,15 +96,15 @@ def test_a_round_is_the_papers(threshold, spread, cohort):
         clients = regression(seed, spread=spread)
         options = {"merge_threshold": threshold, "prox": 0.4, "observe_epochs": SEE, "cohort": cohort}
         algorithm = jfcl.stocfl(LINEAR, TWO, init_params=START, **options)
-        padded = pad_clients(pad_examples(clients, 2, np.nan), 2)
+        more = padded(clients)
         key = jax.random.key(seed)
-        state, step = jax.jit(algorithm.init)(key, padded), jax.jit(algorithm.step)
+        state, step = jax.jit(algorithm.init)(key, more), jax.jit(algorithm.step)
         loop = Loop(clients, threshold, 0.4)
         for t in range(6):
             round_key = jax.random.fold_in(key, t)
-            rows = [int(i) for i in client_ids(select_cohort(round_key, padded, cohort).clients) if i < 12]
+            rows = [int(i) for i in client_ids(select_cohort(round_key, more, cohort).clients) if i < 12]
             new, merged = loop.round(rows)
-            state, metrics = step(round_key, state, padded)
+            state, metrics = step(round_key, state, more)
             served = algorithm.serve(state, None)
             to, seen = np.asarray(served.to)[:12], sorted(loop.seen)
             assert [int(i) for i in np.flatnonzero(np.asarray(state.unchanged)[:12] != UNSEEN)] == seen
