@@ -3,7 +3,7 @@
     def method(task, training, *, min_size: Annotated[int, Range(1)] = 1, linkage: Annotated[str, OneOf(LINKAGES)]):
 
 A keyword-only argument is an option where its annotation names `bool`, `int`, `float` (or `Real`) or `str`, and beside
-them `None` and texts (`Literal`) alone. Flags, the types in files and the checks of single values are derived from it.
+them `None`, paths and texts (`Literal`) alone. Flags, the types in files and the checks of single values follow from it.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import re
 import types
 import typing
 from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -174,7 +175,7 @@ def options_of(function: Callable) -> dict[str, Option]:
         members, metadata = _members(hints.get(name)), getattr(hints.get(name), "__metadata__", ())
         kind = next((kind for kind in CLASSES if kind in members), None)
         literals = [member for member in members if typing.get_origin(member) is typing.Literal]
-        if kind is None or {*members} - {*CLASSES, *literals, type(None), jax.Array}:
+        if kind is None or {*members} - {*CLASSES, *literals, type(None), jax.Array, Path}:
             continue
         default = None if default is inspect.Parameter.empty else default
         arrays, of_text = jax.Array in members, kind is str
