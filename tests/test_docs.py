@@ -1,9 +1,11 @@
 """The site in docs/: every page is reachable, its links resolve, its code runs and its commands parse."""
 
 import codeop
+import importlib
 import importlib.util
 import inspect
 import re
+import runpy
 import shlex
 import sys
 import tomllib
@@ -197,3 +199,9 @@ def test_the_api_has_every_public_module():
     text = (DOCS / "_ext" / "api.py").read_text()
     modules = [name for name in jfcl.__all__ if inspect.ismodule(getattr(jfcl, name))]
     assert [name for name in [*modules, "experiments"] if f'"jfcl.{name}": ' not in text] == []
+
+
+def test_the_api_lists_names_that_are_there():
+    sections = runpy.run_path(str(DOCS / "_ext" / "api.py"))["SECTIONS"]
+    listed = [(module, name) for module, of in sections.items() for names in of.values() for name in names.split()]
+    assert [pair for pair in listed if not hasattr(importlib.import_module(pair[0]), pair[1])] == []

@@ -101,7 +101,7 @@ SECTIONS = {
         "make_aggregator aggregator_options",
         "Secret transformations": "orthonormal Operator OPERATORS",
     },
-    "jfcl.testing": {"": "check_algorithm problem Problem count_compilations pad_examples pad_clients"},
+    "jfcl.testing": {"": "check_algorithm problem Problem count_compilations"},
     "jfcl.methods.averaging": {"": "averaging Averaging AveragingState Report one_cluster keep_cluster"},
     "jfcl.methods.round": {
         "Start": "initial_models initial_scopes initial_optimizers",
