@@ -3,7 +3,7 @@
     def method(task, training, *, min_size: Annotated[int, Range(1)] = 1, linkage: Annotated[str, OneOf(LINKAGES)]):
 
 A keyword-only argument is an option where its annotation names `bool`, `int`, `float` (or `Real`) or `str`, and beside
-them `None`, paths and texts (`Literal`) alone. Flags, the types in files and the checks of single values follow from it.
+them `None`, paths and texts (`Literal`) alone. Flags, the types in files and checks of single values follow from it.
 """
 
 from __future__ import annotations
