@@ -1,6 +1,8 @@
 """Every test runs under strict dtypes and ranks, on two CPU devices, with warnings as errors (see pyproject.toml)."""
 
 import atexit
+import doctest
+import fnmatch
 import gc
 import hashlib
 import os
@@ -62,7 +64,7 @@ def _compile_once(backend, module, devices, options, host_callbacks):
     return _programs[key]
 
 
-if _compile is not None:  # it is not of JAX's public interface; without it, the tests take half as long again
+if _compile is not None:  # it is not of JAX's public interface; without it, tests take longer by a fifth or more
     compiler.backend_compile_and_load = _compile_once
 
 # Derandomised, so that a red test is red again; compilation makes single examples slow, hence no deadline.
@@ -91,17 +93,28 @@ def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
     return request.param
 
 
+SLOW = doctest.register_optionflag("SLOW")
+
+
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Marks the tests that `slow.txt` lists."""
-    lines = Path(__file__).with_name("slow.txt").read_text().splitlines()
-    listed = {line for line in lines if line and not line.startswith("#")}
-    there = {item.nodeid for item in items}
-    if {"tests", "jfcl"} <= {Path(path).name for path in config.args}:  # of a part of the tests nothing follows
-        assert listed <= there, f"tests/slow.txt lists tests that are not there: {sorted(listed - there)}"
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Marks as slow the cases that `slow_cases` names, and the examples of docstrings with `# doctest: +SLOW`.
+
+    Each of them compiles much, and guards what a quicker case of the same test, or a quicker test, guards too.
+    """
+    patterns, matched = set(), set()
     for item in items:
-        if item.nodeid in listed:
+        if isinstance(item, pytest.DoctestItem) and any(SLOW in example.options for example in item.dtest.examples):
             item.add_marker("slow")
+        case = item.nodeid.partition("[")[2].removesuffix("]")
+        for pattern in [pattern for mark in item.iter_markers("slow_cases") for pattern in mark.args]:
+            patterns.add((item.function, pattern))
+            if fnmatch.fnmatchcase(case, pattern.replace("[", "[[]")):
+                matched.add((item.function, pattern))
+                item.add_marker("slow")
+    if not any("[" in argument for argument in sys.argv):  # of a single case nothing follows
+        unmatched = sorted(f"{function.__name__}: {pattern}" for function, pattern in patterns - matched)
+        assert not unmatched, f"slow_cases names cases that do not exist: {unmatched}"
 
 
 def pytest_collection_finish() -> None:

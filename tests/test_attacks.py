@@ -64,6 +64,7 @@ def test_force_split_brings_the_mean_to_rest():
 CLUSTERS = jnp.array([7, 9, 7, 9, 9])  # in any numbering
 
 
+@pytest.mark.slow_cases("attack0")
 @pytest.mark.parametrize("attack", [attacks.force_split(), attacks.hijack(10.0)])
 def test_aimed_attacks_look_at_their_own_cluster(attack):
     malicious, usable = jnp.asarray(MALICIOUS), jnp.asarray(USABLE)
@@ -77,6 +78,7 @@ def test_aimed_attacks_look_at_their_own_cluster(attack):
             np.testing.assert_allclose(result[name][mine], alone[name], rtol=1e-6)
 
 
+@pytest.mark.slow_cases("ifca")
 @pytest.mark.parametrize("method", [pytest.param("cfl", marks=pytest.mark.slow), "ifca"])
 def test_methods_tell_attackers_the_clusters(method):
     """Two clusters are found with honest clients; then those who are hostile bring both to rest."""
@@ -213,6 +215,7 @@ def test_bad_input_is_named():
         attacks.poison(clients(), MALICIOUS[:3], "label_zero", num_classes=10)
 
 
+@pytest.mark.slow_cases("attack-bfloat16-2000", "attack-float16--100")
 @pytest.mark.parametrize(
     "attack, dtype, lie",
     [

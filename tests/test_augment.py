@@ -181,6 +181,7 @@ def test_initial_models_of_cnn_cifar24_have_about_the_same_loss():
     assert spread["cnn_cifar24"] < spread["cnn_cifar"] / 5
 
 
+@pytest.mark.slow
 def test_training_on_flips_alone_equals_training_on_flipped_clients():
     """An augmentation that always mirrors is training on mirrored data: it is applied, to every batch, once."""
     always = lambda key, batch: {**batch, "x": batch["x"][:, :, ::-1]}  # noqa: E731

@@ -82,6 +82,7 @@ def compiled_ifca(num_clusters, steps, option, weights):
     return run
 
 
+@pytest.mark.slow_cases("*-4-*", "models-1-equal")
 @pytest.mark.parametrize("weights", ["equal", "size"])
 @pytest.mark.parametrize(("option", "steps"), [("models", 1), ("models", 4), ("gradients", 1)])
 @given(seed=st.integers(0, 50), num_clusters=st.sampled_from([2, 4]))
@@ -94,6 +95,7 @@ def test_ifca_is_algorithm_2(option, steps, weights, seed, num_clusters):
     assert state.cluster.tolist() == chosen
 
 
+@pytest.mark.slow
 def test_identities_are_estimated_on_the_batch_that_is_trained_on():
     """With as many examples for both: pick and gradient are those of one batch, in float64 by hand."""
     clients, key = regression(4), jax.random.key(7)
@@ -114,6 +116,7 @@ def test_identities_are_estimated_on_the_batch_that_is_trained_on():
     np.testing.assert_allclose(state.params["w"], want, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow_cases("2")
 @pytest.mark.parametrize("stable_rounds", [None, 2])
 def test_an_identity_batch_of_everything_is_everything(stable_rounds):
     clients = regression(5)
@@ -129,6 +132,7 @@ def test_an_identity_batch_of_everything_is_everything(stable_rounds):
         np.testing.assert_allclose(state.params["w"], states[0].params["w"], rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow_cases("3-*", "None-None")
 @pytest.mark.parametrize("stable_rounds", [None, 2])
 @pytest.mark.parametrize("identity_batch", [None, 3])
 def test_an_augmentation_that_changes_nothing_changes_no_choice(identity_batch, stable_rounds):
@@ -142,6 +146,7 @@ def test_an_augmentation_that_changes_nothing_changes_no_choice(identity_batch, 
     np.testing.assert_allclose(states[1].params["w"], states[0].params["w"], rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow_cases("0.0")
 @pytest.mark.parametrize("padding", [0.0, 1e3, np.nan])
 def test_padding_changes_no_changed_examples(padding):
     """An augmentation that mixes examples, such as one that subtracts their mean, sees blank padding."""
@@ -183,6 +188,7 @@ def test_models_are_compared_on_examples_of_their_own():
     assert all(abs(c.mean() - 0.5) < 0.1 for c in chosen[2:]) and abs((chosen[2] == chosen[3]).mean() - 0.5) < 0.1
 
 
+@pytest.mark.slow_cases("equal")
 @pytest.mark.parametrize("weights", ["equal", "size"])
 def test_fedavg_is_ifca_with_one_model(weights):
     clients = regression(3)
@@ -368,6 +374,7 @@ def test_the_first_round_does_not_prove_an_identity_stable():
     assert float(first["bytes_down"]) == float(second["bytes_down"]) == 6 * 2 * 4.0 * D
 
 
+@pytest.mark.slow_cases("4")
 @pytest.mark.parametrize("cohort", [None, 4])
 def test_initial_models_are_drawn_until_each_has_its_share(cohort):
     """Models are those of the first draw whose choices, by losses in NumPy, give each its share; all clients choose."""
@@ -437,6 +444,7 @@ def test_a_cohort_takes_part_and_the_others_rest():
     assert len(set(seen)) > 1
 
 
+@pytest.mark.slow_cases("*-equal", "participants-size")
 @pytest.mark.parametrize("weights", ["equal", "size"])
 @pytest.mark.parametrize("divide_by", ["all", "participants"])
 def test_sums_of_gradients_are_divided_by_all_machines_or_by_the_participants(divide_by, weights):
@@ -478,6 +486,7 @@ def test_clients_without_examples_are_never_drawn():
     assert sorted(np.flatnonzero(~np.isnan(metrics["loss"]))) == [0, 2, 3, 5, 7]
 
 
+@pytest.mark.slow_cases("nan")
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 def test_non_finite_updates_are_left_out_and_counted(bad):
     clients = regression(14)

@@ -46,6 +46,7 @@ def descend(w, clients, i, steps, lam=0.0, near=None):
     return w
 
 
+@pytest.mark.slow_cases("0.0")
 @pytest.mark.parametrize("lam", [0.0, 1.5])
 def test_ditto_is_algorithm_1(lam):
     clients = regression()
@@ -75,6 +76,7 @@ def test_ditto_without_a_pull_is_local_training_and_a_cohort_moves_alone():
     assert moved.sum() == 3 and (moved == ~np.isnan(metrics["loss"])).all()
 
 
+@pytest.mark.slow
 def test_ditto_trains_the_models_of_the_cohort_alone():
     trained = []
 
@@ -145,6 +147,7 @@ def mixture64(w, clients, i, first, x, mixing, k, scale):
     return mixing * own / weight.sum(axis=1, keepdims=True) + (1 - mixing) * soft / soft.sum(axis=1, keepdims=True)
 
 
+@pytest.mark.slow_cases("None")
 @pytest.mark.parametrize("scale", [None, 0.5])
 def test_knn_per_is_its_mixture(scale):
     clients, task = classification()
@@ -164,6 +167,7 @@ def test_knn_per_is_its_mixture(scale):
         assert right.tolist() == (truth.argmax(axis=1) == y).tolist()
 
 
+@pytest.mark.slow_cases("float32-2000")
 @pytest.mark.parametrize(("dtype", "center"), [(jnp.float32, 2000), (jnp.bfloat16, 2)])
 def test_neighbours_far_from_zero_are_the_nearest(dtype, center):
     """Also those of representations in bfloat16, in which distances would have ties."""
@@ -176,6 +180,7 @@ def test_neighbours_far_from_zero_are_the_nearest(dtype, center):
     np.testing.assert_array_equal(found.argmax(axis=1), truth)
 
 
+@pytest.mark.slow_cases("one")
 @pytest.mark.parametrize("far", ["one", "all"])
 def test_neighbours_of_examples_far_from_each_other_are_the_nearest(far):
     """In float32, squares of 5,000 leave no digit of distances below 1."""
@@ -193,6 +198,7 @@ def test_neighbours_of_examples_far_from_each_other_are_the_nearest(far):
     np.testing.assert_allclose(found[:, 1], truth, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_knn_per_chooses_the_weight_on_examples_kept_aside():
     clients, task = classification(2)
     mixings = (0.0, 0.4, 1.0)
@@ -226,6 +232,7 @@ def test_knn_per_knows_its_classes_and_its_neighbours():
         jfcl.knn_per(task, TWO, num_neighbours=72, validation=0.29).check(hundred)
 
 
+@pytest.mark.slow
 def test_knn_per_looks_at_what_enters_the_last_layer():
     task = jfcl.models.classification(jfcl.models.MLP(10, hidden=(6, 4)), (5,), 10)
     params = task.init(jax.random.key(0))
@@ -238,6 +245,7 @@ def test_knn_per_looks_at_what_enters_the_last_layer():
     np.testing.assert_allclose(task.represent(params, x), hidden, rtol=1e-6)
 
 
+@pytest.mark.slow_cases("None")
 @pytest.mark.parametrize("mixing", [None, 0.5])
 def test_knn_per_of_a_client_without_examples_is_the_global_model(mixing):
     clients, task = classification()
@@ -310,6 +318,7 @@ def test_one_shot_is_scikit_learns_k_means_of_local_models_then_fedavg():
     assert metrics["client_steps"] == 8 * 2 * (5 + 1) and metrics["bytes_up"] == 2 * 8 * D * 4
 
 
+@pytest.mark.slow_cases("complete-euclidean", "single-*")
 @pytest.mark.parametrize("distance", ["cosine", "euclidean"])
 @pytest.mark.parametrize("linkage", ["complete", "single"])
 def test_flhc_is_scipys_dendrogram_of_the_updates(distance, linkage):
@@ -334,6 +343,7 @@ def test_flhc_is_scipys_dendrogram_of_the_updates(distance, linkage):
     assert len(set(few.init(jax.random.key(0), clients).cluster.tolist())) == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scale", [1.0, 1e-9])
 def test_flhc_finds_the_clusters_of_short_updates(scale):
     task = Task(
@@ -353,6 +363,7 @@ def test_flhc_finds_the_clusters_of_short_updates(scale):
     assert scale < 1 or alone.init(jax.random.key(0), clients).cluster.tolist() == [0, 1, 2, 3]
 
 
+@pytest.mark.slow_cases("one_shot")
 @pytest.mark.parametrize("make", [jfcl.one_shot, jfcl.fesem])
 def test_empty_clusters_start_at_the_mean_of_all(make):
     task = Task(
@@ -365,6 +376,7 @@ def test_empty_clusters_start_at_the_mean_of_all(make):
     assert state.cluster.tolist() == [0] * 4 and state.params["b"][0] == state.params["b"][1] != 3
 
 
+@pytest.mark.slow
 def test_flhc_leaves_alone_whose_distance_overflows():
     y = np.repeat(np.float32([[0, 10], [0, 13], [50, 0], [53, 0], [1e25, -1e25]])[:, None], 3, axis=1)
     clients = Clients({"x": np.zeros((5, 3, 2), np.float32), "y": y}, np.full(5, 3, np.int32))
@@ -375,6 +387,7 @@ def test_flhc_leaves_alone_whose_distance_overflows():
     assert cluster[0] == cluster[1] != cluster[2] == cluster[3] and cluster.count(cluster[4]) == 1
 
 
+@pytest.mark.slow_cases("one_shot")
 @pytest.mark.parametrize(
     "name", ["one_shot", pytest.param("flhc", marks=pytest.mark.slow), pytest.param("fesem", marks=pytest.mark.slow)]
 )
@@ -395,6 +408,7 @@ def test_attackers_lie_where_the_clusters_are_found(name):
     assert np.isfinite(found(attacks.nan(), malicious).params["w"]).all()
 
 
+@pytest.mark.slow_cases("one_shot")
 @pytest.mark.parametrize("name", ["one_shot", "flhc"])  # FeSEM begins as one-shot
 def test_a_client_without_a_finite_model_does_not_change_the_clustering(name):
     clients = regression()
@@ -431,6 +445,7 @@ def test_restarts_pay_for_what_every_start_trains():
     assert first["client_steps"] == (3 * (5 + 2) + 1) * 8 * 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["one_shot", "fesem"])
 def test_fewer_models_than_clusters_leave_clusters_empty(name):
     clients = regression()._replace(size=np.int32([4, 4, 0, 0, 0, 0, 0, 0]))

@@ -180,6 +180,7 @@ def peers_job(monkeypatch):
     return importlib.import_module("against_peers"), importlib.import_module("job")
 
 
+@pytest.mark.slow_cases("mlp-1")
 @pytest.mark.parametrize(
     "model, clusters", [("mlp", 1), ("mlp", 2), pytest.param("cnn_mnist", 1, marks=pytest.mark.slow)]
 )

@@ -108,6 +108,7 @@ class At:
 # ---- The calls, and the results -------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow_cases("population")
 @pytest.mark.parametrize("name", RUNS)
 def test_all_methods_are_called_in_order_and_change_nothing(name, tmp_path):
     run, recorder = RUNS[name], Recorder()

@@ -91,6 +91,7 @@ TRUTH = [[2, 0, 0], [-1, 1.7, 0], [-1, -1.7, 0.5]]
 CLUSTER = np.array([0, 1, 2, 0, 1, 2, 0, 1])
 
 
+@pytest.mark.slow_cases("25-0.0", "60-*")
 @pytest.mark.parametrize(("rounds", "gamma_max"), [(10, 0.0), (25, 0.0), (60, 0.0), (60, 0.95)])
 def test_is_algorithm_5(rounds, gamma_max):
     clients = regression(TRUTH, CLUSTER)
@@ -113,6 +114,7 @@ def test_congruent_clients_are_never_split():
     assert np.isinf(metrics["cross_similarity"]).all()  # nobody even looked
 
 
+@pytest.mark.slow
 def test_parents_and_rounds_of_splits_are_kept():
     clients = regression(TRUTH, CLUSTER)
     algorithm = jfcl.cfl(TASK, TRAINING, eps_1=0.05, eps_2=0.1, max_clusters=5)
@@ -126,6 +128,7 @@ def test_parents_and_rounds_of_splits_are_kept():
     np.testing.assert_array_equal(state.params["w"][-1], state.params["w"][0])
 
 
+@pytest.mark.slow_cases("2")
 @pytest.mark.parametrize("tree_dim", [pytest.param(0, marks=pytest.mark.slow), 2])
 def test_resumed_equals_uninterrupted_bit_for_bit(tree_dim, tmp_path):
     clients = regression(TRUTH, CLUSTER)
@@ -147,6 +150,7 @@ def test_full_capacity_says_so_and_goes_on():
     assert history.state.active.tolist() == [True, True]
 
 
+@pytest.mark.slow_cases("60")
 @pytest.mark.parametrize("eval_every", [pytest.param(7, marks=pytest.mark.slow), 60])
 def test_what_happens_between_records_is_told(eval_every):
     """Splits, undone splits and full capacity are events of single rounds."""
@@ -175,6 +179,7 @@ def test_what_happens_between_records_is_told(eval_every):
     assert int(told(same, eps_1=np.inf, eps_2=1e-9, max_clusters=2, **judged)["undone"].sum()) == 1
 
 
+@pytest.mark.slow
 def test_clients_too_small_to_judge_a_split_are_told_of():
     clients = regression(TRUTH, CLUSTER, examples=6)
     run = {"key": jax.random.key(0), "num_rounds": 1}
@@ -192,6 +197,7 @@ def test_what_a_round_refuses_leaves_no_run_behind(tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_patience_and_least_size():
     clients = regression(TRUTH, CLUSTER)
     options = {"eps_1": 0.05, "eps_2": 0.1}
@@ -231,6 +237,7 @@ def test_slots_are_given_in_order_and_never_twice():
     assert not allot(jnp.zeros(3, bool), jnp.ones(3, bool))[1]
 
 
+@pytest.mark.slow
 def test_identical_clients_are_not_split_by_rounding():
     """In 257 dimensions, where similarities of equal updates are below 1; one client of another mind is split off."""
     task = jfcl.models.task(lambda key: {"w": jnp.zeros(257)}, lambda p, x: x @ p["w"], kind="regression")
@@ -255,6 +262,7 @@ def test_identical_clients_are_not_split_by_rounding():
     assert min(cross) < 1  # or there was nothing to see
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("linkage", ["single", "complete"])
 def test_a_round_runs_with_64_bits_enabled(linkage):
     clients = regression(TRUTH, CLUSTER)
@@ -267,6 +275,7 @@ def test_a_round_runs_with_64_bits_enabled(linkage):
 # Hidden updates (section V-B).
 
 
+@pytest.mark.slow_cases("*-rotation")
 @pytest.mark.parametrize(
     "privacy",
     [pytest.param("permutation", marks=pytest.mark.slow), pytest.param("sign", marks=pytest.mark.slow), "rotation"],
@@ -293,6 +302,7 @@ def test_hidden_updates_change_nothing(privacy, similarity):
     np.testing.assert_array_equal(hidden["bytes_up"], metrics["bytes_up"] * padded / 3)
 
 
+@pytest.mark.slow_cases("*-gradients", "None-updates", "permutation-updates", "sign-updates")
 @pytest.mark.parametrize("similarity", ["updates", "gradients"])
 @pytest.mark.parametrize("privacy", [None, "permutation", "sign", "rotation"])
 def test_the_server_sees_hidden_updates_only(privacy, similarity, monkeypatch):
@@ -331,6 +341,7 @@ def test_the_server_sees_hidden_updates_only(privacy, similarity, monkeypatch):
 # The Federated Learning solution to fall back to (section II-A).
 
 
+@pytest.mark.slow
 def test_harmful_splits_are_undone_and_others_are_not():
     options = {
         "eps_1": np.inf,
@@ -365,6 +376,7 @@ def test_only_the_sides_of_a_split_wait_until_it_is_judged():
     assert np.flatnonzero(metrics["decisions"]).tolist() == [0, 5]
 
 
+@pytest.mark.slow_cases("gradients-2")
 @pytest.mark.parametrize(("similarity", "messages"), [("updates", 1), ("gradients", 2)])
 def test_gradients_are_sent_besides_updates(similarity, messages):
     algorithm = jfcl.cfl(TASK, TRAINING, similarity=similarity)
@@ -372,6 +384,7 @@ def test_gradients_are_sent_besides_updates(similarity, messages):
     assert metrics["bytes_up"][0] == messages * metrics["bytes_down"][0] > 0
 
 
+@pytest.mark.slow
 def test_what_an_undone_split_restores():
     clients = regression([[1, -1, 2]], np.zeros(8, int), noise=2.0, examples=6)
     algorithm = jfcl.cfl(
@@ -393,6 +406,7 @@ def test_what_an_undone_split_restores():
         pytest.fail("nothing was undone")
 
 
+@pytest.mark.slow
 def test_shared_parameters_stay_shared_when_a_split_is_undone():
     task = jfcl.models.task(
         lambda _: {"b": jnp.zeros((1, 2)), "s": jnp.zeros((1, 2))}, lambda p, x: x + p["b"] + p["s"], kind="regression"
@@ -473,6 +487,7 @@ def test_recursive_clusters_end():
         assert np.linalg.norm(mean) < 0.01
 
 
+@pytest.mark.slow
 def test_recursive_clusters_end_with_their_own_clients():
     """With a cohort, clients that were absent, or alone, would end a cluster whose clients disagree."""
     task = jfcl.models.task(lambda _: {"b": jnp.zeros((1, 2))}, lambda p, x: x + p["b"], kind="regression")
@@ -551,6 +566,7 @@ def test_who_sends_nan_is_shut_out_at_once():
     assert state.excluded.tolist() == [0, 0, 0, 0, 1, 0] and metrics["nonfinite"].tolist() == [1, 0]
 
 
+@pytest.mark.slow
 def test_attackers_of_every_kind_are_shut_out():
     clients = regression([[1, -1, 2]], np.zeros(10, int), noise=0.1)
     malicious = np.array([False] * 7 + [True] * 3)
@@ -561,6 +577,7 @@ def test_attackers_of_every_kind_are_shut_out():
         np.testing.assert_array_equal(state.excluded[7:], 1)
 
 
+@pytest.mark.slow_cases("gradients")
 @pytest.mark.parametrize("similarity", ["updates", "gradients"])
 def test_attackers_lie_in_whatever_is_compared(similarity):
     clients = regression([[1, -1, 2]], np.zeros(10, int), noise=0.1)

@@ -71,6 +71,7 @@ def test_small_clients_have_no_voice_and_follow_the_side_that_they_resemble():
     assert set(np.flatnonzero(state.tree.side[1])) == set(big)  # newcomers are compared with these alone
 
 
+@pytest.mark.slow_cases("options0", "options2")
 @pytest.mark.parametrize(
     "options", [{}, pytest.param({"similarity": "gradients"}, marks=pytest.mark.slow), {"cohort": 20}]
 )
@@ -87,6 +88,7 @@ def test_small_clients_do_not_stop_the_others_from_finding_their_clusters(option
         assert not state.sides.changing.any()  # small clients come to rest
 
 
+@pytest.mark.slow
 def test_a_small_client_is_compared_again_until_two_rounds_agree():
     """Client 7 brings the data of the other cluster when it is placed, at the split or in the round after it."""
     cluster = np.array([0, 1, 0, 1, 0, 1, 0, 1])
@@ -112,6 +114,7 @@ def test_a_small_client_is_compared_again_until_two_rounds_agree():
         assert state.cluster.tolist() == cluster.tolist() and not state.sides.changing.any()
 
 
+@pytest.mark.slow
 def test_a_client_that_always_sends_nan_does_not_keep_a_recursive_run_with_cohorts_from_ending():
     broken = jfcl.Adversary(UPDATE_ATTACKS["nan"](), jnp.arange(8) == 3)
     algorithm = jfcl.cfl(TASK, TRAINING, eps_1=0.01, eps_2=0.1, recursive=True, cohort=6, adversary=broken)
@@ -182,6 +185,7 @@ def test_clients_that_miss_the_round_of_a_split_are_placed_by_their_next_update(
         assert rand(state.cluster, CLUSTER % 2) == 1
 
 
+@pytest.mark.slow
 def test_from_the_optimum_of_fedavg_all_clusters_are_found_at_the_default_thresholds():
     fedavg = jfcl.fedavg(TASK, TRAINING)
     start = jfcl.rollout(fedavg, CLIENTS, key=KEY, num_rounds=300)[0].params
@@ -192,6 +196,7 @@ def test_from_the_optimum_of_fedavg_all_clusters_are_found_at_the_default_thresh
     np.testing.assert_allclose(metrics["thresholds"][-1] / state.scale[1], [0.1, 0.5], rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_one_threshold_alone_leaves_the_other_relative():
     def thresholds(**options):
         algorithm = jfcl.cfl(TASK, TRAINING, **options)
@@ -204,6 +209,7 @@ def test_one_threshold_alone_leaves_the_other_relative():
     np.testing.assert_allclose(found, [0.4, 1.6], rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_with_gradients_the_thresholds_are_of_gradients():
     algorithm = jfcl.cfl(TASK, TRAINING, similarity="gradients", linkage="complete", eps_1=np.inf, eps_2=1e-9)
     state, metrics = jax.jit(algorithm.step)(KEY, algorithm.init(KEY, CLIENTS), CLIENTS)
@@ -219,6 +225,7 @@ def test_with_gradients_the_thresholds_are_of_gradients():
     assert rand(state.cluster, by_scipy) == 1
 
 
+@pytest.mark.slow
 def test_a_run_that_never_examines_a_cluster_says_why():
     algorithm = jfcl.cfl(TASK, TRAINING, relative=True, eps_1=1e-6)
     with pytest.warns(UserWarning, match=r"no cluster was ever examined.*above eps_2, 0\.\d+; the mean update"):
@@ -243,6 +250,7 @@ def test_a_cluster_that_overflows_leaves_the_others_alone():
     np.testing.assert_allclose(state.params["w"][0], plain.state.params["w"][0], rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_where_every_cluster_overflows_nothing_is_hidden():
     new = {"own": jnp.array([[jnp.inf], [1.0], [jnp.nan]]), "all": jnp.full((3, 1), 7.0)}
     old, is_shared = jax.tree.map(jnp.zeros_like, new), {"own": False, "all": True}
@@ -257,6 +265,7 @@ def test_where_every_cluster_overflows_nothing_is_hidden():
         jfcl.simulate(wild, CLIENTS, key=KEY, num_rounds=10)
 
 
+@pytest.mark.slow
 def test_a_recursive_run_ends_when_every_cluster_is_final(tmp_path):
     algorithm = jfcl.cfl(TASK, TRAINING, eps_1=0.01, eps_2=0.1, recursive=True)
     keys = jax.random.split(KEY, 2)
@@ -270,6 +279,7 @@ def test_a_recursive_run_ends_when_every_cluster_is_final(tmp_path):
     jax.tree.map(np.testing.assert_array_equal, again.state, history.state)
 
 
+@pytest.mark.slow
 def test_a_run_starts_from_a_given_state(tmp_path):
     first = jfcl.rollout(STEP, CLIENTS, key=KEY, num_rounds=20)[0]
     wanted = jax.jit(lambda s: jfcl.rollout(STEP, CLIENTS, key=jax.random.key(5), num_rounds=5, state=s)[0])(first)
@@ -295,6 +305,7 @@ def test_a_run_starts_from_a_given_state(tmp_path):
             jfcl.simulate(fedavg, CLIENTS, key=keys, num_rounds=1, state=bad)
 
 
+@pytest.mark.slow_cases("0")
 @pytest.mark.parametrize("tree_dim", [pytest.param(1024, marks=pytest.mark.slow), 0])
 def test_newcomers_are_enrolled(tree_dim):
     training = jfcl.local_training(optax.sgd(LR, momentum=0.1), num_steps=STEPS, keep="everything")
@@ -349,6 +360,7 @@ def test_a_cohorts_updates_are_kept_with_their_age():
         np.testing.assert_allclose(metrics["max_norm"][0], np.linalg.norm(known[came], axis=1).max(), rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_cohorts_find_the_clusters_and_split_no_clients_that_agree():
     algorithm = jfcl.cfl(TASK, TRAINING, cohort=4)
     run = jax.jit(lambda clients, key: jfcl.rollout(algorithm, clients, key=key, num_rounds=120)[0])

@@ -307,6 +307,7 @@ def test_bad_input_is_refused_in_words(command, said, capsys):
     assert printed.out == ""
 
 
+@pytest.mark.slow_cases("options0-None", "options3-bfloat16")
 @pytest.mark.parametrize(
     ("options", "wanted"),
     [
@@ -586,6 +587,7 @@ def test_compare_says_what_differs_and_keeps_earlier_pictures(finished, tmp_path
     assert (tmp_path / "runs" / "compare-3").exists() and Path(runs[0]).name in capsys.readouterr().out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "aggregator", [["nnm+krum"], ["clip_norms+bucketing+trimmed_mean", "--radius", "2", "--bucket-size", "3"]]
 )
@@ -700,6 +702,7 @@ def test_mnist_by_writer_and_other_official_files(data_dir, tmp_path):
         assert json.loads((tmp_path / name / "summary.json").read_text())["num_rounds"] == 2
 
 
+@pytest.mark.slow_cases("ditto-options5", "federated_clustering-options0", "knn_per-options6")
 @pytest.mark.parametrize(
     ("method", "options"),
     [
@@ -778,6 +781,7 @@ def test_a_population_with_a_balanced_start():
     assert run(config)[0]["seen"] == 10
 
 
+@pytest.mark.slow
 def test_local_training_is_evaluated_on_the_clients_that_an_attack_leaves(tmp_path):
     config = Config("local", clients=6, clusters=2, rounds=1, local_steps=1, model="linear")
     plain, attacked = (
@@ -873,6 +877,7 @@ def test_the_cpu_has_a_device_for_every_core_by_default(monkeypatch, options, wa
     assert divided == wanted
 
 
+@pytest.mark.slow
 def test_clients_that_join_a_population_start_without_warm_rounds():
     options = ["--population", "12", "--cohort", "4", "--rounds", "2", "--local-steps", "1", "--model", "linear"]
     assert cli.main(["run", "hypcluster", *options, "--clusters", "2", "--warm-rounds", "1", "--quiet"]) == 0

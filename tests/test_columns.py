@@ -86,6 +86,7 @@ def test_threshold_clustering_over_columns_is_that_of_one_device(form):
     np.testing.assert_allclose(distances, squared_distances(points, starts), rtol=1e-5, atol=0.02)
 
 
+@pytest.mark.slow
 def test_narrow_clusters_far_apart_over_columns():
     points = updates(2)
     points["w"][:4] += 10**4
@@ -95,6 +96,7 @@ def test_narrow_clusters_far_apart_over_columns():
     jax.tree.map(partial(np.testing.assert_allclose, atol=5e-3), ours, run(points, starts, form="direct"))
 
 
+@pytest.mark.slow
 def test_kmeans_over_columns_finds_the_same_clusters():
     points = np.concatenate([updates(3)["w"].reshape(9, -1) + 3 * i for i in range(3)]).astype(np.float32)
     points[1] = np.nan

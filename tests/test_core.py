@@ -190,6 +190,7 @@ def test_clients_are_real_numbers_by_rows(change, said):
         jfcl.simulate(jfcl.fedavg(task, training), clients._replace(**change), key=jax.random.key(0), num_rounds=1)
 
 
+@pytest.mark.slow_cases("False")
 @pytest.mark.parametrize("given", [False, True])
 def test_test_clients_have_the_ids_of_those_in_training(given):
     clients, _, task, training = jfcl.testing.problem()

@@ -143,6 +143,7 @@ def runnable() -> list:
     return found
 
 
+@pytest.mark.slow_cases("howto/kernels, short", "howto/predictions, short")
 @pytest.mark.parametrize("page, is_short", runnable())
 @pytest.mark.filterwarnings("ignore:.*all clients use one of the")
 def test_code_runs(page, is_short, tmp_path, monkeypatch, capsys):

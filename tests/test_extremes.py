@@ -36,6 +36,7 @@ def good_and_one(value, count=8, dim=5):
     return good, np.concatenate([good, np.full((1, dim), value, np.float32)])
 
 
+@pytest.mark.slow_cases("krum-1e+17")
 @pytest.mark.parametrize("value", [1e17, 1e19, 1e20, 3e38])
 @pytest.mark.parametrize("name", ["krum", "multi_krum", "bulyan", "centered_clip"])
 def test_an_update_whose_square_overflows_is_not_the_nearest_of_all(name, value):
@@ -54,6 +55,7 @@ def test_distances_of_two_that_overflow_are_infinite():
     np.testing.assert_array_equal(to_centers, [[np.inf, np.inf], [np.inf, 1], [np.inf, 0]])
 
 
+@pytest.mark.slow_cases("*-True", "rule0-False")
 @pytest.mark.parametrize("own_centers", [True, False])
 @pytest.mark.parametrize("rule", [{"quantile": 0.5}, {"radius": 4.0}])
 def test_threshold_clustering_in_inner_products_leaves_such_points_out(rule, own_centers):
@@ -66,6 +68,7 @@ def test_threshold_clustering_in_inner_products_leaves_such_points_out(rule, own
     assert np.abs(np.asarray(gram[:2])).max() < 10
 
 
+@pytest.mark.slow
 def test_sixteen_bits_are_added_up_in_more():
     many = Task(lambda key: {"b": jnp.zeros((), jnp.bfloat16)}, BIAS.apply, BIAS.cost)
     clients = people(*np.ones(1000))
@@ -83,6 +86,7 @@ def test_sixteen_bits_are_added_up_in_more():
         assert kernels.AGGREGATORS[name](updates, num_malicious=2).tolist() == [700, 700, 700]
 
 
+@pytest.mark.slow_cases("float16")
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
 def test_means_of_many_losses_in_sixteen_bits(dtype):
     # 70,000 losses of 2.8125 and 2.5312 (exactly, in both types): their sums, and their number, exceed any float16.
@@ -110,6 +114,7 @@ def test_means_of_float64_losses_stay_so():
         )
 
 
+@pytest.mark.slow_cases("float16")
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
 def test_kernels_of_sixteen_bits_add_up_in_more(dtype):
     rng = np.random.default_rng(0)
@@ -149,6 +154,7 @@ def test_one_client_is_a_dendrogram_without_merges():
     np.testing.assert_allclose(state.params["b"], [1 - 0.5**4])  # one round before the clustering
 
 
+@pytest.mark.slow_cases("fedavg-attack1", "fedavg-attack2", "federated_clustering-attack")
 @pytest.mark.parametrize(
     ("method", "attack"),
     [
@@ -172,6 +178,7 @@ def test_attackers_do_not_see_padding(method, attack):
     np.testing.assert_allclose(after_a_round(3), after_a_round(0), rtol=1e-6)
 
 
+@pytest.mark.slow_cases("federated_clustering", "myopic_clustering")
 @pytest.mark.parametrize("method", [jfcl.federated_clustering, jfcl.myopic_clustering, jfcl.fedavg])
 def test_one_good_client_without_a_finite_update_does_not_disarm_the_attack(method):
     options = {"num_clusters": 1} if method is jfcl.myopic_clustering else {}
@@ -283,6 +290,7 @@ SCHEDULE_FREE = optax.contrib.schedule_free_sgd(0.5)  # whose state holds parame
 DRAWN = BIAS._replace(init=lambda key: {"b": 9 * jax.random.normal(key)})
 
 
+@pytest.mark.slow_cases("make0")
 @pytest.mark.parametrize(
     "make",
     [
@@ -313,6 +321,7 @@ def test_each_client_begins_at_its_own_model():
         np.testing.assert_allclose(state.params["b"], [1, 5])
 
 
+@pytest.mark.slow
 def test_an_update_of_zero_excludes_no_client():
     state, _ = jfcl.rollout(jfcl.byzantine_cfl(BIAS, ONE_STEP), people(*[1.0] * 6), key=KEY, num_rounds=40)
     assert not state.excluded.any()
@@ -320,6 +329,7 @@ def test_an_update_of_zero_excludes_no_client():
     assert state.excluded.tolist() == [0, 0, 0, 0, 1]  # the first has no direction, the last the opposite one
 
 
+@pytest.mark.slow_cases("momentum_clustering", "myopic_clustering")
 @pytest.mark.parametrize("method", [jfcl.myopic_clustering, jfcl.momentum_clustering, jfcl.federated_clustering])
 def test_a_step_that_overflows_is_not_taken_and_is_counted(method):
     steep = jfcl.local_training(optax.sgd(3e38), num_steps=1)
@@ -329,6 +339,7 @@ def test_a_step_that_overflows_is_not_taken_and_is_counted(method):
     assert jnp.isfinite(state.params["b"]).all() and metrics["nonfinite"].tolist() == [1]
 
 
+@pytest.mark.slow_cases("alie", "far", "gaussian")
 @pytest.mark.parametrize("make", [attacks.gaussian, attacks.mimic, attacks.opposite, attacks.alie, attacks.far])
 def test_attacks_depend_on_ids_and_not_on_rows(make):
     adversary = Adversary(make(), np.array([True, False, False, True, False, False]))

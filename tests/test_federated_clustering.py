@@ -60,6 +60,9 @@ def threshold64(points, center, share, num_rounds, radius=None, quantile=None):
     return v
 
 
+@pytest.mark.slow_cases(
+    "cpu-equal-radius", "cpu-size-radius", "gpu-equal-*", "gpu-size-quantile", "tpu-equal-quantile", "tpu-size-quantile"
+)
 @pytest.mark.parametrize("rule", [{"radius": 2.5}, {"quantile": 0.4}], ids=["radius", "quantile"])
 @pytest.mark.parametrize("weights", ["equal", "size"])
 @pytest.mark.parametrize("target", ["cpu", "tpu", "gpu"])
@@ -152,6 +155,7 @@ def test_batches_are_those_of_local_training():
     np.testing.assert_allclose(found.params["w"], alone.params["w"], rtol=1e-6)
 
 
+@pytest.mark.slow_cases("12")
 @pytest.mark.parametrize("n", [12, 13, 15])
 def test_subgroups_are_partitions_drawn_anew(n):
     clients = regression(6, n=n)
@@ -187,6 +191,7 @@ def test_subgroups_cluster_among_themselves():
     assert metrics["bytes_up"] == (16 + 16 + 1) * D * 4  # 4, 4 and 1 clients
 
 
+@pytest.mark.slow
 def test_attackers_are_far_from_every_centre():
     clients = regression(8, n=10)
     adversary = jfcl.Adversary(jfcl.attacks.gaussian(1e3), jnp.arange(10) >= 7)
@@ -202,6 +207,7 @@ def test_attackers_are_far_from_every_centre():
     assert np.abs(fed.params["w"]).max() > 10
 
 
+@pytest.mark.slow
 def test_a_client_without_finite_gradients_keeps_its_model():
     clients = regression(9)
     x = clients.examples["x"].copy()
@@ -238,6 +244,7 @@ def densest64(points, count, radius=None, quantile=None):
     return chosen
 
 
+@pytest.mark.slow
 def test_every_dense_place_gets_a_start_where_few_points_remain():
     """With 0.4 of ten points around each start, two remain for the third; equal points go with one start."""
     far = jnp.array([0, 0.1, 0.2, 0.3, 10, 10.1, 10.2, 10.3, 30, 30.1])
@@ -250,6 +257,7 @@ def test_every_dense_place_gets_a_start_where_few_points_remain():
         assert len(set(np.round(found / 5).tolist())) == count
 
 
+@pytest.mark.slow_cases("quantile-*", "radius-0.0", "radius-0.7")
 @pytest.mark.parametrize("momentum", [None, 0.0, 0.7])
 @pytest.mark.parametrize("rule", [{"radius": 2.5}, {"quantile": 0.3}], ids=["radius", "quantile"])
 def test_algorithms_1_and_4(momentum, rule):
@@ -305,6 +313,7 @@ def test_centres_are_carried_to_clients_that_begin():
     np.testing.assert_allclose(after.centers["w"], state.centers["w"], rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_many_clients_need_no_square_array(monkeypatch):
     monkeypatch.setattr(sys.modules["jfcl.methods.myopic_clustering"], "DENSE_UP_TO", 40)
     rng = np.random.default_rng(0)

@@ -119,6 +119,7 @@ def images(n=4, m=6):
     return jfcl.Clients(examples, np.array([m, m - 2, m, 1][:n], np.int32))
 
 
+@pytest.mark.slow
 def test_a_task_accepts_flat_inputs():
     batch = {name: value[0] for name, value in images().examples.items()}
     flat = {**batch, "x": batch["x"].reshape(6, -1)}

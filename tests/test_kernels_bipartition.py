@@ -162,6 +162,7 @@ def test_permuting_clients_permutes_the_sides(seed, tied):
         assert (moved == other.side).all() or (moved == ~np.asarray(other.side)).all()
 
 
+@pytest.mark.slow
 @given(st.integers(1, 9), st.integers(1, 4), SEEDS, st.sampled_from([3, 50]), st.sampled_from(["prim", "boruvka", 2]))
 def test_bipartitions_of_all_clusters_are_those_of_each(count, num_clusters, seed, levels, form):
     rng = np.random.default_rng(seed)
@@ -230,6 +231,7 @@ def test_many_bipartitions_at_once():
 # From the updates.
 
 
+@pytest.mark.slow_cases("150", "2", "40")
 @pytest.mark.parametrize("count", [1, 2, 40, 150])
 @given(SEEDS, st.sampled_from([7, 64]), st.sampled_from(["random", "clusters", "signs", "active"]))
 def test_from_updates_it_is_the_same(count, seed, block_size, kind):
@@ -273,6 +275,7 @@ def test_from_a_pytree_with_broken_and_zero_rows_inside_jit():
     assert np.flatnonzero(tiled.side).tolist() == [6]
 
 
+@pytest.mark.slow
 def test_on_sharded_rows():
     updates = np.random.default_rng(0).standard_normal((40, 16)).astype(np.float32)
     mesh = jax.make_mesh((2,), ("clients",), axis_types=(jax.sharding.AxisType.Auto,))
@@ -310,6 +313,7 @@ def weakest_edge(similarity, active, min_size):
     return np.zeros(len(active), bool), np.inf
 
 
+@pytest.mark.slow_cases("9")
 @pytest.mark.parametrize("count", [4, 9])
 @given(SEEDS, st.sampled_from([None, 1, 3]), st.booleans())
 def test_min_size_removes_the_weakest_edge_with_enough_on_both_sides(count, seed, levels, some_inactive):

@@ -24,6 +24,7 @@ CALLS = {
 }
 
 
+@pytest.mark.slow_cases("bipartition_of_updates", "kmeans", "multi_krum", "threshold_clustering")
 @pytest.mark.parametrize("name", CALLS)
 def test_constants(name):
     outside, inside = CALLS[name](), jax.jit(CALLS[name])()

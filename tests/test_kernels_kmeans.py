@@ -20,6 +20,7 @@ def blobs(seed, offset=0.0):
     return (points + offset).astype(np.float32), truth
 
 
+@pytest.mark.slow
 @given(st.integers(0, 10**6), st.sampled_from([0.0, 1000.0]))
 def test_is_as_good_as_scikit_learn(seed, offset):
     points, _ = blobs(seed, offset)
@@ -56,6 +57,7 @@ def test_one_point_far_away_costs_the_others_no_digits():
     assert sorted(found.centers[:, 0].tolist()) == [0.5, 8.5, 1e6]
 
 
+@pytest.mark.slow_cases("bfloat16", "int32")
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.int32])
 def test_narrow_types_and_duplicates(dtype):
@@ -83,6 +85,7 @@ def test_inside_jit_broken_points_are_masked():
     assert np.flatnonzero(np.asarray(found.cluster) == -1).tolist() == [7] and np.isfinite(found.inertia)
 
 
+@pytest.mark.slow
 def test_one_cluster_and_as_many_as_points():
     points, _ = blobs(2)
     one = kmeans(points, 1, key=KEY)
@@ -96,6 +99,7 @@ def test_more_clusters_than_different_points():
     assert found.inertia == 0 and np.isfinite(found.centers).all()
 
 
+@pytest.mark.slow
 def test_more_steps_and_runs_are_no_worse():
     points = load_digits().data.astype(np.float32)
     inertia = lambda **options: float(kmeans(points, 10, key=KEY, **options).inertia)  # noqa: E731

@@ -18,6 +18,7 @@ def vectors(seed, dim):
     return np.random.default_rng(seed).standard_normal((4, dim)).astype(np.float32)
 
 
+@pytest.mark.slow_cases("permutation", "sign")
 @EVERY
 @given(DIMS, st.integers(0, 2**31))
 def test_is_orthonormal_and_has_an_inverse(name, dim, seed):
@@ -48,6 +49,7 @@ def test_matrix(name):
         np.testing.assert_allclose(matrix * matrix[0], hadamard(8) / 8, atol=1e-6)
 
 
+@pytest.mark.slow_cases("4096")
 @pytest.mark.parametrize("dim", [128, 4096])
 def test_rotation_is_the_hadamard_matrix_with_signs(dim):
     hide = orthonormal("rotation", jax.random.key(1), dim)

@@ -118,6 +118,7 @@ def test_definition(name, seed, offset):
     np.testing.assert_allclose(call(name, z), ORACLES[name](z.astype(np.float64)), atol=tolerance)
 
 
+@pytest.mark.slow_cases("bulyan", "krum")
 @EVERY
 def test_masked_and_broken_clients_are_never_part_of_it(name):
     z = updates(0)
@@ -132,6 +133,7 @@ def test_masked_and_broken_clients_are_never_part_of_it(name):
     np.testing.assert_allclose(inside_jit, result, atol=2e-5)
 
 
+@pytest.mark.slow_cases("bulyan", "geometric_median", "multi_krum")
 @EVERY
 def test_pytree_is_its_concatenation(name):
     z = updates(1)
@@ -187,6 +189,7 @@ def test_many_at_once(name):
         np.testing.assert_allclose(one, call(name, z), atol=1e-5)
 
 
+@pytest.mark.slow_cases("shape3")
 @pytest.mark.parametrize("shape", [(1, 3), (2, 3), (5, 40), (37, 2000), (600, 3)])
 def test_columns_are_sorted(shape):
     x = np.random.default_rng(0).integers(-9, 9, shape).astype(np.float32)

@@ -73,6 +73,7 @@ def parallel(dim, seed):
     return [lengths * row[None] / abs(row).max() for row in kinds]
 
 
+@pytest.mark.slow_cases("1000000-float32")
 @pytest.mark.parametrize(
     ("dim", "dtype"),
     [(1, "float32"), (2048, "float32"), (10**4, "float32"), (10**6, "float32"), (500, "bfloat16"), (500, "float16")],
@@ -264,6 +265,7 @@ def test_a_leaf_without_numbers_changes_nothing(scale):
     assert clipped["b"].shape == (7, 0) and not pairwise_cosine(empty).any()
 
 
+@pytest.mark.slow_cases("3-8192")
 @pytest.mark.parametrize(("n", "d"), [(3, 8192), (70, 9001)])
 def test_products_of_long_rows_on_a_gpu(n, d):
     """The kernel for GPUs, interpreted: below the error that `similarity_tolerance` allows, symmetric, also mapped."""

@@ -40,6 +40,7 @@ def blobs(seed, count=24, dim=6, offset=0.0):
     return (points + offset).astype(np.float32), truth
 
 
+@pytest.mark.slow_cases("direct")
 @FORMS
 @given(SEEDS, st.sampled_from([0.0, 10.0]), st.booleans())
 def test_quantile_is_numpys(form, seed, offset, own):
@@ -58,6 +59,7 @@ RADII = {
 }
 
 
+@pytest.mark.slow
 @given(SEEDS, st.sampled_from([0.0, 1000.0]), st.sampled_from(sorted(RADII)))
 def test_centre_of_a_row_is_equation_24(seed, offset, rule):
     """The form of accelerators: relative to zero, and in the direct form where that has too few digits."""
@@ -119,6 +121,7 @@ def narrow_clusters(seed):
     return points.astype(np.float32), starts.astype(np.float32)
 
 
+@pytest.mark.slow_cases("gram")
 @FORMS
 @given(SEEDS)
 def test_narrow_clusters_far_apart(form, seed):
@@ -129,6 +132,7 @@ def test_narrow_clusters_far_apart(form, seed):
     np.testing.assert_allclose(ours, truth[-1], atol=2e-3)
 
 
+@pytest.mark.slow_cases("gram")
 @FORMS
 @given(SEEDS)
 def test_radius_by_round_and_centre(form, seed):
@@ -141,6 +145,7 @@ def test_radius_by_round_and_centre(form, seed):
         np.testing.assert_allclose(ours, truth[-1], atol=2e-5)
 
 
+@pytest.mark.slow_cases("*-gram")
 @FORMS
 @pytest.mark.parametrize(
     ("rule", "factor", "strict"), [("index", 1, False), ("index_shrunk", 0.99, False), ("index_strict", 1, True)]
@@ -158,6 +163,7 @@ def test_rules_of_the_authors_code(form, rule, factor, strict, seed, quantile):
     np.testing.assert_allclose(ours, equation_24(points, centers, 1, radius_of, strict)[-1], atol=2e-5)
 
 
+@pytest.mark.slow_cases("gram")
 @FORMS
 @given(SEEDS)
 def test_three_means_rule(form, seed):
@@ -193,6 +199,7 @@ def compiled(**options):
     return jax.jit(functools.partial(threshold_clustering, num_rounds=3, **options))
 
 
+@pytest.mark.slow_cases("gram")
 @FORMS
 @given(SEEDS)
 def test_far_attackers_cost_no_digits(form, seed):
@@ -204,6 +211,7 @@ def test_far_attackers_cost_no_digits(form, seed):
     np.testing.assert_allclose(np.asarray(ours)[good], truth[good], atol=1e-4)
 
 
+@pytest.mark.slow_cases("gram")
 @FORMS
 @given(SEEDS)
 def test_laws(form, seed):
@@ -240,6 +248,7 @@ def test_recovers_blobs():
     assert np.linalg.norm(moved - means[truth], axis=1).max() < 0.5 * spread
 
 
+@pytest.mark.slow
 def test_forms_agree_on_many_wide_points():
     points = np.random.default_rng(0).standard_normal((100, 20_000)).astype(np.float32) + 10
     points[50:] += 0.05
@@ -305,6 +314,7 @@ def test_weights_count_points_in_the_mean(form, seed):
     np.testing.assert_allclose(ours, truth, atol=2e-5)
 
 
+@pytest.mark.slow
 @FORMS
 def test_stacked_pytrees_are_their_matrix(form):
     points, _ = blobs(3)
@@ -321,6 +331,7 @@ def test_stacked_pytrees_are_their_matrix(form):
         threshold_clustering(as_tree, points[:2], **options)
 
 
+@pytest.mark.slow_cases("limit0-gram")
 @pytest.mark.parametrize("form", ["gram", "direct"])
 @pytest.mark.parametrize("limit", [{"quantile": 0.8}, {"quantile": 1.0}, {"radius": "three_means"}])
 def test_a_point_whose_distance_overflows_is_outside(form, limit):
@@ -329,6 +340,7 @@ def test_a_point_whose_distance_overflows_is_outside(form, limit):
     assert np.abs(center).max() < 1.2
 
 
+@pytest.mark.slow_cases("gram")
 @pytest.mark.parametrize("form", ["gram", "direct"])
 def test_a_point_at_the_quantile_is_inside_in_float32_too(form):
     points = np.arange(101, dtype=np.float32)[:, None]
@@ -340,6 +352,7 @@ def test_a_point_at_the_quantile_is_inside_in_float32_too(form):
     np.testing.assert_allclose(center, [[np.arange(54).sum() / 100]], rtol=1e-5)  # number 53 from 0 on, which is 54
 
 
+@pytest.mark.slow_cases("gram")
 @pytest.mark.parametrize("form", ["gram", "direct"])
 def test_a_quantile_between_two_distances_that_overflow_is_beyond_all_others(form):
     points = np.concatenate([blobs(0)[0][:7], np.full((3, 6), 1e20, np.float32)])
@@ -348,6 +361,7 @@ def test_a_quantile_between_two_distances_that_overflow_is_beyond_all_others(for
     np.testing.assert_allclose(ours, below, atol=1e-5)
 
 
+@pytest.mark.slow_cases("gram")
 @pytest.mark.parametrize("form", ["gram", "direct"])
 def test_what_does_not_count_has_no_centre(form):
     points, _ = blobs(0)

@@ -325,6 +325,7 @@ def noises(optimizer, keep, clients=THREE, **options):
     return np.stack([seen[1] - seen[0], seen[2] - seen[1]])
 
 
+@pytest.mark.slow_cases("*-everything", "add_noise-nothing")
 @pytest.mark.parametrize(("name", "keep"), [("add_noise", k) for k in KEEP] + [("private", "everything")])
 def test_each_client_and_round_has_noise_of_its_own(name, keep):
     found = noises(NOISY[name], keep, client_axis=jax.vmap)
@@ -360,6 +361,7 @@ def test_noise_anneals_by_the_steps_of_all_rounds_under_schedule():
         np.testing.assert_allclose(found[1].std(), SIGMA * np.sqrt(share), rtol=0.1)
 
 
+@pytest.mark.slow
 def test_the_servers_noise_is_of_its_model_and_round_and_runs_with_noise_resume_exactly(tmp_path):
     training = local_training(NOISY["add_noise"], num_steps=1, keep="everything")
     server = optax.chain(optax.add_noise(1e4, 0.0, key=0), optax.sgd(1.0))

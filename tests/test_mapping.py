@@ -196,6 +196,7 @@ def test_losses_are_in_lots_on_an_accelerator(monkeypatch):
     assert memory.in_lots(few, cnn, clients) is few and memory.in_lots(jax.vmap, mlp, clients) is jax.vmap
 
 
+@pytest.mark.slow
 def test_results_in_lots_are_those_of_all_clients_at_once(monkeypatch):
     """IFCA's start, its choices and evaluations, with the lots of an accelerator on this CPU."""
     federation = jfcl.data.build(

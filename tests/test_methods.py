@@ -67,6 +67,23 @@ def factory(name, **more):
     )
 
 
+@pytest.mark.slow_cases(
+    "byzantine_cfl",
+    "cfl",
+    "fedbn",
+    "federated_clustering",
+    "fedper",
+    "fedrep",
+    "fesem",
+    "flhc",
+    "hypcluster",
+    "ifca",
+    "knn_per",
+    "lg_fedavg",
+    "momentum_clustering",
+    "myopic_clustering",
+    "one_shot",
+)
 @pytest.mark.parametrize("name", METHODS)
 def test_no_device_gathers_the_data_of_others(name):
     """The compiled round of clients divided among two devices moves models and sums, never examples.
@@ -110,6 +127,7 @@ SLOW = {
 }
 
 
+@pytest.mark.slow_cases("cfl", "ditto", "fedavg", "federated_clustering", "hypcluster", "local", "oracle")
 @pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n in SLOW else n for n in METHODS])
 def test_conformance(name):
     check_algorithm(
@@ -228,6 +246,9 @@ def test_cfl_with_options(options):
     check_algorithm(partial(jfcl.cfl, **OPTIONS["cfl"] | options))
 
 
+@pytest.mark.slow_cases(
+    "byzantine_cfl-*", "cfl-*", "fedavg-far", "fedavg-gaussian", "fedavg-sign_flip", "ifca-*", "oracle-*"
+)
 @pytest.mark.parametrize(
     ("name", "attack"),
     [
@@ -244,6 +265,7 @@ def test_attacked_methods_keep_their_models_finite(name, attack):
     assert metrics["nonfinite"][0] == (2 if attack == "nan" else 0)
 
 
+@pytest.mark.slow
 def test_an_attack_is_seen_and_an_aggregator_withstands_it():
     clients, _, task, training = problem()
     clients = jax.tree.map(lambda x: x[np.array([0, 2, 4, 0, 2, 4, 0])], clients._replace(id=None))
@@ -295,6 +317,7 @@ def changes_types(good, key, state, clients):
     return state._replace(round=state.round.astype(jnp.float32)), metrics
 
 
+@pytest.mark.slow_cases("counts_padding-padding clients must not change a model")
 @pytest.mark.parametrize(
     ("change", "words"),
     [
@@ -343,6 +366,7 @@ def served_under(name, axis):
     return jax.tree.map(lambda p: np.asarray(p)[np.asarray(state.cluster)[:7]], state.params)
 
 
+@pytest.mark.slow_cases("ifca", "knn_per", "myopic_clustering")
 @pytest.mark.filterwarnings("ignore:.*all clients use one of the 2 models")
 @pytest.mark.parametrize(
     "name",

@@ -258,6 +258,7 @@ def test_a_run_records_metrics_of_outputs(tmp_path):
     np.testing.assert_allclose(crowd.clients["f1"][0], want, rtol=1e-5)
 
 
+@pytest.mark.slow_cases("{'bytes_up': <functi-metrics must be othe")
 @pytest.mark.parametrize(
     ("metrics", "words"),
     [

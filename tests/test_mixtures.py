@@ -112,6 +112,7 @@ def test_what_is_served_wrongly_is_refused(change, words):
         jfcl.simulate(wrong, jfcl.Population(store, 8, test_clients=store, evaluate=8), key=KEY, num_rounds=1)
 
 
+@pytest.mark.slow_cases("models")
 @pytest.mark.parametrize(
     ("to", "words"),
     [(np.full((5, 2), 0.7, np.float32), "sum 1"), (np.array([0, 1, 0, 2, 0], np.int32), r"in 0\.\.1, rows")],

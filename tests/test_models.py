@@ -232,6 +232,7 @@ def test_sizes(name):
     assert sum(p.size for p in jax.tree.leaves(params)) == SIZES[name]
 
 
+@pytest.mark.slow
 def test_the_network_of_the_authors_code_in_numpy():
     """Bilinear images of 32 x 32, standardised; two convolutions without padding, pooled; PyTorch's initialisation."""
     module = cnn_fashion32(10)
@@ -285,6 +286,7 @@ def test_every_model_learns_under_vmap(name):
     np.testing.assert_allclose(alone.mean(), first[1], rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_vgg_is_the_papers_layers_one_by_one():
     """003, 7.2, from the printed list, with flax's pooling and XLA's convolution."""
     task = classification(jfcl.models.VGG(10), (32, 32, 3), 10)
@@ -340,6 +342,7 @@ def test_networks_layer_by_layer(name, shape, layers):
         np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.slow_cases("cpu")
 def test_the_loss_and_its_gradient_are_those_of_softmax_regression(form):
     """In float64: the gradient with respect to logits is softmax minus one-hot; a label out of range gives NaN."""
     rng = np.random.default_rng(0)

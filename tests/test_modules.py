@@ -118,6 +118,7 @@ class EvalNnx(OfNnx):
         return self.last(self.drop(x, deterministic=True))
 
 
+@pytest.mark.slow_cases("module0-None")
 @pytest.mark.parametrize(
     ("module", "argument"),
     [
@@ -360,6 +361,7 @@ class NnxNorm(nnx.Module):
         return self.dense(self.norm(x))
 
 
+@pytest.mark.slow_cases("module0")
 @pytest.mark.filterwarnings("ignore:scatter inputs have incompatible types:FutureWarning")  # in flax's nnx.BatchNorm
 @pytest.mark.parametrize("module", [LinenNorm(), NnxNorm])
 def test_statistics_keep_their_type_with_wider_inputs(module):

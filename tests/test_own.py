@@ -261,6 +261,7 @@ def forget():
         del sys.modules[name]
 
 
+@pytest.mark.slow
 def test_own_parts_run_and_are_found_again_in_a_later_process(folder, capsys):
     data = ["--dataset", "mine_models:some_digits", "--clients", "4", "--clusters", "2", "--quiet", "--out", "run"]
     assert cli.main(["run", METHOD, "--beta", "0.25", *data, "--rounds", "1", "--model", "mine_models:Net"]) == 0
@@ -322,6 +323,7 @@ def test_a_run_on_an_own_store_says_what_is_known_of_it(folder, capsys):
 FEW = {"clients": 8, "clusters": 2, "rounds": 2, "model": "linear", "malicious": 0.25, "examples_per_client": 5}
 
 
+@pytest.mark.slow_cases("after a pre-aggregator", "aggregator", "on updates")
 @pytest.mark.parametrize(
     ("own", "known"),
     [
@@ -364,6 +366,7 @@ def test_defaults_of_an_own_aggregator_hold_unless_an_option_is_given(given):
     assert made["w"].tolist() == [1.0, 1.0]
 
 
+@pytest.mark.slow
 def test_an_own_attack_on_the_data_of_a_population(folder, capsys):
     few = FEW | {"population": 12, "cohort": 4, "malicious": 0.5, "devices": 1}
     del few["clients"]

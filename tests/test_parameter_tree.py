@@ -105,6 +105,7 @@ def test_a_newcomer_without_a_finite_update_moves_nowhere():
     assert found.cluster.tolist()[0] == 0 and np.isnan(found.similarity).tolist() == [True, False]
 
 
+@pytest.mark.slow_cases("options1")
 @pytest.mark.parametrize(
     "options",
     [
@@ -152,6 +153,7 @@ def test_models_on_the_path():
     assert result.loss[:, -1].mean() < result.loss[:, 0].mean() / 10  # the leaf's model suits them
 
 
+@pytest.mark.slow
 def test_leavers_train_no_more_and_are_forgotten():
     who = np.arange(8) == 3
     state = parameter_tree.leave(STATE, who)

@@ -158,6 +158,7 @@ def test_a_plan_has_the_fastest_mapping_that_fits(on_cpu, monkeypatch):
     assert small.needed_bytes > 1000
 
 
+@pytest.mark.slow
 def test_an_algorithm_is_planned_as_it_was_made(on_cpu):
     clients = problem()[0]
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), clients)

@@ -160,6 +160,7 @@ def test_cfl_compares_the_last_updates_of_other_clients_as_well():
     assert history.state.tree.side.shape == (3, 2) and history.rows.seen.all()
 
 
+@pytest.mark.slow
 def test_remembered_clients_are_those_heard_last_and_a_run_resumes_with_them(tmp_path):
     algorithm = jfcl.cfl(TASK, TRAINING, max_clusters=2, cohort=3)
     straight = population(algorithm, cohort=3, remember=2)
@@ -190,6 +191,7 @@ def test_cfl_with_validation_undoes_splits_of_clients_that_are_elsewhere():
     assert set(history.clients["cluster"].ravel().tolist()) == {0}
 
 
+@pytest.mark.slow
 def test_byzantine_cfl_shuts_out_the_minority_of_a_cohort():
     from test_cfl import TASK, TRAINING, regression
 
@@ -250,6 +252,7 @@ def drawn(history_key, cohort, rounds, sampler=None):
     return [sampler(np.random.default_rng([*words, 0, t])) for t in range(1, rounds + 1)]
 
 
+@pytest.mark.slow_cases("False")
 @pytest.mark.parametrize("mapped", [False, True])
 def test_every_client_goes_on_where_it_stopped(mapped):
     """Local training with momentum: each client's model is what training it alone in its own rounds gives."""
@@ -472,6 +475,7 @@ def test_no_stratum_is_left_out_for_good(sizes, count):
 # ---- Stopping and going on -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow_cases("False-ditto")
 @pytest.mark.parametrize("method", ["ifca", "local", "ditto"])
 @pytest.mark.parametrize("mapped", [False, True])
 def test_resuming_is_exact(method, mapped, tmp_path):

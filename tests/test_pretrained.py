@@ -104,6 +104,7 @@ def moved(task, params, seed=2):
 # Low-rank adapters.
 
 
+@pytest.mark.slow_cases("first")
 @pytest.mark.parametrize("which", ["first", "both"])
 def test_adapters_are_those_of_numpy(which):
     """The loss, and the gradient of the mean loss with respect to A, B and a bias, of the paper's equation."""
@@ -201,6 +202,7 @@ def test_adapters_copy_no_kernel():
 # Frozen parts.
 
 
+@pytest.mark.slow_cases("plain")
 @pytest.mark.parametrize(
     "task", [pytest.param(PLAIN, id="plain"), pytest.param(NORMAL, id="normal", marks=pytest.mark.slow)]
 )
@@ -235,6 +237,7 @@ def test_frozen_is_training_with_a_learning_rate_of_zero(task):
     assert metrics["bytes_up"] == N * 4 * sum(x[0].size for x in jax.tree.leaves(rest)), "what is trained is sent"
 
 
+@pytest.mark.slow_cases("attribute")
 @pytest.mark.parametrize(
     "task",
     [NORMAL, *(jfcl.models.classification(net, (D,), C) for net in (Called(), Nnx, CalledNnx))],
@@ -314,6 +317,7 @@ def test_ifca_recovers_clusters_by_adapters():
     assert history.records[-1]["cluster_accuracy"] == 1.0 and history.records[-1]["accuracy"] > 0.95
 
 
+@pytest.mark.slow_cases("mlp")
 @pytest.mark.parametrize(
     ("module", "shape"),
     [
@@ -507,6 +511,7 @@ class Decoder(nn.Module):
         return decoded if self.last else nn.Dense(4)(jnp.concatenate([hidden, decoded], axis=1))
 
 
+@pytest.mark.slow_cases("apply-True")
 @pytest.mark.parametrize("last", [True, False])
 @pytest.mark.parametrize("first", ["apply", "represent"])
 def test_adapters_of_a_kernel_with_a_second_use_are_summed(last, first):

@@ -100,6 +100,7 @@ def stacked(params):
     return np.concatenate([np.asarray(params["b"])[:, None], params["w"]], axis=1).astype(np.float64)
 
 
+@pytest.mark.slow_cases("ifca-*")
 @pytest.mark.parametrize(
     ("num_clusters", "cohort", "dp"),
     [
@@ -218,6 +219,7 @@ def test_noise_has_the_documented_spread_and_is_fresh():
     np.testing.assert_allclose(np.std(np.asarray(sizes, np.float64), axis=0), 4 * 0.8, rtol=0.1)
 
 
+@pytest.mark.slow_cases("4")
 @pytest.mark.parametrize("cohort", [4, 12])
 def test_poisson_cohorts_are_independent_draws(cohort):
     size = np.ones(30, np.int32)
@@ -290,6 +292,7 @@ def test_a_round_with_counts_costs_what_its_noise_multiplier_says():
     assert math.isclose(found, rdp.get_epsilon(1e-4), rel_tol=1e-9)
 
 
+@pytest.mark.slow_cases("fixed")
 @needs_accountant
 @pytest.mark.parametrize("sampling", privacy.SAMPLING)
 def test_epsilon_is_monotone(sampling):

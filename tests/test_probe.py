@@ -126,6 +126,7 @@ def test_memory_of_updates_that_are_kept_is_asked_for_one_client_at_a_time(monke
         assert run().rounds == 1
 
 
+@pytest.mark.slow
 def test_seeds_at_once_and_other_clients_count(monkeypatch):
     clients, _, task, training = problem()
     algorithm = jfcl.fedavg(task, training, client_axis=jax.vmap)
@@ -215,6 +216,7 @@ def test_resumed_on_another_number_of_devices(tmp_path):
     assert len(rows[0]) == len(rows[1]) == 1 + 2 * 9
 
 
+@pytest.mark.slow
 def test_placed_runs_equal_others():
     """`simulate` on devices that do not divide the clients: the same records and a state of as many clients."""
     clients, cluster, task, training = problem()
@@ -240,6 +242,7 @@ def test_placed_runs_equal_others():
     assert one == other
 
 
+@pytest.mark.slow_cases("options0")
 @pytest.mark.parametrize("options", [{"cohort": 100}, {"cohort": None}])
 def test_a_method_that_was_told_of_all_clients_is_asked_with_all(options):
     clients = jax.tree.map(lambda x: np.repeat(x, 20, axis=0), problem()[0])  # 140, of which 64 would do
@@ -256,6 +259,7 @@ def test_so_many_clients_are_timed_that_mappings_differ():
     assert probe.enough_clients([jfcl.chunked(32), jfcl.sharded(two, jfcl.chunked(32)), jfcl.sharded(two)]) == 128
 
 
+@pytest.mark.slow
 def test_the_probe_measures_at_the_precision_of_the_run(monkeypatch):
     seen = []
 

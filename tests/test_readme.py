@@ -64,6 +64,7 @@ def test_links_resolve(page):
         assert notebook or (path.parent / target).exists(), target
 
 
+@pytest.mark.slow
 def test_the_page_on_populations(capsys, tmp_path, monkeypatch):
     text = (ROOT / "docs" / "populations.md").read_text()
     (code,) = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
@@ -75,6 +76,7 @@ def test_the_page_on_populations(capsys, tmp_path, monkeypatch):
         parse(shlex.split(line)[1:])
 
 
+@pytest.mark.slow
 def test_the_page_on_mappings(capsys):
     text = (ROOT / "docs" / "mappings.md").read_text()
     (code,) = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)

@@ -136,6 +136,7 @@ def test_parts_in_processes_of_their_own(tmp_path, monkeypatch):
     assert {file: file.stat().st_mtime_ns for file in (tmp_path / "two").rglob("*")} == before
 
 
+@pytest.mark.slow
 def test_a_process_that_fails_ends_the_others(tmp_path, capfd):
     bench = Bench(tmp_path, jobs=2)
     calls = {"good": (dict, [["a", 1]]), "bad": (int, "x"), "late": (dict, [])}
@@ -262,6 +263,7 @@ def test_the_papers_tables_are_whole():
             assert all(len(row) == len(SCENARIOS) for row in methods.values())
 
 
+@pytest.mark.slow
 def test_figure_3(tmp_path, monkeypatch):
     tiny(monkeypatch, "cfl.figure3", most_clusters=5, noises=5, trials=5)
     result = reproduce("cfl.figure3", out=tmp_path)
@@ -321,6 +323,7 @@ def test_ditto_of_the_authors_code():
     np.testing.assert_allclose(state.common["b"], w, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_the_task_of_the_authors_code():
     """The loss is minus the softmax of the label, averaged; training begins as PyTorch's linear layers do."""
     task = fc.likelihood_task(fc.CODE)

@@ -57,6 +57,7 @@ def test_a_run_in_python_leaves_its_results(tmp_path):
         np.testing.assert_allclose(found, history.clients[name].reshape(-1), rtol=1e-5, err_msg=name)
 
 
+@pytest.mark.slow
 def test_only_runs_that_have_ended_have_results(tmp_path):
     options = {"out": tmp_path, "eval_every": 2}
     has = lambda: (tmp_path / "summary.json").exists()  # noqa: E731
@@ -112,6 +113,7 @@ def test_runs_in_python_are_compared_and_reported(tmp_path, monkeypatch, capsys)
     assert read_run("runs/mean")[0]["device"] in page and capsys.readouterr().err == ""
 
 
+@pytest.mark.slow_cases("True")
 @pytest.mark.parametrize("tests", [True, False])
 def test_a_run_of_a_population_leaves_its_results(tests, tmp_path):
     store = ClientStore.from_clients(CLIENTS, cluster=CLUSTER)
@@ -319,6 +321,7 @@ def test_runs_without_an_evaluation_are_compared_by_their_training_loss(tmp_path
     ]
 
 
+@pytest.mark.slow_cases("population")
 @pytest.mark.parametrize("kind", ["clients", "population"])
 def test_results_of_every_client_in_every_round(kind, tmp_path):
     def run(**options):

@@ -132,6 +132,7 @@ def test_methods_are_their_loops(make, task, personal, head_steps):
     assert metrics["client_steps"] == N * (STEPS + (head_steps or 0))
 
 
+@pytest.mark.slow_cases("flhc")
 @pytest.mark.parametrize("method", ["one_shot", "flhc"])
 def test_personal_parameters_are_not_sent_before_the_clustering(method):
     """With one cluster. One-shot: two rounds alone, then means. FL+HC: two rounds of FedRep, then an update of each."""
@@ -157,6 +158,7 @@ def test_personal_parameters_are_not_sent_before_the_clustering(method):
         np.testing.assert_allclose(rows, [t[name] for t in trained], rtol=1e-5, atol=1e-5, err_msg=name)
 
 
+@pytest.mark.slow
 def test_one_shot_clusters_begin_with_one_shared_part():
     algorithm = jfcl.one_shot(PLAIN, TRAINING, num_clusters=2, local_rounds=1, shared=lambda name: not is_head(name))
     model = flat(algorithm.init(jax.random.key(0), data()).params)
@@ -195,6 +197,7 @@ def test_the_evaluation_uses_each_clients_own_parameters():
     np.testing.assert_allclose(history.clients["loss"].ravel(), losses, rtol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [{}, {"cohort": 3}, {"similarity": "gradients"}, {"shared": lambda path: path == "Dense_0/bias"}],
@@ -225,6 +228,7 @@ def test_cfl_compares_what_is_sent_and_trained(options):
         )
 
 
+@pytest.mark.slow
 def test_robust_aggregation_leaves_statistics_to_the_mean():
     clients = data(sizes=(6, 6, 6, 6))
     make = partial(jfcl.fedavg, NORMAL, TRAINING)
@@ -240,6 +244,7 @@ def test_robust_aggregation_leaves_statistics_to_the_mean():
     assert np.abs(kernels[0] - kernels[1]).max() > 1e-4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shared", [None, lambda name: name.startswith("BatchNorm")], ids=["own", "shared"])
 def test_gradient_averaging_moves_statistics_to_their_mean(shared):
     """A step is divided by all clients, and so shorter; statistics are means, as with model averaging."""
@@ -298,6 +303,7 @@ class Nnx(nnx.Module):
         return self.last(self.drop(jnp.tanh(self.norm(self.first(x)))))
 
 
+@pytest.mark.slow
 def test_dropout_depends_on_client_round_and_step_alone():
     """A client alone, or among others, with padding or without, draws the same; evaluation draws nothing."""
     task = jfcl.models.classification(Dropping(), (D,), C)
@@ -317,6 +323,7 @@ def test_dropout_depends_on_client_round_and_step_alone():
     np.testing.assert_array_equal(task.loss(params, batch), task.loss(params, batch))
 
 
+@pytest.mark.slow_cases("class", "partial")
 @pytest.mark.parametrize("form", [Nnx, partial(Nnx), Nnx(rngs=nnx.Rngs(1))], ids=["class", "partial", "module"])
 def test_nnx_modules_train_as_linen_ones(form):
     task = jfcl.models.classification(form, (D,), C)
@@ -358,6 +365,7 @@ class PlacesNnx(nnx.Module):
         return self.last(self.norm(x.reshape(-1, D)).reshape(len(x), -1))
 
 
+@pytest.mark.slow_cases("linen")
 @pytest.mark.parametrize(("net", "layer"), [(Places(), "BatchNorm_0"), (PlacesNnx, "norm")], ids=["linen", "nnx"])
 def test_padding_is_left_out_of_statistics_of_places(net, layer):
     task = jfcl.models.classification(net, (2, D), C)

@@ -69,6 +69,7 @@ def test_methods_name_the_rounds_of_their_start():
     assert jfcl.with_restarts(warm, num_restarts=4, num_rounds=2).init_rounds == 5
 
 
+@pytest.mark.slow_cases("local rounds", "restarts")
 @pytest.mark.parametrize(("algorithm", "before"), STARTS.values(), ids=STARTS)
 def test_rounds_of_a_start_count(algorithm, before, tmp_path):
     seen = []
@@ -197,6 +198,7 @@ def test_kill_minus_nine_and_resume(tmp_path):
     assert outputs[0] == outputs[1] and outputs[0].endswith(" 600\n")
 
 
+@pytest.mark.slow
 def test_records_leave_out_the_clients_that_fill_up_devices():
     clients, _, task, training = problem("classification")
     axis = jfcl.sharded(jfcl.client_mesh(2))
@@ -372,6 +374,7 @@ def test_clients_are_served_the_model_of_lowest_loss_now_or_that_of_their_last_r
     assert untested.records[-1]["cluster"] == last.tolist() and "model" not in untested.clients
 
 
+@pytest.mark.slow
 def test_the_model_of_lowest_loss_is_the_same_on_two_devices():
     axis, options = jfcl.sharded(jfcl.client_mesh(2)), {"num_clusters": 2, "cohort": 1}
     plain, placed = (
@@ -384,6 +387,7 @@ def test_the_model_of_lowest_loss_is_the_same_on_two_devices():
     np.testing.assert_allclose(plain.clients["loss"], placed.clients["loss"], rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_losses_are_compared_only_where_clients_choose_among_models(monkeypatch):
     def refuse(*_, **__):
         raise AssertionError("losses under all models")

@@ -11,6 +11,7 @@ import jfcl
 from jfcl.testing import check_algorithm, problem
 
 
+@pytest.mark.slow
 def test_it_passes_the_conformance_test():
     check_algorithm(server_momentum)
 

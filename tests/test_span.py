@@ -96,6 +96,7 @@ def assert_close(got, want, tolerance=2e-5):
         np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance, err_msg=jax.tree_util.keystr(path))
 
 
+@pytest.mark.slow_cases("{'num_epochs': 3, 'batch_size': 3}", "{'num_steps': 1}", "{'num_steps': 7, 'batch_size': 3}")
 @pytest.mark.parametrize(
     "options",
     [
@@ -122,6 +123,7 @@ def test_against_plain_descent_in_float64(options, seed, size):
     assert got.num_steps == len(batches)
 
 
+@pytest.mark.slow_cases("accumulated", "adam on biases", "centralize", "ema", "nesterov", "sgd")
 @pytest.mark.parametrize(
     "optimizer",
     [
@@ -157,6 +159,7 @@ def test_optimizers_agree_with_plain_training(optimizer):
     assert plain.opt_state != () and spanned.opt_state == ()
 
 
+@pytest.mark.slow_cases("False")
 @pytest.mark.parametrize("squeeze", [False, True])
 def test_a_single_layer_and_a_kernel_without_width(squeeze):
     """`Linear`, and a task of a user's own whose kernel is a vector."""
@@ -197,6 +200,7 @@ def test_padding_changes_no_bit_and_a_client_without_examples_learns_nothing():
         assert_close(nothing.params, params, tolerance=0)
 
 
+@pytest.mark.slow
 def test_products_may_be_given():
     params, examples, key = MLP.init(jax.random.key(1)), data(size=6), jax.random.key(0)
     x = np.where(np.isfinite(examples["x"]), examples["x"], 0)
@@ -261,6 +265,7 @@ def mix_inputs(updates, params):
     return jax.tree.map(lambda g: g - g.mean(axis=0, keepdims=True) if g.ndim == 2 else g, updates)
 
 
+@pytest.mark.slow_cases("adaptive", "lars", "noise", "norm 1e3")
 @pytest.mark.parametrize(
     "optimizer",
     [
@@ -296,6 +301,7 @@ def test_optimizers_that_leave_the_span_are_refused(optimizer):
         as_optax_needs(local.trains_in_span, MLP, training, params, M)
 
 
+@pytest.mark.slow_cases("task0-options0-False-no dense_start")
 @pytest.mark.parametrize(
     ("task", "options", "anchored", "words"),
     [
@@ -357,6 +363,10 @@ def test_it_is_tried_once_per_optimizer(monkeypatch):
 # ---------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow_cases(
+    "MLP(\\n    # attributes\\n    num_outputs = 3\\n    hidden = (200,)\\n)-(4, 2)",
+    "MLP(\\n    # attributes\\n    num_outputs = 3\\n    hidden = (6, 5)\\n)-(7,)",
+)
 @pytest.mark.parametrize(
     ("module", "shape"),
     [
@@ -424,6 +434,7 @@ def test_methods_keep_their_promises_in_the_span(method, options):
     check_algorithm(make, examples_tolerance=1e-6)
 
 
+@pytest.mark.slow_cases("shortcut")
 @pytest.mark.parametrize(
     ("steps", "client_axis", "options"),
     [

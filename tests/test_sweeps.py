@@ -71,6 +71,7 @@ def runs() -> list[list[dict]]:
 MAKERS = {k: functools.partial(make, num_clusters=k) for k in (1, 2)}
 
 
+@pytest.mark.slow_cases("devices")
 @pytest.mark.parametrize("row_axis", [jax.vmap, None], ids=["vmap", "devices"])
 def test_a_cell_is_a_run(row_axis, runs):
     """Cells that are one program equal runs of their own, evaluated on the held-out examples."""
@@ -124,6 +125,7 @@ def mixed(weight):
     return make(0.1)._replace(serve=serve)
 
 
+@pytest.mark.slow_cases("neighbours-grid0")
 @pytest.mark.parametrize(("maker", "grid"), [(neighbours, {"scale": [0.1, 100.0]}), (mixed, {"weight": [0.0, 1.0]})])
 def test_a_cell_is_served_by_its_own_options(maker, grid):
     given = {"key": KEYS[:1], "num_rounds": 1, "held_out": HELD_OUT, "metric": "loss"}
@@ -411,6 +413,7 @@ NEEDED |= {"federated_clustering": {"quantile": 0.5}, "myopic_clustering": {"qua
 NEEDED |= {"momentum_clustering": {"quantile": 0.5}, "warmup_cosine": {"schedule": "warmup_cosine"}}
 
 
+@pytest.mark.slow_cases("cfl-eps_2", "cfl-gamma_max", "federated_clustering-quantile", "myopic_clustering-quantile")
 @pytest.mark.parametrize(("method", "name"), TRACED, ids=lambda value: str(value))
 def test_options_that_are_declared_as_tracers_are(method, name, monkeypatch):
     monkeypatch.setattr(Group, "run", lambda *args: (_ for _ in ()).throw(Killed))

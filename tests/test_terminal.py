@@ -31,6 +31,7 @@ def screen(monkeypatch):
     return written
 
 
+@pytest.mark.slow_cases("population")
 @pytest.mark.parametrize("name", ["clients", "population"])
 def test_the_bar_says_that_programs_compile(name, screen, monkeypatch):
     def step(key, state, clients):

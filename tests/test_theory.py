@@ -143,6 +143,7 @@ def test_inside_jit_and_vmap():
     np.testing.assert_allclose(jax.jit(jax.vmap(lambda g: theory.cross_similarity_bound(g, g, 4)))(gammas), one)
 
 
+@pytest.mark.slow
 def test_figure_3_contains_what_the_theorem_guarantees():
     counts, noise = [2, 3, 5, 8, 15], jnp.array([0.02, 0.05, 0.09, 0.19, 0.37, 0.7, 1.5])
     p = split_probability(jax.random.key(0), counts, noise, num_trials=100)

@@ -135,7 +135,7 @@ def load_run(folder: str | Path, *, data_dir: str | None = None) -> LoadedRun:
         was not on.
 
     Example:
-      >>> import jfcl, tempfile
+      >>> import jfcl, tempfile  # doctest: +SLOW
       >>> from jfcl.experiments import Config, run
       >>> folder = tempfile.mkdtemp()
       >>> _ = run(Config("ifca", clients=8, clusters=2, rounds=3), out=folder)
