@@ -227,7 +227,7 @@ def test_list_and_help_name_everything(capsys):
         (["run", "ifca", "--momentum", "1"], "momentum must be in [0, 1), got 1.0"),
         (["run", "ifca", "--local-steps", "2", "--local-epochs", "1"], "Give local_steps or local_epochs, not both"),
         (["run", "ifca", "--clients", "3", "--clusters", "4"], "clusters must be at most the 3 clients, got 4"),
-        (["run", "ifca", "--clients", "9999"], "9999 clients need 9999 examples"),
+        (["run", "ifca", "--clients", "9999"], "num_clients must be at most 1438, the training examples"),
         (["run", "ifca", "--cohort", "41"], "cohort must be at most the 40 clients, got 41"),
         (["run", "ifca", "--num-models", "41"], "num_clusters must be at most the 40 clients"),
         (["run", "fedavg", "--restarts", "2"], "method fedavg has no option"),
