@@ -102,6 +102,7 @@ class Option(NamedTuple):
       traced: whether a value may be a tracer, an argument of the compiled program.
       arrays: whether a text may be an array instead, which its function checks itself.
       words: texts that are values too, of an option of another kind, such as `"auto"` beside a number.
+      paths: whether a text may be a `Path` instead, which its function checks itself.
     """
 
     name: str
@@ -113,6 +114,7 @@ class Option(NamedTuple):
     traced: bool = False
     arrays: bool = False
     words: tuple[str, ...] = ()
+    paths: bool = False
 
     def check(self, value: Any) -> None:
         """Raises `ValueError` for a value of another type, or one that the annotation does not accept."""
@@ -182,7 +184,7 @@ def options_of(function: Callable) -> dict[str, Option]:
         of_arrays = arrays and not of_text, arrays and of_text
         words = tuple(word for literal in literals for word in typing.get_args(literal))
         optional, text = type(None) in members, texts.get(name, "")
-        found[name] = Option(name, kind, optional, default, text, metadata, *of_arrays, words)
+        found[name] = Option(name, kind, optional, default, text, metadata, *of_arrays, words, Path in members)
     return found
 
 
@@ -204,7 +206,7 @@ def check_options(function: Callable, given: Mapping[str, Any]) -> None:
     for name, option in options_of(function).items():
         value = given[name]
         is_array = isinstance(value, (np.ndarray, jax.Array)) and is_concrete(value)
-        if option.arrays and is_array:
+        if option.paths or (option.arrays and is_array):
             continue
         if option.traced and is_array:
             for extreme in (np.min, np.max) if value.size else ():
