@@ -136,3 +136,12 @@ def test_costs_that_are_not_finite_are_avoided():
     found = jax.jit(jax.vmap(least_cost_assignment))(jnp.stack([cost, cost.T]))
     for each, of in zip(found, (cost, cost.T), strict=True):
         assert sorted(each.tolist()) == [0, 1, 2] and np.isfinite(of[jnp.arange(3), each]).all()
+
+
+@pytest.mark.parametrize("linkage", ["average", "weighted", "complete"])
+def test_equal_distances_merge_in_the_order_of_scipy(linkage):
+    distances = np.full((5, 5), 4.0) - 4.0 * np.eye(5)
+    for a, b, distance in ((0, 2, 2.0), (1, 4, 1.0), (2, 3, 1.0)):
+        distances[a, b] = distances[b, a] = distance
+    ours = linkage_tree(distances.astype(np.float32), linkage)
+    np.testing.assert_array_equal(ours, scipy.cluster.hierarchy.linkage(squareform(distances), linkage))
