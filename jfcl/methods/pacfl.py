@@ -135,7 +135,8 @@ def pacfl(
         known = (state.memory.bases != 0).any(axis=(1, 2))
         angles = subspace_angles(bases_of(clients), state.memory.bases, measure=measure)
         members = jax.nn.one_hot(state.cluster, num_clusters, dtype=angles.dtype) * known[:, None].astype(angles.dtype)
-        mean = jnp.matmul(angles, members) / jnp.maximum(members.sum(axis=0), 1)[None, :]
+        sums = jnp.matmul(angles, members, precision=jax.lax.Precision.HIGHEST)
+        mean = sums / jnp.maximum(members.sum(axis=0), 1)[None, :]
         served = serve_clusters(state, None)
         to = jnp.argmin(jnp.where((members.sum(axis=0) > 0)[None, :], mean, jnp.inf), axis=1).astype(jnp.int32)
         if options["personal"] is None:
