@@ -147,6 +147,26 @@ def test_clients_beyond_the_capacity_wait_with_the_common_model():
     np.testing.assert_array_equal(served.models["w"][2], state.memory.common.params["w"][0])
     assert served.active.tolist() == [True, True, True]
 
+    # They get, train and send the common model only.
+    assert metrics["bytes_up"].tolist() == metrics["bytes_down"].tolist() == [4 * D * n for n in (18 + 9 - 3, 15, 15)]
+    assert metrics["client_steps"].tolist() == [30 + 9 * SEE, 30, 30]
+    common = jfcl.fedavg(LINEAR, TWO, weights="equal", init_params=START)
+    _, of_common = jfcl.rollout(common, clients, key=jax.random.key(0), num_rounds=3)
+    np.testing.assert_allclose(metrics["loss"][:, 2::3], of_common["loss"][:, 2::3], rtol=1e-6)
+
+
+def test_a_client_without_a_finite_update_is_observed_again():
+    clients = regression(2, n=6)
+    clients.examples["x"][4] = 1e30
+    algorithm = jfcl.stocfl(LINEAR, TWO, merge_threshold=0.5, observe_epochs=SEE, init_params=START)
+    state, metrics = jfcl.rollout(algorithm, clients, key=jax.random.key(0), num_rounds=3)
+    assert np.flatnonzero(state.unchanged == UNSEEN).tolist() == [4]
+    assert algorithm.serve(state, None).to[4] == 6  # the common model
+    assert metrics["clusters_found"].tolist() == [3, 3, 3] and metrics["capacity_reached"].tolist() == [0, 0, 0]
+    assert metrics["bytes_up"].tolist() == [4 * D * n for n in (12 + 6 - 1, 12, 12)]
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves((state.params, state.memory)))
+    assert algorithm.adopt(state, clients).to.tolist()[4:] == [6, algorithm.serve(state, None).to[5]]
+
 
 def test_newcomers_join_a_similar_cluster_or_get_the_common_model():
     clients, newcomers = regression(3, m=30), regression(4, n=4, m=30, k=3)

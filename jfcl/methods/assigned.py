@@ -35,6 +35,7 @@ class Assignment(NamedTuple):
       moves: `[K]` int32, the old row from which each model starts, with its server optimiser; -1: from `fresh`; None:
         each from its own.
       fresh: the model from which new ones start.
+      assigned: `[C]` bool, clients that do not count as new any more; default: those with examples.
       bytes_up, bytes_down, steps: `[]` or `[C]`, of each client, besides those of FedAvg.
       metrics: of the method.
     """
@@ -43,6 +44,7 @@ class Assignment(NamedTuple):
     memory: PyTree = ()
     moves: jax.Array | None = None
     fresh: PyTree = None
+    assigned: jax.Array | None = None
     bytes_up: Any = 0.0
     bytes_down: Any = 0.0
     steps: Any = 0.0
@@ -86,6 +88,8 @@ def step(rules: Averaging, assign: Assign, key: jax.Array, state: AveragingState
     made = assign(key, cohort, state)
     last, unchanged = phases.take_rows(cohort, (state.cluster, state.unchanged))
     kept = jnp.where(made.cluster == last, unchanged + 1, jnp.zeros_like(unchanged))
+    if made.assigned is not None:
+        kept = jnp.where(made.assigned, kept, unchanged)
     cluster, kept = phases.put_rows(
         cohort, (state.cluster, state.unchanged), (made.cluster, jnp.where(real, kept, unchanged))
     )

@@ -21,6 +21,7 @@ from jfcl.core import (
     check_at_most_clients,
     client_ids,
     client_keys,
+    max_examples,
     num_bytes,
     num_clients,
     trained_part,
@@ -92,9 +93,10 @@ def stocfl(
       `Algorithm` with an `AveragingState`, whose `memory` has the common model, and the further metrics
       `clusters_found`, `merged` (clusters of the cohort that have merged into others) and `capacity_reached` (clients
       without a model). A client that was not in training is observed, and joins the most similar cluster if that is
-      similar enough, else it is served the common model. Cost of a round: two local trainings a client,
+      similar enough, else it is served the common model. One whose update from the anchor is not finite trains the
+      common model, and is observed again. Cost of a round: two local trainings a client,
       `observe_epochs` steps of the new ones, `C² D` multiplications; memory `O(N D + K D)`. Bytes: two models down and
-      up, and once one more.
+      up, of a client without a cluster's model one, and once one more.
 
     Raises:
       ValueError: `max_clusters` larger than the number of clients; as in `jfcl.fedavg`.
@@ -144,6 +146,8 @@ def stocfl(
         state, metrics = assigned_step(near._replace(num_clusters=k, anchor=omega), assign, key, state, clients)
         for name in ("bytes_up", "bytes_down", "client_steps"):
             metrics[name] = metrics[name] + of_common[name]
+        # Clients without a model of a cluster have trained the common one only.
+        metrics["loss"] = jnp.where(state.cluster < 0, of_common["loss"], metrics["loss"])
         return state._replace(memory=state.memory._replace(common=of_all)), metrics
 
     def serve(state: AveragingState, clients: Clients | None) -> Served:
@@ -154,13 +158,15 @@ def stocfl(
         zeros = jnp.zeros((n, memory.seen.shape[1]))
         look = rules.client_axis(partial(observe, memory.anchor))
         updates = look(client_keys(jax.random.key(0), clients), clients.examples, size, zeros, size > 0)
+        usable = jnp.isfinite(updates).all(axis=1)
+        updates = jnp.where(usable[:, None], updates, 0.0)
         member = (state.unchanged != UNSEEN) & (state.cluster >= 0)
         row = jnp.where(member, memory.into[state.cluster], len(memory.size))
         sums = jax.ops.segment_sum(memory.seen, row, len(memory.size) + 1)[:-1]  # cosines do not ask for a mean
         similar = pairwise_cosine(jnp.concatenate([updates, sums]))[:n, n:]
         similar = jnp.where((memory.size > 0)[None, :], similar, -3.0)
         nearest = jnp.argmax(similar, axis=1).astype(jnp.int32)
-        return _served(state, jnp.where(similar.max(axis=1) >= merge_threshold, nearest, -1))
+        return _served(state, jnp.where(usable & (similar.max(axis=1) >= merge_threshold), nearest, -1))
 
     return Algorithm(init, step, task, common.check, serve=serve, adopt=adopt)
 
@@ -242,10 +248,13 @@ def _assign(rules, observe, observing, threshold, omega, key, cohort: Cohort, st
         "merged": merged,
         "capacity_reached": (usable & (target < 0)).sum().astype(jnp.int32),
     }
-    each = is_new.astype(jnp.float32)
-    model_bytes, steps = each * float(num_bytes(memory.anchor)), each * float(observing.num_steps)
-    cost = {"bytes_up": model_bytes, "bytes_down": model_bytes, "steps": steps}
-    return Assignment(target, new, moves, omega, metrics=metrics, **cost)
+    once, alone = is_new.astype(jnp.float32), (target < 0).astype(jnp.float32)  # the latter train the common model only
+    sent = (once - alone) * float(num_bytes(memory.anchor))
+    of_cluster = local.steps_per_round(rules.training, cohort.clients.size, max_examples(cohort.clients))
+    steps = once * float(observing.num_steps) - alone * of_cluster.astype(jnp.float32)
+    cost = {"bytes_up": sent, "bytes_down": sent, "steps": steps}
+    assigned = usable | (unchanged != UNSEEN)
+    return Assignment(target, new, moves, omega, assigned=assigned, metrics=metrics, **cost)
 
 
 def _unions(similar, stands, threshold, first, size, row):
