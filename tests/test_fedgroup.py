@@ -18,7 +18,7 @@ from jfcl.core.clients import client_ids
 from jfcl.kernels import profile_distances
 from jfcl.methods.assigned import UNSEEN
 from jfcl.methods.round import select_cohort
-from jfcl.testing import check_algorithm
+from jfcl.testing import check_algorithm, problem
 
 D, STEPS = 4, 5
 LINEAR = Task(
@@ -164,6 +164,42 @@ def test_newcomers_start_cold():
     wanted = [int(np.argmax([cosine(u, d) for d in directions])) for u in updates]
     assert np.asarray(algorithm.adopt(history.state, newcomers).to).tolist() == wanted
     assert np.isfinite(history.records[-1]["newcomer_loss"]) and history.init_rounds == 1
+
+
+def test_shared_parameters_are_those_of_all_groups():
+    made = problem()
+    options = {
+        "num_clusters": 2,
+        "pretrain_steps": STEPS,
+        "shared": lambda path: path == "b",
+        "mixing": 0.5,
+        "cohort": 3,
+    }
+    algorithm = jfcl.fedgroup(made.task, made.training, **options)
+    state, step = algorithm.init(jax.random.key(0), made.clients), jax.jit(algorithm.step)
+    for t in range(3):
+        shared, own = state.params["b"], state.params["w"]
+        assert shared[0] == shared[1] != 0 and (own[0] != own[1]).any()
+        state, _ = step(jax.random.key(t), state, made.clients)
+
+
+def test_a_client_without_a_finite_update_starts_cold_again():
+    clients = regression(4, n=6)
+    clients.examples["x"][4] = 1e30
+    algorithm = jfcl.fedgroup(LINEAR, TWO, num_clusters=2, pretrain_steps=STEPS, init_params=START)
+    state, metrics = jfcl.rollout(algorithm, clients, key=jax.random.key(0), num_rounds=3)
+    assert metrics["cold_starts"].tolist() == [1, 1, 1]
+    assert np.flatnonzero(state.unchanged == UNSEEN).tolist() == [4]
+    assert np.isfinite(state.params["w"]).all()
+
+
+@pytest.mark.parametrize("measure", ["edc", "madc"])
+def test_without_directions_a_client_starts_cold_once(measure):
+    clients = regression(4, n=6)
+    clients.examples["y"][:] = 0
+    options = {"num_clusters": 2, "pretrain_clients": 3, "measure": measure, "init_params": {"w": np.zeros(D)}}
+    _, metrics = jfcl.rollout(jfcl.fedgroup(LINEAR, TWO, **options), clients, key=jax.random.key(0), num_rounds=2)
+    assert metrics["cold_starts"].tolist() == [3, 0]
 
 
 def labelled(labels, seed=0, m=12):

@@ -25,6 +25,7 @@ from jfcl.core import (
     mask,
     num_bytes,
     num_clients,
+    path_flags,
     random_order,
     take_clients,
     trained_part,
@@ -37,7 +38,7 @@ from jfcl.methods.assigned import UNSEEN, Assignment, assigned, embedded
 from jfcl.methods.averaging import Averaging, AveragingState, with_models
 from jfcl.methods.once import with_first_costs
 from jfcl.methods.options import AVERAGING, SCOPES, Options, factory
-from jfcl.robust.aggregate import cluster_mean, ravel_clients, where_rows
+from jfcl.robust.aggregate import cluster_mean, ravel_clients, shared_means, where_rows
 from jfcl.training import local
 from jfcl.training.losses import indexable
 
@@ -86,7 +87,8 @@ def fedgroup(
 
     Returns:
       `Algorithm` with an `AveragingState`, and the further metrics `cold_starts` and `migrations` of a round. A client
-      that has not taken part is served the model of lowest loss; one that was not in training starts cold. The first
+      that has not taken part is served the model of lowest loss; one that was not in training starts cold; one whose
+      first update is not finite starts cold again. The first
       models are the means of the pretrained ones, over clients alike. The pretraining is a round of `init`, with its
       cost in the metrics of the first round. Cost of a round: FedAvg's, and `pretrain_steps` for each cold start (where
       clients are mapped by `jax.vmap`, for all of the cohort in a round with one); memory `O(P D)` for `P` pretrained
@@ -127,7 +129,11 @@ def fedgroup(
         cohort = phases.select_cohort(key, clients, rules.cohort)
         group = jnp.where(jnp.asarray(cohort.clients.size) > 0, phases.take_rows(cohort, state.cluster), k)
         trained = jnp.zeros(k, bool).at[group].set(True, mode="drop")
-        return state._replace(params=_mixed(task, state.params, trained, mixing)), metrics
+        mixed = _mixed(task, state.params, trained, mixing)
+        if rules.shared is not None:
+            flags = path_flags(rules.shared, mixed)
+            mixed = jax.tree.map(lambda f, p, m: p if f else m, flags, state.params, mixed)
+        return state._replace(params=mixed), metrics
 
     if not is_number(mixing) or mixing > 0:
         grouped = grouped._replace(step=step)
@@ -160,7 +166,9 @@ def _cosines(how: Grouping, memory: Groups, key, examples, size, own, is_cold) -
         update, usable = _first_update(how, memory.start, key, examples, size, own)
         update = ravel_clients(jax.tree.map(lambda u: u[None], trained_part(how.rules.task, update)))
         similar = pairwise_cosine(jnp.concatenate([update, memory.directions.astype(update.dtype)]))[0, 1:]
-        return jnp.where(usable & (memory.directions != 0).any(axis=1), similar.astype(none.dtype), none)
+        has_one = (memory.directions != 0).any(axis=1)
+        open_ = has_one | ~has_one.any()  # without directions, all groups are alike
+        return jnp.where(usable & open_, similar.astype(none.dtype), none)
 
     return jax.lax.cond(is_cold, train, lambda: none)
 
@@ -188,6 +196,7 @@ def _remember(how: Grouping, key: jax.Array, clients: Clients, state: AveragingS
     of_all = cluster_mean(updates, jnp.zeros_like(group), counts, 1, in_order)
     of_all = jax.tree.map(lambda a, m: jnp.broadcast_to(a, m.shape), of_all, mean)
     mean = where_rows(jax.ops.segment_sum(counts, group, k) > 0, mean, of_all)
+    mean = shared_means(rules.shared, mean, updates, counts, in_order)
     models = jax.tree.map(lambda s, m: s[None] + m, start, mean)
 
     state = with_models(rules, state, models, first.at[rows].set(jnp.where(usable, group, 0)), own)
@@ -220,7 +229,8 @@ def _assign(how: Grouping, key: jax.Array, cohort: Cohort, state: AveragingState
     each = is_cold.astype(jnp.float32)
     model, steps = each * float(num_bytes(memory.start)), each * float(how.cold.num_steps)
     metrics = {"cold_starts": is_cold.sum().astype(jnp.int32), "migrations": moved.sum().astype(jnp.int32)}
-    return Assignment(cluster, memory, bytes_up=model, bytes_down=model, steps=steps, metrics=metrics)
+    found = joins | (unchanged != UNSEEN)
+    return Assignment(cluster, memory, assigned=found, bytes_up=model, bytes_down=model, steps=steps, metrics=metrics)
 
 
 def _adopt(how: Grouping, state: AveragingState, clients: Clients) -> Served:
