@@ -404,14 +404,32 @@ def test_what_has_no_meaning_is_refused_by_the_factory(make, words):
         make()
 
 
+@pytest.mark.parametrize("shape", [(), (1,)])
+def test_fedrc_refuses_one_output_for_two_labels(shape):
+    task = jfcl.models.task(
+        lambda key: {"w": jax.random.normal(key, (D, *shape))},
+        lambda p, x: x @ p["w"],
+        cost=lambda z, batch: optax.sigmoid_binary_cross_entropy(z.reshape(-1), batch["y"].astype(z.dtype)),
+        correct=lambda z, batch: ((z.reshape(-1) > 0) == batch["y"]).astype(jnp.float32),
+        mix=lambda z, weights: jnp.tensordot(weights, z, 1),
+    )
+    with pytest.raises(ValueError, match="outputs for a batch must be"):
+        jax.eval_shape(jfcl.fedrc(task, TRAINING, num_clusters=2).init, KEY, clients())
+
+
 def without_labels():
     data = clients()
     return data._replace(examples={"x": data.examples["x"]})
 
 
+PAIR = clients()._replace(examples=tuple(clients().examples.values()))
+OF_PAIRS = jfcl.Task(TASK.init, TASK.apply, lambda z, pair: TASK.cost(z, {"y": pair[1]}), mix=TASK.mix)
+
+
 @pytest.mark.parametrize(
     ("algorithm", "data", "words"),
     [
+        (jfcl.fedem(OF_PAIRS._replace(inputs=lambda pair: pair[0]), TRAINING, num_clusters=2), PAIR, "must be a dict"),
         (jfcl.fedem(TASK._replace(mix=None), TRAINING, num_clusters=2), clients(), "task must be one with mix"),
         (METHODS["fedrc"], without_labels(), "'y'"),
         (
@@ -420,7 +438,7 @@ def without_labels():
             "selection must be at most the 8 clients",
         ),
     ],
-    ids=["mix", "labels", "selection"],
+    ids=["pairs", "mix", "labels", "selection"],
 )
 def test_what_does_not_fit_the_clients_is_refused_before_a_round(algorithm, data, words):
     with pytest.raises(ValueError, match=words):
@@ -430,3 +448,18 @@ def test_what_does_not_fit_the_clients_is_refused_before_a_round(algorithm, data
 def test_personal_layers_are_no_option_of_mixtures():
     with pytest.raises(TypeError, match="fedem has no argument 'personal'"):
         jfcl.fedem(TASK, TRAINING, num_clusters=2, personal=lambda path: True)
+
+
+def test_an_augmentation_sees_the_users_arrays_alone():
+    data = clients()
+
+    def doubled(key, batch):
+        assert set(batch) == {"x", "y"}
+        return {"x": 2 * batch["x"], "y": batch["y"]}
+
+    twice = data._replace(examples=data.examples | {"x": 2 * data.examples["x"]})
+    algorithm = jfcl.fedem(TASK, TRAINING._replace(augment=doubled), num_clusters=1)
+    state = algorithm.step(KEY, algorithm.init(KEY, data), data)[0]
+    one = jfcl.fedavg(TASK, TRAINING)
+    want = one.step(KEY, one.init(KEY, data), twice)[0]
+    jax.tree.map(partial(np.testing.assert_allclose, atol=1e-5), algorithm.serve(state, None).models, want.params)

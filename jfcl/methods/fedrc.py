@@ -49,7 +49,8 @@ def fedrc(
       client. Bytes: `C K` numbers more in each direction.
 
     Raises:
-      ValueError: a task without labels; as in `jfcl.fedem`. `jfcl.simulate` refuses examples without labels.
+      ValueError: a task without labels; as in `jfcl.fedem`. `init` refuses a model with one output for two labels, and
+        `jfcl.simulate` examples without labels.
 
     Source: FedRC: Tackling Diverse Distribution Shifts Challenge in Federated Learning by Robust Clustering (Guo, Tang,
     Lin 2024), Algorithm 1. The authors' code averages models and counts labels over all `N` clients: those outside of
@@ -72,6 +73,8 @@ def fedrc(
 
     def start(models: PyTree, clients: Clients) -> jax.Array:
         outputs = jax.eval_shape(jax.vmap(jax.vmap(task.outputs, (0, None)), (None, 0)), models, clients.examples)
+        fits = outputs.ndim == 4 and outputs.shape[-1] > 1
+        check(fits, "the model's outputs for a batch", ("B", *outputs.shape[3:]), "[B, C], one number for each label")
         shape = outputs.shape[-1], num_clusters
         return jnp.full(shape, 1 / (shape[0] * shape[1]), jnp.float32)
 

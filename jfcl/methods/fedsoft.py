@@ -87,7 +87,8 @@ def fedsoft(
         clients of the cohort, and others keep their last `u`.
       smoothing: `σ`, the least `u_ik`, so that each centre has clients.
       weights: of `n_i`: `"size"`, or `"equal"` for 1; or an array `[N]`, by a client's id.
-      init_params: of the centres: one model, with which clients start too, or `K` stacked. Default: random ones.
+      init_params: of the centres: `K` models, stacked; or one, with which clients start too. Centres that start alike
+        stay alike, but for rounding and draws. Default: random ones.
 
     Returns:
       `Algorithm` with a `FedSoftState`. Clients are served their own models, and the cluster that is reported is that

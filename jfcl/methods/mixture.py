@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from jfcl import mapping
-from jfcl.core import Algorithm, Batch, Clients, PyTree, Served, Task, check_mixes
+from jfcl.core import Algorithm, Batch, Clients, PyTree, Served, Task, check, check_mixes
 from jfcl.mapping.memory import in_lots
 from jfcl.methods import round as phases
 from jfcl.methods.averaging import Averaging, AveragingState, averaging, with_models
@@ -61,7 +61,7 @@ def mixture(
     server = options.pop("server_optimizer")
     rules = Averaging(
         stacked(task, num_clusters, labels is not None),
-        training._replace(optimizer=of_each(training.optimizer, "models")),
+        training._replace(optimizer=of_each(training.optimizer, "models"), augment=of_data(training.augment)),
         num_clusters=1,
         personal=lambda path: path == "mixture",
         train=partial(train, task, labels),
@@ -82,9 +82,12 @@ def mixture(
         state, metrics = common.step(key, state, clients)
         return state, metrics | spread(state.personal["mixture"], jnp.asarray(clients.size))
 
-    def check(clients: Clients) -> None:
+    def check_all(clients: Clients) -> None:
         if not hard:
             check_mixes(task)
+        found = sorted(clients.examples) if isinstance(clients.examples, dict) else type(clients.examples).__name__
+        accepted = f"a dict of arrays, none of them named {WEIGHT!r}: mixtures add this one"
+        check(isinstance(clients.examples, dict) and WEIGHT not in found, "clients.examples", found, accepted)
         if common.check is not None:
             common.check(clients)
 
@@ -93,7 +96,7 @@ def mixture(
         fit = axis(partial(fitted, task, newcomer_steps), in_axes=(None, 0, 0))
         return serve.of(models, fit(models, clients.examples, jnp.asarray(clients.size)))
 
-    return Algorithm(init, step, task, check, serve=serve, adopt=adopt)
+    return Algorithm(init, step, task, check_all, serve=serve, adopt=adopt)
 
 
 class ServeMixture(NamedTuple):
@@ -151,6 +154,13 @@ def stacked(task: Task, num_clusters: int, has_labels: bool) -> Task:
 
     lost = dict.fromkeys(("dense_start", "represent", "head", "merge"))
     return task._replace(init=init, train_loss=train_loss, statistics=is_statistic, **lost)
+
+
+def of_data(augment: Callable[[jax.Array, Batch], Batch] | None) -> Callable[[jax.Array, Batch], Batch] | None:
+    """Returns the augmentation of batches with responsibilities, which it neither sees nor changes."""
+    if augment is None:
+        return None
+    return lambda key, batch: augment(key, {n: x for n, x in batch.items() if n != WEIGHT}) | {WEIGHT: batch[WEIGHT]}
 
 
 def train(
