@@ -213,13 +213,14 @@ def test_libraries_that_disagree_are_found_out(peers_job):
 
 def test_the_tables_of_the_pages_are_those_of_the_results(peers_job):
     tables = importlib.import_module("tables")
+    measured = {name for names in tables.PAGES.values() for name in names}
+    measured = {name for name in measured if (BENCHMARKS / "results" / f"{name}.json").exists()}
+    texts = [page.read_text() for page in tables.PAGES]
+    assert all(any(f"<!-- {name} -->\n\n| " in text for text in texts) for name in measured)
     for page, names in tables.PAGES.items():
         text = page.read_text()
         assert tables.filled(text, names) == text, "run python benchmarks/tables.py"
-        for name in names:
-            if (BENCHMARKS / "results" / f"{name}.json").exists():
-                assert f"<!-- {name} -->\n\n| " in text, name
-        for target in re.findall(r"\]\(([^)]+)\)", text):
+        for target in re.findall(r"\]\(([^)#]+)", text):
             assert (page.parent / target).exists(), target
 
 
@@ -227,14 +228,14 @@ def test_a_cell_beside_the_paper(peers_job):
     beside = importlib.import_module("tables").beside_the_paper
     cpu, gpu = "1 x CPU, 2 cores", "1 x NVIDIA H100 80GB HBM3"
     one = {"seeds": 1, "accuracy %": 94.0, "paper %": None}
-    shown = {"ours_%": "94.00", "paper_%": None, "difference": None, "device": "CPU", "seconds_a_run": None}
+    shown = {"ours_%": "94.00", "paper_%": None, "difference": None, "device": "CPU"}
     assert beside(one, cpu) == one | shown
     two = {"seeds": [0, 1], "clients %": 94.0, "std": 0.5, "paper %": 95, "seconds by seed": [None, 10.0]}
     row = beside(two, gpu)
     assert row["seeds"] == 2 and row["ours_%"] == "94.00 ± 0.50" and row["difference"] == "−1.0"
-    assert (row["device"], row["seconds_a_run"]) == ("H100", "10")
+    assert row["device"] == "H100"
     row = beside(two | {"seconds by seed": [1000, 10.0], "device by seed": [cpu, gpu]}, cpu)
-    assert (row["device"], row["seconds_a_run"]) == ("CPU, H100", "CPU 1,000; H100 10")
+    assert row["device"] == "CPU, H100"
 
 
 @pytest.fixture

@@ -62,10 +62,10 @@ def clusters_of(vectors, k):
     return found
 
 
-def one_round(models, clients, rows, k, root):
+def one_round(models, clients, rows, k, square_root):
     """The paper's round for the clients `rows`: `(models, {client: model})`."""
     losses = np.array([[loss(w, clients, i) for w in models] for i in rows])
-    cluster = clusters_of(np.sqrt(losses) if root else losses, k)
+    cluster = clusters_of(np.sqrt(losses) if square_root else losses, k)
     cost = np.array([losses[cluster == c].sum(axis=0) for c in range(cluster.max() + 1)])
     match = dict(zip(*linear_sum_assignment(cost), strict=True))
     chosen = {i: match[c] for i, c in zip(rows, cluster, strict=True)}
@@ -78,13 +78,19 @@ def one_round(models, clients, rows, k, root):
 
 
 @pytest.mark.parametrize("cohort", [None, 8])
-@pytest.mark.parametrize(("k", "root"), [(3, False), (3, True), ("auto", False)])
-def test_a_round_is_the_papers(k, root, cohort):
+@pytest.mark.parametrize(("k", "square_root"), [(3, False), (3, True), ("auto", False)])
+def test_a_round_is_the_papers(k, square_root, cohort):
     most = 3 if k != "auto" else 11
     for seed in range(3):
         clients = regression(seed)
         start = {"w": np.random.default_rng(seed + 50).normal(size=(most, D)).astype(np.float32) * 2}
-        options = {"num_clusters": k, "root": root, "cohort": cohort, "first": "losses", "init_params": start}
+        options = {
+            "num_clusters": k,
+            "square_root": square_root,
+            "cohort": cohort,
+            "first": "losses",
+            "init_params": start,
+        }
         options |= {"most_clusters": most} if k == "auto" else {}
         algorithm = jfcl.clove(LINEAR, TWO, **options)
         more = padded(clients)
@@ -94,7 +100,7 @@ def test_a_round_is_the_papers(k, root, cohort):
             key = jax.random.fold_in(jax.random.key(seed), t)
             drawn = select_cohort(key, more, cohort)
             rows = [int(i) for i in client_ids(drawn.clients) if i < 12]
-            models, found = one_round(models, clients, rows, k, root)
+            models, found = one_round(models, clients, rows, k, square_root)
             chosen |= found
             state, metrics = jax.jit(algorithm.step)(key, state, more)
             np.testing.assert_allclose(state.params["w"], models, rtol=1e-5, atol=1e-5)
@@ -177,9 +183,9 @@ def test_a_client_with_a_loss_that_is_not_finite_keeps_its_cluster():
     [
         {"num_clusters": "auto", "most_clusters": 4, "first": "losses"},
         {"num_clusters": 2, "cohort": 4, "stable_rounds": None, "personal": lambda path: path == "b"},
-        {"num_clusters": 2, "shared": lambda path: path == "b", "root": True},
+        {"num_clusters": 2, "shared": lambda path: path == "b", "square_root": True},
     ],
-    ids=["auto", "cohort, personal", "shared, root"],
+    ids=["auto", "cohort, personal", "shared, square_root"],
 )
 def test_options_conform(options):
     check_algorithm(partial(jfcl.clove, **options))

@@ -98,7 +98,8 @@ NAMES = [f"{command}:{action.dest}" for command, action in FLAGS]
 def kind(action: argparse.Action) -> type:
     if action.nargs == 0:
         return bool
-    return int if getattr(action.type, "__name__", "") == "read" else action.type or str  # an int with a note
+    name = getattr(action.type, "__name__", "")  # of a type, or of the function that reads it and a few words
+    return next((kind for kind in (int, float) if kind.__name__ == name), str)
 
 
 def with_value(command: str, action: argparse.Action, value: str, *, method: str | None = None) -> list[str]:

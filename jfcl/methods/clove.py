@@ -30,7 +30,7 @@ def clove(
     num_clusters: Annotated[int | Literal["auto"], Range(1)],
     most_clusters: Annotated[int, Range(2, 1000)] = 15,
     first: Annotated[str, OneOf(FIRST)] = "random",
-    root: bool = False,
+    square_root: bool = False,
     stable_rounds: Annotated[int | None, Range(1, MOST_ADDED)] = 3,
     **options: Unpack[Options],
 ) -> Algorithm:
@@ -47,7 +47,7 @@ def clove(
       most_clusters: the number of models with `"auto"`, and so the most clusters.
       first: clusters of the first round: `"random"`, equal parts of its clients, from which the models begin to differ;
         `"losses"`, as in every round.
-      root: compare the square roots of losses, as the paper's theory does.
+      square_root: compare the square roots of losses, as the paper's theory does.
       stable_rounds: while every client of a cohort has kept its cluster in the last so many of its rounds, clients get
         their own model only, and are not clustered. Default: 3, as in the authors' code; None: never.
 
@@ -81,7 +81,7 @@ def clove(
     k, cohort = most_clusters if auto else num_clusters, options["cohort"]
     check(auto or cohort is None or k <= cohort, "num_clusters", k, f"at most the {cohort} clients of a cohort")
     rules = Averaging(task, training, k, **options)
-    find = partial(_found_auto if auto else _found, num_clusters=k, root=root)
+    find = partial(_found_auto if auto else _found, num_clusters=k, square_root=square_root)
 
     def assign(key: jax.Array, cohort: Cohort, state: AveragingState) -> Assignment:
         size = jnp.asarray(cohort.clients.size)
@@ -121,26 +121,26 @@ def clove(
     return algorithm._replace(init=init)
 
 
-@partial(jax.jit, static_argnames=("num_clusters", "root"))
-def _found(losses, real, last, key, *, num_clusters, root):
+@partial(jax.jit, static_argnames=("num_clusters", "square_root"))
+def _found(losses, real, last, key, *, num_clusters, square_root):
     """Returns `(model [C], NaN)` of k-means on losses `[C, K]`."""
-    vectors, known = _vectors(losses, real, root)
+    vectors, known = _vectors(losses, real, square_root)
     cluster = kmeans(vectors, num_clusters, key=key, mask=known).cluster
     return _matched(losses, cluster, known, last), jnp.full((), jnp.nan)
 
 
-@partial(jax.jit, static_argnames=("num_clusters", "root"))
-def _found_auto(losses, real, last, key, *, num_clusters, root):
+@partial(jax.jit, static_argnames=("num_clusters", "square_root"))
+def _found_auto(losses, real, last, key, *, num_clusters, square_root):
     """Returns `(model [C], mean silhouette [])` of as many clusters as silhouettes choose."""
-    vectors, known = _vectors(losses, real, root)
+    vectors, known = _vectors(losses, real, square_root)
     distances = jnp.sqrt(squared_distances(vectors, mask=known))
     chosen = cut_by_silhouette(distances, most=num_clusters, mask=known)
     return _matched(losses, chosen.cluster, known, last), chosen.scores[chosen.num_clusters]
 
 
-def _vectors(losses, real, root):
+def _vectors(losses, real, square_root):
     """Returns the vectors to cluster, and the clients `[C]` bool that have one."""
-    vectors = jnp.sqrt(losses) if root else losses
+    vectors = jnp.sqrt(losses) if square_root else losses
     known = real & jnp.isfinite(vectors).all(axis=1)
     return jnp.where(known[:, None], vectors, 0.0), known
 
