@@ -14,7 +14,7 @@ import pytest
 
 import jfcl
 from jfcl import attacks, kernels
-from jfcl.core import Algorithm
+from jfcl.core import Algorithm, names
 from jfcl.core.options import options_of
 from jfcl.mapping.axis import client_mesh, sharded
 from jfcl.mapping.placement import place
@@ -409,3 +409,8 @@ def test_a_factory_of_ones_own_has_the_entries_of_shared_options(about):
     assert isinstance(made(task, training, cohort=2), jfcl.Algorithm)
     with pytest.raises(TypeError, match="mine has no argument 'cohrt': did you mean 'cohort'"):
         made(task, training, cohrt=2)
+
+
+def test_no_method_of_the_library_is_said_to_be_absent():
+    assert names._table()["values"]["method"].keys().isdisjoint(METHODS)
+    assert names.value_hint("method", "FlexCFL", METHODS) == ": it is fedgroup with --migrate."
