@@ -1,6 +1,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -30,6 +31,7 @@ def test_cluster_mean_against_a_loop(n, k, seed):
     np.testing.assert_allclose(got, loop_cluster_mean(x, cluster, weights, k), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 @given(n=st.integers(2, 10), seed=st.integers(0, 999))
 def test_mean_ignores_order_and_scale_of_weights(n, seed):
     rng = np.random.default_rng(seed)
@@ -57,6 +59,7 @@ def test_ravel_puts_the_leaves_side_by_side():
     assert ravel_clients(tree).tolist() == [[0, 1, 2, 3, 4, 5, 1, 0], [6, 7, 8, 9, 10, 11, 1, 0]]
 
 
+@pytest.mark.slow_cases("cpu", "tpu")
 def test_is_finite_and_bytes(form):
     whole = jnp.arange(3)
     for wrong in (jnp.nan, jnp.inf, -jnp.inf):

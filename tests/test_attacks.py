@@ -33,6 +33,7 @@ def sent(attack):
     return {name: np.asarray(leaf)[MALICIOUS] for name, leaf in result.items()}
 
 
+@pytest.mark.slow_cases("attack-<lambda>0", "attack-<lambda>8")
 @pytest.mark.parametrize(
     ("attack", "formula"),
     [
@@ -215,7 +216,7 @@ def test_bad_input_is_named():
         attacks.poison(clients(), MALICIOUS[:3], "label_zero", num_classes=10)
 
 
-@pytest.mark.slow_cases("attack-bfloat16-2000", "attack-float16--100")
+@pytest.mark.slow_cases("*--*", "attack-bfloat16-2000")
 @pytest.mark.parametrize(
     "attack, dtype, lie",
     [

@@ -83,6 +83,7 @@ def test_labels_stay_and_draws_differ(name):
     assert (one["x"] == again["x"]).all() and not (one["x"] == other["x"]).all()
 
 
+@pytest.mark.slow_cases("crop_flip", "flip", "tutorial")
 @pytest.mark.parametrize("name", AUGMENTATIONS)
 def test_maps_move_with_their_images_and_nothing_else_does(name):
     """Images of which one channel is a map beside them, in every type and rank that maps have."""
@@ -110,6 +111,7 @@ def test_refuses_what_is_no_image(name):
         AUGMENTATIONS[name](jax.random.key(0), {"x": jnp.zeros((3, 4))})
 
 
+@pytest.mark.slow_cases("tutorial_batch")
 @pytest.mark.parametrize("name", ["tutorial", "tutorial_batch"])
 def test_tutorial_refuses_small_images(name):
     words = "augment needs images of 24 x 24 or more, got 8 x 8"

@@ -82,7 +82,7 @@ def compiled_ifca(num_clusters, steps, option, weights):
     return run
 
 
-@pytest.mark.slow_cases("*-4-*", "models-1-equal")
+@pytest.mark.slow_cases("gradients-1-size", "models-*")
 @pytest.mark.parametrize("weights", ["equal", "size"])
 @pytest.mark.parametrize(("option", "steps"), [("models", 1), ("models", 4), ("gradients", 1)])
 @given(seed=st.integers(0, 50), num_clusters=st.sampled_from([2, 4]))
@@ -146,7 +146,7 @@ def test_an_augmentation_that_changes_nothing_changes_no_choice(identity_batch, 
     np.testing.assert_allclose(states[1].params["w"], states[0].params["w"], rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.slow_cases("0.0")
+@pytest.mark.slow_cases("0.0", "1000.0")
 @pytest.mark.parametrize("padding", [0.0, 1e3, np.nan])
 def test_padding_changes_no_changed_examples(padding):
     """An augmentation that mixes examples, such as one that subtracts their mean, sees blank padding."""

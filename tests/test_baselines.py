@@ -93,6 +93,7 @@ def test_ditto_trains_the_models_of_the_cohort_alone():
     assert trained == [3, 3]  # personal models, and the global one
 
 
+@pytest.mark.slow_cases("cfl", "make4")
 @pytest.mark.parametrize(
     "make",
     [

@@ -188,6 +188,7 @@ def test_a_margin_leaves_out_small_changes():
     assert [answer is None for answer in answers] == [True, True, True, True, False]  # 0.61 is the last improvement
 
 
+@pytest.mark.slow_cases("population")
 @pytest.mark.parametrize("name", RUNS)
 def test_a_run_that_is_stopped_early_can_be_resumed(name, tmp_path):
     run, reason = RUNS[name], "loss has not improved for 2 rounds, since round 1"

@@ -302,7 +302,7 @@ def test_hidden_updates_change_nothing(privacy, similarity):
     np.testing.assert_array_equal(hidden["bytes_up"], metrics["bytes_up"] * padded / 3)
 
 
-@pytest.mark.slow_cases("*-gradients", "None-updates", "permutation-updates", "sign-updates")
+@pytest.mark.slow
 @pytest.mark.parametrize("similarity", ["updates", "gradients"])
 @pytest.mark.parametrize("privacy", [None, "permutation", "sign", "rotation"])
 def test_the_server_sees_hidden_updates_only(privacy, similarity, monkeypatch):
@@ -368,6 +368,7 @@ def test_harmful_splits_are_undone_and_others_are_not():
     assert state.cluster.tolist() in ((CLUSTER % 2).tolist(), (1 - CLUSTER % 2).tolist())
 
 
+@pytest.mark.slow
 def test_only_the_sides_of_a_split_wait_until_it_is_judged():
     options = {"eps_1": np.inf, "eps_2": 1e-9, "validation": 0.25, "fallback_rounds": 4}
     algorithm = jfcl.cfl(TASK, TRAINING, **options)
@@ -457,6 +458,7 @@ def test_a_split_with_a_loss_of_nan_is_undone():
         assert (int(found[1]), int(found[0].active.sum())) == (undone, 2 - undone)
 
 
+@pytest.mark.slow
 def test_examples_kept_aside_are_not_learnt_from():
     clients = regression(TRUTH, CLUSTER)
     keep = np.floor(np.float32(0.25) * clients.size).astype(int)

@@ -43,6 +43,7 @@ def rand(found, truth):
     return cluster_recovery(np.asarray(found), np.asarray(truth))["adjusted_rand"]
 
 
+@pytest.mark.slow
 def test_small_clients_have_no_voice_and_follow_the_side_that_they_resemble():
     clients, _ = power_law(30, seed=3)
     big = np.flatnonzero(clients.size >= 20)
@@ -152,6 +153,7 @@ def test_a_thousand_clients_of_which_464_have_one_example():
 STEP = jfcl.cfl(TASK, TRAINING, eps_1=0.05, eps_2=0.2)
 
 
+@pytest.mark.slow
 def test_clients_that_miss_the_round_of_a_split_are_placed_by_their_next_update():
     clients, late = regression(TRUTH[:2], CLUSTER % 2), np.array([2, 4, 5])
 
@@ -233,6 +235,7 @@ def test_a_run_that_never_examines_a_cluster_says_why():
     assert history.records[-1]["decisions"] == 0
 
 
+@pytest.mark.slow
 def test_a_cluster_that_overflows_leaves_the_others_alone():
     def attack(key, updates, malicious, usable, cluster):
         hit = (malicious & (cluster == 1))[:, None]
@@ -336,6 +339,7 @@ def test_newcomers_are_enrolled(tree_dim):
     assert {len(x) for x in jax.tree.leaves(grown.client)} == {13}
 
 
+@pytest.mark.slow
 def test_a_cohorts_updates_are_kept_with_their_age():
     algorithm = jfcl.cfl(TASK, TRAINING, cohort=3, eps_1=1e-30, eps_2=1e9)
     state, when = algorithm.init(KEY, CLIENTS), np.zeros(8, int)

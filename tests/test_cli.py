@@ -50,6 +50,7 @@ def finished(tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:round .*all clients use one")
 def test_a_device_without_memory_is_named_and_the_run_continues(tmp_path, monkeypatch, capsys):
     """Another program has taken the memory that was free before the run."""
@@ -178,6 +179,7 @@ def test_a_finished_run_goes_on_for_more_rounds(finished, tmp_path):
     assert (tmp_path / "whole" / "clients.csv").read_bytes() == (tmp_path / "run" / "clients.csv").read_bytes()
 
 
+@pytest.mark.slow
 def test_warm_start_from_another_run(finished, tmp_path):
     start = ["--init-from", str(finished / "ifca"), "--rounds", "1", "--out", str(tmp_path / "warm")]
     assert cli.main(["run", "ifca", "--clients", "8", "--clusters", "2", "--local-steps", "2", "--quiet", *start]) == 0

@@ -77,6 +77,7 @@ def one_round(models, clients, rows, k, square_root):
     return new, chosen
 
 
+@pytest.mark.slow_cases("3-*", "auto-False-8")
 @pytest.mark.parametrize("cohort", [None, 8])
 @pytest.mark.parametrize(("k", "square_root"), [(3, False), (3, True), ("auto", False)])
 def test_a_round_is_the_papers(k, square_root, cohort):
@@ -114,6 +115,7 @@ def test_a_round_is_the_papers(k, square_root, cohort):
         assert ((np.asarray(state.unchanged)[:12] == -1) == [i not in chosen for i in range(12)]).all()
 
 
+@pytest.mark.slow
 def test_one_model_is_fedavg():
     clients, key = regression(0), jax.random.key(3)
     start = {"w": np.float32([1, 2, 3])}
@@ -127,6 +129,7 @@ def test_one_model_is_fedavg():
     np.testing.assert_array_equal(*runs)
 
 
+@pytest.mark.slow
 def test_with_models_that_separate_the_clients_it_is_ifca():
     clients, key = regression(1, m=60), jax.random.key(3)
     start = {"w": (TRUTH * 0.9).astype(np.float32)}
@@ -137,6 +140,7 @@ def test_with_models_that_separate_the_clients_it_is_ifca():
     np.testing.assert_array_equal(ours.cluster, ifca.cluster)
 
 
+@pytest.mark.slow
 def test_the_first_round_divides_the_clients_at_random_and_a_stable_one_compares_nobody():
     clients = regression(2, m=60)
     algorithm = jfcl.clove(LINEAR, TWO, num_clusters=3, stable_rounds=2)
@@ -152,6 +156,7 @@ def test_the_first_round_divides_the_clients_at_random_and_a_stable_one_compares
     assert adjusted_rand_score(state.cluster, np.arange(12) % 3) == 1
 
 
+@pytest.mark.slow
 def test_newcomers_and_clients_that_never_took_part_get_the_model_of_lowest_loss():
     clients = regression(3)
     algorithm = jfcl.clove(LINEAR, TWO, num_clusters=3, cohort=9)

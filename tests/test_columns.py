@@ -43,6 +43,7 @@ def in_columns(kernel, *args):
     return jax.jit(over_columns(AXIS, kernel))(*args)
 
 
+@pytest.mark.slow_cases("1.0")
 @pytest.mark.parametrize("scale", [1.0, 1e-22, 1e30])
 def test_cosines_over_columns_are_numpys(scale):
     vectors = updates(0, scale=scale)
@@ -75,6 +76,7 @@ def test_norms_and_distances_over_columns_are_numpys():
     assert away[2] == away[4] == np.inf
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", [pytest.param("direct", marks=pytest.mark.slow), "gram"])
 def test_threshold_clustering_over_columns_is_that_of_one_device(form):
     points = updates(2)
@@ -203,6 +205,17 @@ METHODS = {
 QUICK = ("cfl", "federated_clustering")  # of the default run
 
 
+@pytest.mark.slow_cases(
+    "byzantine_cfl",
+    "cfl",
+    "cfl by gradients",
+    "ditto",
+    "fesem",
+    "flhc init",
+    "momentum_clustering",
+    "myopic_clustering",
+    "one_shot init",
+)
 @pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in METHODS])
 def test_devices_talk_a_few_times_a_round_and_never_in_a_loop(name):
     task, training, clients = wide_problem()

@@ -153,6 +153,7 @@ def plays(data_dir, tmp_path):
     return tmp_path / "tiny_shakespeare" / "input.txt"
 
 
+@pytest.mark.slow_cases("gz-compress")
 @pytest.mark.parametrize(("ending", "pack"), [("gz", gzip.compress), ("xz", lambda b: lzma.compress(b, preset=0))])
 def test_compressed_or_not_it_is_the_same_file(data_dir, plays, ending, pack, monkeypatch):
     monkeypatch.setattr("jfcl.data.sources._LARGEST", 2**21)

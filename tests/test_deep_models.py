@@ -172,6 +172,7 @@ def loop_gpt(p, x):
 LOOPS = {"resnet": loop_resnet, "mobilenet": loop_mobilenet}
 
 
+@pytest.mark.slow_cases("mobilenet_bn", "resnet18_bn", "resnet18_gn")
 @pytest.mark.parametrize("name", ["resnet18_gn", "resnet18_bn", "mobilenet_gn", "mobilenet_bn"])
 def test_convolutional_networks_are_their_equations(name):
     task, batch = small(name), batches(name, (4,))
@@ -198,6 +199,7 @@ def test_convolutional_networks_are_their_equations(name):
     assert len(means) == len(norms.new)
 
 
+@pytest.mark.slow_cases("mean")
 @pytest.mark.parametrize("pool", ["mean", "token"])
 def test_the_vision_transformer_is_its_equations(pool):
     task, x = small("vit", pool=pool), batches("vit", (3,))["x"]
@@ -318,6 +320,7 @@ CASES = [
 ]
 
 
+@pytest.mark.slow_cases("cpu-3-2-6-strides3-padding3-2")
 @pytest.mark.parametrize(("size", "channels", "outputs", "strides", "padding", "groups"), CASES)
 def test_pointwise_and_depthwise_convolutions_are_laxs(size, channels, outputs, strides, padding, groups, form):
     """Values, and gradients in both arguments, of each client alone by lax."""
@@ -344,6 +347,7 @@ def test_pointwise_and_depthwise_convolutions_are_laxs(size, channels, outputs, 
                 np.testing.assert_allclose(a[i], b, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_configurations_name_them(monkeypatch):
     texts = np.array(["a cat saw a dog", "a dog saw the cat"] * 6, object)
     made = Dataset("pets", {"x": texts, "y": np.arange(12, dtype=np.int32) % 2}, None, 2, None, "")

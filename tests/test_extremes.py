@@ -37,7 +37,7 @@ def good_and_one(value, count=8, dim=5):
     return good, np.concatenate([good, np.full((1, dim), value, np.float32)])
 
 
-@pytest.mark.slow_cases("krum-1e+17")
+@pytest.mark.slow_cases("krum-1e+17", "krum-1e+19")
 @pytest.mark.parametrize("value", [1e17, 1e19, 1e20, 3e38])
 @pytest.mark.parametrize("name", ["krum", "multi_krum", "bulyan", "centered_clip"])
 def test_an_update_whose_square_overflows_is_not_the_nearest_of_all(name, value):
@@ -155,7 +155,7 @@ def test_one_client_is_a_dendrogram_without_merges():
     np.testing.assert_allclose(state.params["b"], [1 - 0.5**4])  # one round before the clustering
 
 
-@pytest.mark.slow_cases("fedavg-attack1", "fedavg-attack2", "federated_clustering-attack")
+@pytest.mark.slow_cases("*-attack", "fedavg-attack0", "fedavg-attack1", "fedavg-attack2")
 @pytest.mark.parametrize(
     ("method", "attack"),
     [
@@ -199,6 +199,7 @@ def test_one_good_client_without_a_finite_update_does_not_disarm_the_attack(meth
 SLOW = [pytest.param(make, marks=pytest.mark.slow) for make in (jfcl.cfl, jfcl.ditto, jfcl.momentum_clustering)]
 
 
+@pytest.mark.slow_cases("cfl", "ditto", "fedavg", "momentum_clustering")
 @pytest.mark.parametrize("method", [jfcl.fedavg, jfcl.local_only, *SLOW])
 def test_momentum_outlives_a_round_without_a_finite_update(method):
     training = jfcl.local_training(optax.sgd(0.1, momentum=0.9), num_steps=1, keep="everything")
@@ -329,7 +330,7 @@ def test_a_step_that_overflows_is_not_taken_and_is_counted(method):
     assert jnp.isfinite(state.params["b"]).all() and metrics["nonfinite"].tolist() == [1]
 
 
-@pytest.mark.slow_cases("alie", "far", "gaussian")
+@pytest.mark.slow_cases("alie", "far", "gaussian", "opposite")
 @pytest.mark.parametrize("make", [attacks.gaussian, attacks.mimic, attacks.opposite, attacks.alie, attacks.far])
 def test_attacks_depend_on_ids_and_not_on_rows(make):
     adversary = Adversary(make(), np.array([True, False, False, True, False, False]))

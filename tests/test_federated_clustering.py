@@ -60,9 +60,7 @@ def threshold64(points, center, share, num_rounds, radius=None, quantile=None):
     return v
 
 
-@pytest.mark.slow_cases(
-    "cpu-equal-radius", "cpu-size-radius", "gpu-equal-*", "gpu-size-quantile", "tpu-equal-quantile", "tpu-size-quantile"
-)
+@pytest.mark.slow_cases("cpu-equal-*", "cpu-size-radius", "gpu-*", "tpu-equal-quantile", "tpu-size-quantile")
 @pytest.mark.parametrize("rule", [{"radius": 2.5}, {"quantile": 0.4}], ids=["radius", "quantile"])
 @pytest.mark.parametrize("weights", ["equal", "size"])
 @pytest.mark.parametrize("target", ["cpu", "tpu", "gpu"])
@@ -155,7 +153,7 @@ def test_batches_are_those_of_local_training():
     np.testing.assert_allclose(found.params["w"], alone.params["w"], rtol=1e-6)
 
 
-@pytest.mark.slow_cases("12")
+@pytest.mark.slow_cases("12", "13")
 @pytest.mark.parametrize("n", [12, 13, 15])
 def test_subgroups_are_partitions_drawn_anew(n):
     clients = regression(6, n=n)

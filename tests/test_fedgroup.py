@@ -70,6 +70,7 @@ def grouped(updates, k, measure):
     )
 
 
+@pytest.mark.slow_cases("*-6")
 @pytest.mark.parametrize(("measure", "mixing", "cohort"), [("edc", 0.0, 6), ("madc", 0.0, None), ("edc", 0.3, 6)])
 def test_the_groups_and_rounds_are_the_papers(measure, mixing, cohort):
     for seed in range(2):
@@ -128,6 +129,7 @@ def test_the_groups_and_rounds_are_the_papers(measure, mixing, cohort):
         assert seen[:12].tolist() == [i in group for i in range(12)]
 
 
+@pytest.mark.slow
 def test_one_group_is_fedavg_from_the_mean_of_the_pretrained_models():
     clients, key = regression(3), jax.random.key(1)
     algorithm = jfcl.fedgroup(LINEAR, TWO, num_clusters=1, pretrain_steps=STEPS, init_params=START)
@@ -152,6 +154,7 @@ def test_profiles_are_compared_without_the_two():
     assert not np.asarray(profile_distances(a[:2, :2])).any()
 
 
+@pytest.mark.slow
 def test_newcomers_start_cold():
     clients, newcomers = regression(4), regression(5, n=6)
     algorithm = jfcl.fedgroup(LINEAR, TWO, num_clusters=3, pretrain_steps=STEPS, init_params=START)
@@ -210,6 +213,7 @@ def labelled(labels, seed=0, m=12):
     return Clients({"x": x, "y": y}, np.full(len(labels), m, np.int32))
 
 
+@pytest.mark.slow
 def test_a_client_with_other_labels_migrates():
     task = jfcl.models.classification(jfcl.models.Linear(4), (4,), 4)
     pairs = [[0, 1], [2, 3]] * 4
@@ -240,6 +244,7 @@ def test_options_conform(options):
     check_algorithm(method, kind=kind, padding_tolerance=1e-6, examples_tolerance=examples)
 
 
+@pytest.mark.slow_cases("options4-unknown measure")
 @pytest.mark.parametrize(
     ("options", "words"),
     [

@@ -87,7 +87,7 @@ def make_odd(place: Path, kind: str, outside: Path) -> None:
         place.symlink_to(outside / names[kind])
 
 
-@pytest.mark.slow_cases("link")
+@pytest.mark.slow_cases("link", "link to a folder")
 @pytest.mark.parametrize("kind", ODD)
 def test_what_is_no_plain_file_is_refused_wherever_it_is(kind, finished, tmp_path, capsys):
     """By every command, before anything is changed; on a FIFO, a command that reads would hang."""

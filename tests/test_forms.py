@@ -94,6 +94,7 @@ def test_padding_is_blanked_in_one_pass_on_a_tpu():
     assert found == {"cpu": False, "cuda": False, "tpu": True}
 
 
+@pytest.mark.slow_cases("cpu")
 def test_blanked_padding_is_zero(form):
     rng = np.random.default_rng(0)
     images = rng.normal(size=(3, 5, 2, 2, 1)).astype(np.float32)

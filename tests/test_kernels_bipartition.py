@@ -103,6 +103,7 @@ def scipy_tree(similarity, method):
     return linkage(squareform(distance, checks=False), method)
 
 
+@pytest.mark.slow_cases("single_linkage_tree-single")
 @pytest.mark.parametrize(("tree", "method"), [(single_linkage_tree, "single"), (complete_linkage_tree, "complete")])
 @given(st.sampled_from([2, 3, 9, 60]), SEEDS)
 def test_dendrograms_are_scipys(tree, method, count, seed):

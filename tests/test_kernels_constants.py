@@ -24,7 +24,15 @@ CALLS = {
 }
 
 
-@pytest.mark.slow_cases("bipartition_of_updates", "kmeans", "multi_krum", "threshold_clustering")
+@pytest.mark.slow_cases(
+    "bipartition_of_updates",
+    "centered_clip",
+    "geometric_median",
+    "kmeans",
+    "multi_krum",
+    "squared_distances",
+    "threshold_clustering",
+)
 @pytest.mark.parametrize("name", CALLS)
 def test_constants(name):
     outside, inside = CALLS[name](), jax.jit(CALLS[name])()

@@ -25,6 +25,7 @@ def matrix(x):
     return np.float32(squareform(pdist(x)))
 
 
+@pytest.mark.slow_cases("single", "weighted")
 @pytest.mark.parametrize("linkage", LINKAGES)
 def test_a_tree_is_scipys(linkage):
     for seed in range(4):
@@ -34,6 +35,7 @@ def test_a_tree_is_scipys(linkage):
         np.testing.assert_allclose(ours, theirs, rtol=1e-5)
 
 
+@pytest.mark.slow_cases("average", "single", "ward", "weighted")
 @pytest.mark.parametrize("linkage", LINKAGES)
 def test_points_that_do_not_count_change_no_merge(linkage):
     x, mask = points(5), np.array([False, True, True, False] + [True] * 8 + [False])
@@ -47,6 +49,7 @@ def test_points_that_do_not_count_change_no_merge(linkage):
         assert (found[~mask] == found[1]).all()
 
 
+@pytest.mark.slow_cases("average", "complete", "single", "ward")
 @pytest.mark.parametrize("linkage", LINKAGES)
 def test_equal_distances_and_extremes_make_valid_trees(linkage):
     n = 9
@@ -94,6 +97,7 @@ def chosen_by_loop(x, most, margin=1.1):
     return labels
 
 
+@pytest.mark.slow_cases("0")
 @pytest.mark.parametrize("seed", range(5))
 def test_the_number_of_clusters_is_that_of_the_authors_rule(seed):
     rng = np.random.default_rng(seed)
@@ -109,6 +113,7 @@ def test_the_number_of_clusters_is_that_of_the_authors_rule(seed):
         assert adjusted_rand_score(labels, found) == 1
 
 
+@pytest.mark.slow
 def test_few_points_are_one_cluster():
     for n in (1, 2):
         chosen = cut_by_silhouette(matrix(points(0, n)) if n > 1 else np.zeros((1, 1), np.float32), most=4)
@@ -116,6 +121,7 @@ def test_few_points_are_one_cluster():
     assert cut_by_silhouette(matrix(points(0, 3)), most=4).num_clusters == 2
 
 
+@pytest.mark.slow
 @given(st.integers(0, 10**6), st.integers(1, 7), st.integers(0, 3))
 def test_an_assignment_costs_what_scipys_does(seed, n, more):
     rng = np.random.default_rng(seed)

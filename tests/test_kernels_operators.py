@@ -80,6 +80,7 @@ def test_bad_input_is_named():
         hide.invert(jnp.ones(5))
 
 
+@pytest.mark.slow_cases("rotation")
 @EVERY
 def test_integers_are_numbers_too(name):
     hide = orthonormal(name, jax.random.key(0), 6)

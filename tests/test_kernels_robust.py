@@ -118,7 +118,7 @@ def test_definition(name, seed, offset):
     np.testing.assert_allclose(call(name, z), ORACLES[name](z.astype(np.float64)), atol=tolerance)
 
 
-@pytest.mark.slow_cases("bulyan", "krum")
+@pytest.mark.slow_cases("bulyan", "krum", "multi_krum")
 @EVERY
 def test_masked_and_broken_clients_are_never_part_of_it(name):
     z = updates(0)
@@ -181,6 +181,7 @@ def test_second_call_compiles_nothing(name):
     assert compiled.count == 0
 
 
+@pytest.mark.slow_cases("krum")
 @EVERY
 def test_many_at_once(name):
     batch = np.stack([updates(seed) for seed in range(3)])
@@ -189,7 +190,7 @@ def test_many_at_once(name):
         np.testing.assert_allclose(one, call(name, z), atol=1e-5)
 
 
-@pytest.mark.slow_cases("shape3")
+@pytest.mark.slow_cases("shape2", "shape3")
 @pytest.mark.parametrize("shape", [(1, 3), (2, 3), (5, 40), (37, 2000), (600, 3)])
 def test_columns_are_sorted(shape):
     x = np.random.default_rng(0).integers(-9, 9, shape).astype(np.float32)
@@ -252,6 +253,7 @@ def test_clip_norms_of_sixteen_bits():
     np.testing.assert_allclose(np.linalg.norm(np.float64(clipped)), 1.0, rtol=1e-3)
 
 
+@pytest.mark.slow_cases("adaptive_clip", "bulyan")
 @pytest.mark.parametrize("name", ["adaptive_clip", "mean_around_median", "bulyan"])
 def test_a_whole_number_may_be_a_float(name):
     z = np.random.default_rng(0).standard_normal((9, 2)).astype(np.float32)
@@ -290,6 +292,7 @@ def test_bucketing(seed):
     assert not np.allclose(buckets, different)
 
 
+@pytest.mark.slow_cases("nearest_neighbour_mixing")
 @pytest.mark.parametrize("name", PRE_AGGREGATORS)
 def test_what_comes_before_masks_broken_clients_and_keeps_shapes(name):
     z = updates(0)

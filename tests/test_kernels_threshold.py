@@ -103,6 +103,7 @@ def test_inner_products_of_leaves_of_any_rank():
         np.testing.assert_array_equal(ours, ours.T)
 
 
+@pytest.mark.slow_cases("direct")
 @FORMS
 @given(SEEDS)
 def test_a_narrow_cluster_far_from_most_points(form, seed):
@@ -145,7 +146,7 @@ def test_radius_by_round_and_centre(form, seed):
         np.testing.assert_allclose(ours, truth[-1], atol=2e-5)
 
 
-@pytest.mark.slow_cases("*-gram")
+@pytest.mark.slow_cases("*-gram", "index-1-False-direct")
 @FORMS
 @pytest.mark.parametrize(
     ("rule", "factor", "strict"), [("index", 1, False), ("index_shrunk", 0.99, False), ("index_strict", 1, True)]
@@ -163,7 +164,7 @@ def test_rules_of_the_authors_code(form, rule, factor, strict, seed, quantile):
     np.testing.assert_allclose(ours, equation_24(points, centers, 1, radius_of, strict)[-1], atol=2e-5)
 
 
-@pytest.mark.slow_cases("gram")
+@pytest.mark.slow
 @FORMS
 @given(SEEDS)
 def test_three_means_rule(form, seed):
@@ -180,6 +181,7 @@ def test_three_means_rule(form, seed):
     np.testing.assert_allclose(ours, equation_24(points, points[:2], 1, radius_of)[-1], atol=1e-4)
 
 
+@pytest.mark.slow_cases("gram")
 @FORMS
 @given(SEEDS)
 def test_masked_points_do_not_exist(form, seed):
@@ -302,6 +304,7 @@ def test_bad_input_is_named(options, words):
         threshold_clustering(options.pop("points"), options.pop("centers"), **options)
 
 
+@pytest.mark.slow_cases("gram")
 @FORMS
 @given(SEEDS)
 def test_weights_count_points_in_the_mean(form, seed):
@@ -331,7 +334,7 @@ def test_stacked_pytrees_are_their_matrix(form):
         threshold_clustering(as_tree, points[:2], **options)
 
 
-@pytest.mark.slow_cases("limit0-gram")
+@pytest.mark.slow_cases("*-gram", "limit0-direct")
 @pytest.mark.parametrize("form", ["gram", "direct"])
 @pytest.mark.parametrize("limit", [{"quantile": 0.8}, {"quantile": 1.0}, {"radius": "three_means"}])
 def test_a_point_whose_distance_overflows_is_outside(form, limit):

@@ -75,6 +75,7 @@ def texts(shape=(4,), seed=0, vocab_size=V, length=L):
     return x
 
 
+@pytest.mark.slow
 def test_lstm_against_a_loop():
     task = small()
     params, x = spread(task.init(jax.random.key(0))), texts()[:, :-1]

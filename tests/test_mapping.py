@@ -110,6 +110,7 @@ def test_results_may_be_numbers_of_python():
     assert chunked(1)(lambda x: 2.0)(jnp.zeros(3)).tolist() == [2.0] * 3
 
 
+@pytest.mark.slow_cases("1-<lambda>0-vmap", "7-<lambda>0-vmap")
 @pytest.mark.parametrize("inner", [jax.vmap, chunked(1), chunked(2)])
 @pytest.mark.parametrize("several", [lambda inner: sharded(client_mesh(2), inner), lambda inner: pmapped(2, inner)])
 @pytest.mark.parametrize("n", [1, 4, 7])

@@ -70,10 +70,16 @@ def factory(name, **more):
 @pytest.mark.slow_cases(
     "byzantine_cfl",
     "cfl",
+    "clove",
+    "ditto",
     "fedbn",
+    "fedem",
     "federated_clustering",
+    "fedgroup",
     "fedper",
+    "fedrc",
     "fedrep",
+    "fedsoft",
     "fesem",
     "flhc",
     "hypcluster",
@@ -83,6 +89,8 @@ def factory(name, **more):
     "momentum_clustering",
     "myopic_clustering",
     "one_shot",
+    "pacfl",
+    "stocfl",
 )
 @pytest.mark.parametrize("name", METHODS)
 def test_no_device_gathers_the_data_of_others(name):
@@ -127,7 +135,33 @@ SLOW = {
 }
 
 
-@pytest.mark.slow_cases("cfl", "ditto", "fedavg", "federated_clustering", "hypcluster", "local", "oracle")
+@pytest.mark.slow_cases(
+    "byzantine_cfl",
+    "cfl",
+    "clove",
+    "ditto",
+    "fedavg",
+    "fedbn",
+    "fedem",
+    "federated_clustering",
+    "fedgroup",
+    "fedper",
+    "fedrc",
+    "fedrep",
+    "fedsoft",
+    "fesem",
+    "flhc",
+    "hypcluster",
+    "knn_per",
+    "lg_fedavg",
+    "local",
+    "momentum_clustering",
+    "myopic_clustering",
+    "one_shot",
+    "oracle",
+    "pacfl",
+    "stocfl",
+)
 @pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n in SLOW else n for n in METHODS])
 def test_conformance(name):
     check_algorithm(
@@ -247,7 +281,17 @@ def test_cfl_with_options(options):
 
 
 @pytest.mark.slow_cases(
-    "byzantine_cfl-*", "cfl-*", "fedavg-far", "fedavg-gaussian", "fedavg-sign_flip", "ifca-*", "oracle-*"
+    "*-alie",
+    "*-nan",
+    "fedavg-far",
+    "fedavg-force_split",
+    "fedavg-gaussian",
+    "fedavg-hijack",
+    "fedavg-ipm",
+    "fedavg-mimic",
+    "fedavg-scaled",
+    "fedavg-sign_flip",
+    "fedavg-zero",
 )
 @pytest.mark.parametrize(
     ("name", "attack"),
@@ -317,7 +361,11 @@ def changes_types(good, key, state, clients):
     return state._replace(round=state.round.astype(jnp.float32)), metrics
 
 
-@pytest.mark.slow_cases("counts_padding-padding clients must not change a model")
+@pytest.mark.slow_cases(
+    "changes_types-keep the state's shapes and types",
+    "counts_padding-padding clients must not change a model",
+    "looks_at_padding-padding (examples|clients) must not change",
+)
 @pytest.mark.parametrize(
     ("change", "words"),
     [
@@ -332,6 +380,7 @@ def test_the_check_finds_broken_methods(change, words):
         check_algorithm(broken(change))
 
 
+@pytest.mark.slow
 def test_recovery_is_checked():
     with pytest.raises(AssertionError, match="no seed found the clusters"):
         check_algorithm(jfcl.fedavg, recovers=True)
@@ -397,6 +446,7 @@ def test_models_that_look_up_their_inputs_run_on_several_devices(name):
     np.testing.assert_allclose(*losses, rtol=1e-4)
 
 
+@pytest.mark.slow_cases("Mine.\\n\\nReturns:\\n  `Algorithm`.")
 @pytest.mark.parametrize("about", ["Mine.", "Mine.\n\nArgs:\n  task: of it.", "Mine.\n\nReturns:\n  `Algorithm`."])
 def test_a_factory_of_ones_own_has_the_entries_of_shared_options(about):
     def mine(task, training, **options):

@@ -38,6 +38,7 @@ def data(n=5, m=4, seed=0):
     return Clients({"x": x, "y": y}, size)
 
 
+@pytest.mark.slow_cases("vmap")
 @pytest.mark.parametrize("axis", [jax.vmap, chunked(2)])
 def test_evaluate_against_a_loop(axis):
     clients, params = data(), {"w": np.random.default_rng(1).normal(size=(3, 2)).astype(np.float32)}
@@ -193,6 +194,7 @@ def outputs_of(classes, seed, n=5, m=40):
 IDENTITY = jfcl.models.task(lambda key: {"b": jnp.zeros(())}, lambda p, x: x + p["b"], kind="classification")
 
 
+@pytest.mark.slow_cases("3-macro_f1-0")
 @pytest.mark.parametrize("seed", [0, 1])
 @pytest.mark.parametrize(
     ("classes", "name"), [(3, "macro_f1"), (3, "calibration_error"), (2, "auc"), (3, "confusion_matrix")]

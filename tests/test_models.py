@@ -74,6 +74,7 @@ def test_matrix_products_of_a_gpu_convolve(of, strides, padding, features):
     np.testing.assert_allclose(of(x, w, strides, padding), loop_conv(x, w, strides, padding), atol=1e-4)
 
 
+@pytest.mark.slow_cases("cpu-strides0-padding0-2", "cpu-strides10-padding10-150")
 @pytest.mark.parametrize(
     ("strides", "padding", "batch"),
     [(*geometry, 2) for geometry in GEOMETRIES] + [(*GEOMETRIES[1], b) for b in (1, 16, 17, 35, 150)],
@@ -104,6 +105,14 @@ def test_an_empty_batch_has_gradients_of_zero(form):
     np.testing.assert_array_equal(grad_w, np.zeros_like(w))
 
 
+@pytest.mark.slow_cases(
+    "*-VALID-own weights",
+    "cpu-2-1-SAME-own weights",
+    "cpu-6-1-VALID-shared weights",
+    "cpu-6-2-padding2-own weights",
+    "gpu-2-1-SAME-own weights",
+    "gpu-6-2-padding2-own weights",
+)
 @pytest.mark.parametrize("own", [True, False], ids=["own weights", "shared weights"])
 @pytest.mark.parametrize(
     ("channels", "strides", "padding"), [(2, 1, "SAME"), (6, 1, "VALID"), (6, 2, ((1, 1), (1, 1)))]
@@ -173,6 +182,7 @@ def test_other_convolutions_go_to_lax():
     assert patches(x, (3, 3), (1, 1), ((0, 0), (0, 0))).shape == (1, 4, 4, 18)
 
 
+@pytest.mark.slow_cases("cpu-*")
 @pytest.mark.parametrize(("window", "shape", "ties"), [(2, (2, 8, 8, 3), False), (3, (1, 7, 5, 2), True)])
 def test_max_pool_is_flaxs(shape, window, ties, form):
     draws = np.random.default_rng(0).normal(size=shape).astype(np.float32)
@@ -192,6 +202,7 @@ def test_max_pool_is_flaxs(shape, window, ties, form):
     np.testing.assert_array_equal(along, max_pool(x, window))
 
 
+@pytest.mark.slow_cases("cpu-*")
 @pytest.mark.parametrize("window", [2, 3])
 def test_the_first_of_equal_largest_values_receives_the_gradient(window, form):
     """In loops over the windows, with whole numbers among which many are equal."""
@@ -225,6 +236,7 @@ DEEP = {"resnet18_gn", "resnet18_narrow", "resnet18_bn", "mobilenet_gn", "mobile
 INPUTS = {"cnn_cifar": (24, 24, 3), "cnn5": (32, 32, 3), "vgg": (32, 32, 3), "vgg16": (32, 32, 3), "vgg8": (32, 32, 3)}
 
 
+@pytest.mark.slow_cases("cnn5", "vgg", "vgg16", "vgg8")
 @pytest.mark.parametrize("name", SIZES)
 def test_sizes(name):
     task = classification(MODELS[name][0](10), INPUTS.get(name, (28, 28, 1)), 10)
@@ -382,6 +394,7 @@ def test_regression_sums_over_outputs():
     assert task.correct is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kind",
     [pytest.param("mlp", marks=pytest.mark.slow), pytest.param("cnn", marks=pytest.mark.slow), "regression"],
@@ -545,6 +558,7 @@ def gradient(task, batch):
     return jax.grad(lambda w: task.loss(w, batch).mean())(jnp.ones(3))
 
 
+@pytest.mark.slow_cases("classes")
 @pytest.mark.parametrize("shape", [(4, 5), (4, 6, 5)], ids=["classes", "classes of words"])
 def test_a_mixture_of_classifiers_is_the_mean_of_probabilities(shape):
     rng = np.random.default_rng(0)
@@ -565,6 +579,7 @@ def test_a_mixture_of_regressions_is_the_mean():
     assert jax.jit(task.mix)(values, np.float32([0.25, 0, 0.75])).tolist() == [[4, 0.5]]
 
 
+@pytest.mark.slow_cases("uint8-256")
 @pytest.mark.parametrize(("dtype", "classes"), [(np.uint8, 256), (np.uint8, 300), (np.int8, 200)])
 def test_labels_of_few_bits_may_be_of_many_classes(dtype, classes):
     logits = jnp.asarray(np.random.default_rng(0).normal(size=(3, classes)), jnp.float32)
@@ -574,6 +589,7 @@ def test_labels_of_few_bits_may_be_of_many_classes(dtype, classes):
     assert jnp.isfinite(narrow).all()
 
 
+@pytest.mark.slow_cases("*-prox must be of type float.* got 'a'")
 @pytest.mark.parametrize(
     ("make", "message"),
     [

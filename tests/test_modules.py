@@ -118,7 +118,7 @@ class EvalNnx(OfNnx):
         return self.last(self.drop(x, deterministic=True))
 
 
-@pytest.mark.slow_cases("module0-None")
+@pytest.mark.slow_cases("module0-None", "module1-None")
 @pytest.mark.parametrize(
     ("module", "argument"),
     [
@@ -271,6 +271,7 @@ class Images(nnx.Module):
         return self.last(max_pool(nnx.relu(self.conv(x)), 2).reshape(len(x), -1))
 
 
+@pytest.mark.slow
 def test_a_convolution_of_nnx_trains():
     """With `jfcl.models.conv` and with XLA's own: the same loss and gradients, and a step lowers the loss."""
     x, y = np.random.default_rng(0).normal(size=(6, 4, 4, 1)).astype(np.float32), np.int32([0, 1, 2, 0, 1, 2])
@@ -338,6 +339,7 @@ class Scanned(nn.Module):
         return loop(self, x, None)[0][:, :3]
 
 
+@pytest.mark.slow_cases("module0")
 @pytest.mark.parametrize("module", [Rematerialised(), Scanned()])
 def test_a_last_dense_layer_inside_a_transformation_has_no_inputs_outside(module):
     """The representation is the outputs, as without a dense layer; there is no head."""
@@ -361,7 +363,7 @@ class NnxNorm(nnx.Module):
         return self.dense(self.norm(x))
 
 
-@pytest.mark.slow_cases("module0")
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:scatter inputs have incompatible types:FutureWarning")  # in flax's nnx.BatchNorm
 @pytest.mark.parametrize("module", [LinenNorm(), NnxNorm])
 def test_statistics_keep_their_type_with_wider_inputs(module):

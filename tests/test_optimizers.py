@@ -63,6 +63,7 @@ def by_equation(name: str, *, decay: float = 0.0, momentum: float = 0.9, clip: f
     return p
 
 
+@pytest.mark.slow_cases("sgd")
 @pytest.mark.parametrize("name", ["sgd", "momentum", "nesterov", "adam", "adamw", "rmsprop", "adagrad", "lion"])
 def test_optimizers_are_the_equations(name):
     for options in ({"decay": DECAY}, {"decay": DECAY, "clip": 0.7}):
@@ -133,6 +134,7 @@ OPTIONS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.slow if name != "step" else ()) for name in OPTIONS]
 )

@@ -306,6 +306,7 @@ def test_a_population_of_own_texts_is_resumed(folder, capsys):
     assert "perplexity" in json.loads(Path("texts/summary.json").read_text())["mean"]
 
 
+@pytest.mark.slow
 def test_a_run_on_an_own_store_says_what_is_known_of_it(folder, capsys):
     rng = np.random.default_rng(0)
     y = rng.integers(0, 2, (6, 8)).astype(np.int32)
@@ -533,6 +534,7 @@ def test_the_module_that_is_imported_is_that_of_the_current_folder(folder):
     assert sys.path.count(str(folder)) == 1
 
 
+@pytest.mark.slow
 def test_own_metrics_are_recorded_beside_those_of_the_library(tmp_path, monkeypatch, capsys):
     (tmp_path / "my_metrics.py").write_text(
         "import jax.numpy as jnp\n\n\ndef share(outputs, batch, real):\n    return jnp.where(real, 1.0, 0.0).mean()\n"

@@ -63,6 +63,7 @@ def clusters_by_loop(angles, threshold):
     return cluster
 
 
+@pytest.mark.slow_cases("False-3")
 @pytest.mark.parametrize(("by_label", "p"), [(True, 2), (False, 3)])
 def test_the_clusters_are_the_papers(by_label, p):
     for seed in range(3):
@@ -87,6 +88,7 @@ def test_the_clusters_are_the_papers(by_label, p):
             assert metrics["bytes_down"] == 10 * model
 
 
+@pytest.mark.slow_cases("absolute", "smallest")
 @pytest.mark.parametrize("measure", ["absolute", "smallest", "sum"])
 def test_each_measure_finds_separate_subspaces(measure):
     clients = clients_of(5, k=3)
@@ -95,6 +97,7 @@ def test_each_measure_finds_separate_subspaces(measure):
     assert adjusted_rand_score(state.cluster, np.arange(10) % 3) == 1
 
 
+@pytest.mark.slow
 def test_one_cluster_is_fedavg_and_as_many_as_clients_are_local_training():
     clients, key = clients_of(1), jax.random.key(4)
     start = {"init_params": jax.tree.map(np.asarray, TASK.init(jax.random.key(9)))}
@@ -112,6 +115,7 @@ def test_one_cluster_is_fedavg_and_as_many_as_clients_are_local_training():
     same(models(alone), models(jfcl.local_only(TASK, TWO, **start)))
 
 
+@pytest.mark.slow_cases("None")
 @pytest.mark.parametrize("personal", [None, lambda path: path.endswith("bias")])
 def test_newcomers_join_the_cluster_with_the_smallest_mean_angle(personal):
     clients, newcomers = clients_of(2, n=10), clients_of(2, n=6, m=11)

@@ -123,6 +123,7 @@ def test_clients_of_the_run_find_their_own_leaf(options):
     np.testing.assert_allclose(found.similarity, 1, atol=1e-5)  # their own updates are what they are compared with
 
 
+@pytest.mark.slow
 def test_hidden_updates_say_nothing_to_those_without_the_secret():
     state = run(privacy="rotation")
     wrong = jfcl.assign_newcomer(

@@ -136,6 +136,7 @@ def test_candidates_leave_no_rest_where_they_can():
     assert candidates(3, 4) == [jax.vmap]
 
 
+@pytest.mark.slow
 def test_a_plan_has_the_fastest_mapping_that_fits(on_cpu, monkeypatch):
     clients, ticks = problem()[0], []
     found = plan(make, clients, target="h100:2", other_bytes=1000, tick=lambda *step: ticks.append(step))

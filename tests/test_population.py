@@ -113,6 +113,7 @@ def test_models_of_clients_are_their_own_with_the_default_of_serve_too():
         population(chosen, **given)
 
 
+@pytest.mark.slow
 def test_cfl_splits_by_the_cohort_and_places_the_others_when_they_come():
     """Linear regressions of two clusters, a quarter of the clients on the device at a time."""
     from test_cfl import TASK, TRAINING, regression
@@ -455,6 +456,7 @@ def test_stratified_shares():
     assert make_sampler(RAGGED, 40, "stratified", strata)(np.random.default_rng(0)).tolist() == list(range(40))
 
 
+@pytest.mark.slow_cases("sizes0-5", "sizes1-2", "sizes2-10", "sizes4-40", "sizes5-3", "sizes6-7")
 @pytest.mark.parametrize(
     ("sizes", "count"),
     [([4] * 10, 5), ([10] * 4, 2), ([1, 13, 26], 10), ([10] * 4, 10), ([7, 11, 22], 40), ([40], 3), ([1] * 40, 7)],
@@ -475,7 +477,7 @@ def test_no_stratum_is_left_out_for_good(sizes, count):
 # ---- Stopping and going on -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow_cases("False-ditto")
+@pytest.mark.slow_cases("*-ditto", "True-ifca")
 @pytest.mark.parametrize("method", ["ifca", "local", "ditto"])
 @pytest.mark.parametrize("mapped", [False, True])
 def test_resuming_is_exact(method, mapped, tmp_path):

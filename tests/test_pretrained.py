@@ -104,7 +104,7 @@ def moved(task, params, seed=2):
 # Low-rank adapters.
 
 
-@pytest.mark.slow_cases("first")
+@pytest.mark.slow
 @pytest.mark.parametrize("which", ["first", "both"])
 def test_adapters_are_those_of_numpy(which):
     """The loss, and the gradient of the mean loss with respect to A, B and a bias, of the paper's equation."""
@@ -237,7 +237,7 @@ def test_frozen_is_training_with_a_learning_rate_of_zero(task):
     assert metrics["bytes_up"] == N * 4 * sum(x[0].size for x in jax.tree.leaves(rest)), "what is trained is sent"
 
 
-@pytest.mark.slow_cases("attribute")
+@pytest.mark.slow_cases("argument", "attribute")
 @pytest.mark.parametrize(
     "task",
     [NORMAL, *(jfcl.models.classification(net, (D,), C) for net in (Called(), Nnx, CalledNnx))],
@@ -270,6 +270,7 @@ METHODS = {
 AXES = (jfcl.sharded(CPU), jfcl.chunked(1), jax.vmap)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.slow if name != "fedper" else ()) for name in METHODS]
 )
@@ -384,6 +385,7 @@ def test_programs_share_large_arrays():
 # Cached features.
 
 
+@pytest.mark.slow
 def test_a_linear_model_of_features_is_the_last_layer():
     clients, params = data(), pretrained(NORMAL)
     features = jfcl.models.cache_features(NORMAL, params, clients, batch_size=7)
@@ -511,7 +513,7 @@ class Decoder(nn.Module):
         return decoded if self.last else nn.Dense(4)(jnp.concatenate([hidden, decoded], axis=1))
 
 
-@pytest.mark.slow_cases("apply-True")
+@pytest.mark.slow_cases("apply-*")
 @pytest.mark.parametrize("last", [True, False])
 @pytest.mark.parametrize("first", ["apply", "represent"])
 def test_adapters_of_a_kernel_with_a_second_use_are_summed(last, first):

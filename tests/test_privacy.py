@@ -139,6 +139,7 @@ def test_is_dp_fedavg_and_adaptive_clipping_in_numpy(num_clusters, cohort, dp):
     assert (unreleased > 0) == (num_clusters > 1)  # a small cluster keeps its model
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [pytest.param("fedavg", marks=pytest.mark.slow), "ifca"])
 def test_without_noise_and_with_a_large_norm_it_is_the_plain_method(name):
     clients = regression()
@@ -168,6 +169,7 @@ def test_a_clipped_update_has_at_most_that_norm_and_its_direction(values, clip):
     assert bool(inside) == (norm <= clip) or math.isclose(norm, clip, rel_tol=1e-5)
 
 
+@pytest.mark.slow_cases("8e+37-clipped0")
 @pytest.mark.parametrize("clip", [privacy.clipped, CLIPPED])
 @pytest.mark.parametrize("largest", [8e37, 9e37, 3.4e38])
 def test_the_largest_updates_are_clipped(largest, clip):

@@ -94,6 +94,7 @@ def test_free_memory_of_a_device(monkeypatch, stats, free):
     assert memory.free_memory() == free
 
 
+@pytest.mark.slow
 def test_needed_memory_grows_with_the_clients_at_once():
     task = jfcl.models.classification(jfcl.models.MLP(10), (64,), 10)
     clients = jfcl.Clients({"x": np.zeros((64, 8, 64), np.float32), "y": np.zeros((64, 8), np.int32)}, np.full(64, 8))
@@ -109,6 +110,7 @@ def test_needed_memory_grows_with_the_clients_at_once():
 MEDIAN = pytest.param({"aggregator": kernels.coordinate_median}, id="keeps all updates", marks=pytest.mark.slow)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [pytest.param({}, id="sums"), MEDIAN])
 def test_memory_of_updates_that_are_kept_is_asked_for_one_client_at_a_time(monkeypatch, options):
     """30 clients of a model of 0.2 MB: a mean needs room for a few, a median for the updates of all."""

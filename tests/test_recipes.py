@@ -306,6 +306,7 @@ def test_figure_3_of_ifca(tmp_path, reading, monkeypatch):
     assert kept == 2 and json.loads((tmp_path / "a-100-100-0.json").read_text())["cells"] == [[0.05, 0.1], [2.0, 0.1]]
 
 
+@pytest.mark.slow
 def test_ditto_of_the_authors_code():
     """`m ← β m + g(v)`, `v ← v − η (m + λ (v − w))` with the initial `w`, on `½ (x + b − y)²` with x = 0."""
     task = models.task(lambda key: {"b": jnp.float32(0.3)}, lambda p, x: x + p["b"], kind="regression", half=True)

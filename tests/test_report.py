@@ -462,6 +462,7 @@ def test_a_summary_without_its_entries_is_a_sentence(copy):
                 read(copy / "cfl")
 
 
+@pytest.mark.slow_cases("of another run")
 @pytest.mark.parametrize("how", ["missing", "of another run"])
 def test_a_picture_that_the_run_did_not_leave_is_drawn_again(how, copy):
     file, shown = copy / "cfl" / "plots" / "accuracy.png", page_of(copy / "cfl").png("accuracy")
@@ -701,6 +702,7 @@ def test_pictures_of_any_width_are_drawn():
     assert picture.width < 2**16
 
 
+@pytest.mark.slow_cases("a.pdf-%PDF")
 @pytest.mark.parametrize(("name", "begins"), [("a.png", b"\x89PNG"), ("a.pdf", b"%PDF"), ("a.svg", b"<?xml")])
 def test_plots_are_saved_in_the_format_of_their_name(name, begins, tmp_path):
     assert plots.save(Figure(), tmp_path / name).read_bytes().startswith(begins)

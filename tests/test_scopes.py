@@ -132,7 +132,7 @@ def test_methods_are_their_loops(make, task, personal, head_steps):
     assert metrics["client_steps"] == N * (STEPS + (head_steps or 0))
 
 
-@pytest.mark.slow_cases("flhc")
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["one_shot", "flhc"])
 def test_personal_parameters_are_not_sent_before_the_clustering(method):
     """With one cluster. One-shot: two rounds alone, then means. FL+HC: two rounds of FedRep, then an update of each."""

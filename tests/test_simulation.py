@@ -105,6 +105,7 @@ def test_rounds_of_a_start_count(algorithm, before, tmp_path):
     assert [row["round"] for row in more.records] == [1, 2]
 
 
+@pytest.mark.slow
 def test_evaluation_and_seeds_change_nothing():
     often, rarely = sim(), sim(eval_every=4)
     assert equal(often.state, rarely.state)

@@ -177,6 +177,7 @@ def test_one_model_is_fedavg():
         jax.tree.map(partial(np.testing.assert_allclose, atol=1e-5), algorithm.serve(state, None).models, one.params)
 
 
+@pytest.mark.slow
 def test_equal_starts_are_fedavg_with_a_smaller_step():
     data, start = clients(), TASK.init(jax.random.key(9))
     algorithm = jfcl.fedem(TASK, TRAINING, num_clusters=K, init_params=start)
@@ -203,6 +204,7 @@ MALICIOUS = jfcl.Adversary(jfcl.attacks.UPDATE_ATTACKS["nan"](), np.arange(N) ==
 DP = {"dp": jfcl.privacy.GaussianDP(clip=1.0, noise=0.1), "weights": "equal"}
 
 
+@pytest.mark.slow_cases("attack on FedRC", "attack on FedSoft", "privacy")
 @pytest.mark.parametrize(
     ("make", "options"),
     [
@@ -268,6 +270,7 @@ def rows(tree, count):
     return [float64(jax.tree.map(lambda p, i=i: p[i], tree)) for i in range(count)]
 
 
+@pytest.mark.slow_cases("{'selection': 3}", "{}")
 @pytest.mark.parametrize("options", [{}, {"estimate_every": 2, "weights": "equal"}, {"selection": 3}], ids=str)
 def test_a_round_of_fedsoft_is_that_of_the_papers_equations(options):
     data, lam = clients(), 0.4
@@ -351,6 +354,7 @@ METHODS = {
 }
 
 
+@pytest.mark.slow_cases("fedem", "fedsoft")
 @pytest.mark.parametrize("name", METHODS)
 def test_a_run_resumes_bit_for_bit(name, tmp_path):
     options = {
@@ -369,6 +373,7 @@ def test_a_run_resumes_bit_for_bit(name, tmp_path):
     assert whole.records == parts.records
 
 
+@pytest.mark.slow_cases("fedrc", "fedsoft")
 @pytest.mark.parametrize("name", METHODS)
 def test_a_population_of_all_clients_is_the_simulation(name):
     data = clients()

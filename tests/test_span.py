@@ -96,7 +96,9 @@ def assert_close(got, want, tolerance=2e-5):
         np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance, err_msg=jax.tree_util.keystr(path))
 
 
-@pytest.mark.slow_cases("{'num_epochs': 3, 'batch_size': 3}", "{'num_steps': 1}", "{'num_steps': 7, 'batch_size': 3}")
+@pytest.mark.slow_cases(
+    "{'num_epochs': 3, 'batch_size': 3}", "{'num_steps': 1}", "{'num_steps': 6}", "{'num_steps': 7, 'batch_size': 3}"
+)
 @pytest.mark.parametrize(
     "options",
     [
@@ -265,7 +267,7 @@ def mix_inputs(updates, params):
     return jax.tree.map(lambda g: g - g.mean(axis=0, keepdims=True) if g.ndim == 2 else g, updates)
 
 
-@pytest.mark.slow_cases("adaptive", "lars", "noise", "norm 1e3")
+@pytest.mark.slow_cases("adaptive", "lars", "noise", "norm 1e-3", "norm 1e3", "radam")
 @pytest.mark.parametrize(
     "optimizer",
     [

@@ -89,6 +89,7 @@ class Loop:
         return len(new), merged
 
 
+@pytest.mark.slow_cases("*-4", "0.3-0.0-None")
 @pytest.mark.parametrize("cohort", [None, 4])
 @pytest.mark.parametrize(("threshold", "spread"), [(0.3, 0.0), (0.8, 1.5)])
 def test_a_round_is_the_papers(threshold, spread, cohort):
@@ -119,6 +120,7 @@ def test_a_round_is_the_papers(threshold, spread, cohort):
             assert metrics["client_steps"] == 4 * len(rows) + SEE * new
 
 
+@pytest.mark.slow
 def test_one_cluster_is_fedavg_and_no_merging_is_local_training():
     clients, key = regression(1), jax.random.key(2)
 
