@@ -21,7 +21,7 @@ import jfcl
 PAGES = Path(__file__).resolve().parent.parent / "methods"
 STYLES = {"oracle": (PALETTE[2], ":"), "fedavg": (PALETTE[1], "--"), "local": (PALETTE[4], "-."), "": (PALETTE[0], "-")}
 NAMES = {"oracle": "oracle", "fedavg": "FedAvg", "local": "local training"}
-BASELINES = {"byzantine_cfl": ["fedavg"], "fedbn": ["fedavg", "local"]}
+BASELINES = {"byzantine_cfl": ["fedavg"], "fedbn": ["fedavg", "local"], "stocfl": ["oracle", "fedavg"]}
 CAPTION = """\
 *Three seeds of the handwritten digits. Left: the mean over clients, with a band of a standard deviation over seeds.
 Right: the clients of the first seed at the end. The baselines run with the same flags.*"""
