@@ -12,6 +12,7 @@ from scipy.ndimage import rotate
 import jfcl
 from jfcl.core import check_clients, check_labels
 from jfcl.data import HETEROGENEITY, PARTITIONS, Dataset, build, generate_store, load, tokenize
+from jfcl.data.concepts import CONCEPTS
 from jfcl.data.heterogeneity import SELECTIVE
 from jfcl.data.pools import stratified_hold_out
 
@@ -42,12 +43,14 @@ def tags(clients, client=None):
 
 @pytest.mark.parametrize(
     ("heterogeneity", "partition"),  # a writer does not belong to one class
-    [(h, p) for h in HETEROGENEITY for p in PARTITIONS if p != "writer" or h not in SELECTIVE],
+    [(h, p) for h in HETEROGENEITY for p in PARTITIONS if (p != "writer" or h not in SELECTIVE) and h not in CONCEPTS],
 )
 def test_no_base_image_is_in_train_and_test(partition, heterogeneity):
     table = np.random.default_rng(0).uniform(0.5, 1, (7, CLASSES))
     options = {"pathological": {"labels_per_client": 1}, "distribution": {"distribution": table}}.get(partition, {})
-    clusters = 1 if heterogeneity == "none" and partition != "distribution" else 3
+    clusters = (
+        1 if heterogeneity == "none" and partition != "distribution" else 2 if heterogeneity == "swap_pairs" else 3
+    )
     for reuse, n_test, each in [("none", None, 4), ("cluster", 80, None), ("auto", None, None), ("auto", 80, 4)]:
         data = tagged(n_test=n_test)
         newcomers = 3 if partition != "writer" or n_test else None

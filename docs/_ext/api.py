@@ -53,6 +53,7 @@ SECTIONS = {
     },
     "jfcl.data": {
         "Federations": "build Federation load Dataset hold_out DATASETS HETEROGENEITY PARTITIONS",
+        "Drift": "drift_pattern Drift PATTERNS",
         "Your own data": "from_arrays from_frame read_rows from_torch from_huggingface from_tfds tokenize",
         "Populations": "ClientStore generate_store open_stores",
         "Partitions": "iid stratified by_label pathological dirichlet by_distribution power_law by_sizes by_writer",

@@ -9,13 +9,24 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jfcl.core import Clients, check, check_at_most_clients, check_choice, check_count, free_host_memory, padded_zeros
+from jfcl.core import (
+    Clients,
+    check,
+    check_at_most_clients,
+    check_choice,
+    check_count,
+    free_host_memory,
+    padded_zeros,
+    stack_clients,
+)
 from jfcl.data import pools
 from jfcl.data.dataset import Dataset
+from jfcl.data.drift import Drift, check_pattern, drift_pattern
 from jfcl.data.heterogeneity import RELABELLING, SELECTIVE
 from jfcl.data.partition import PARTITIONS, by_writer, iid
 
 Rows = list[np.ndarray]  # of each client the rows of its examples in a data set
+STEPS = 100  # a stream of random numbers beside those of `pools`
 
 
 class Federation(NamedTuple):
@@ -35,6 +46,8 @@ class Federation(NamedTuple):
       truth: the true models where they are known (`[K, d]` for the linear regressions), else `None`.
       writer, names: `[N]` int32 and list, the writer of every client and its name, where clients are writers.
       table: of a table, how it was read, for `jfcl.data.read_rows` (`Dataset.table`).
+      drift: of drifting data, a `jfcl.data.Drift`, else `None`. `train` then has the examples of all steps, with the
+        step of each in `"step"` `[N, M]`; `cluster` and `test` are those of the last step.
     """
 
     train: Clients
@@ -51,6 +64,7 @@ class Federation(NamedTuple):
     writer: np.ndarray | None = None
     names: list[Any] | None = None
     table: dict[str, Any] | None = None
+    drift: Drift | None = None
 
 
 def build(
@@ -70,10 +84,12 @@ def build(
     exponent: float = 1.0,
     min_size: int = 1,
     distribution: Any = None,
+    drift: str | np.ndarray | None = None,
+    drift_window: int | None = None,
     data_dir: str | None = None,
     rows: Callable[[int], slice] | None = None,
 ) -> Federation:
-    """Divides a data set among clients with known clusters. Client `i` is in cluster `i mod K`.
+    """Divides a data set among clients with known clusters. Client `i` is in cluster `i mod K`, unless clients drift.
 
     Args:
       dataset: a `Dataset`, or a name for `load(name, data_dir)`.
@@ -98,6 +114,11 @@ def build(
         `test`, never with `train`. With "writer" they are the writers of the official test split that are not in
         training.
       seed: at least 0; the result is a function of it and the other arguments.
+      drift: the cluster of each client at each step of time: the name of a pattern (see `jfcl.data.drift_pattern`), or
+        a matrix `[T, N]` of integers below `num_clusters`. A client's training examples are divided among the steps at
+        random, and transformed as those of its cluster at the step; its test examples stand for every cluster.
+        `jfcl.simulate` runs the steps one after another.
+      drift_window: the newest steps of which clients keep the examples; default: they keep all up to now.
       data_dir: of `load`, for a data set given by name.
       rows: the rows of the `N` clients to stack, for a process that holds only its own (`mapping.own_rows`): `train`
         and `test` then have those clients alone, with their ids.
@@ -110,7 +131,9 @@ def build(
 
     Raises:
       ValueError: an unknown name; more clusters than clients; several clusters that do not differ; too few examples;
-        labels out of range; NaN; a heterogeneity or partition the data set does not support.
+        labels out of range; NaN; a heterogeneity or partition the data set does not support; of a drift, another number
+        of clients or clusters than it has, a client with fewer examples than steps, clusters that select examples,
+        `reuse="cluster"`, newcomers.
 
     Example:
       >>> fed = build("digits", num_clients=40, num_clusters=4, heterogeneity="rotation")
@@ -130,13 +153,20 @@ def build(
     if num_clients is None:
         num_clients = len(pools.clients_of(split))
         check_at_most_clients("num_clusters", num_clusters, num_clients)
+    if drift is not None:
+        check(reuse != "cluster", "reuse", reuse, "none (or auto) with drift")
+        check(newcomer_examples is None, "newcomer_examples", newcomer_examples, "left out with drift")
+        accepted = "one that transforms examples: with drift clients keep those that they have"
+        check(heterogeneity not in SELECTIVE, "heterogeneity", heterogeneity, accepted)
+        pattern = _pattern(drift, num_clients, num_clusters, drift_window, seed)
+    check(drift is not None or drift_window is None, "drift_window", drift_window, "left out without drift")
     needed, free = num_clients * (dataset.train["x"][:1].nbytes + 256), free_host_memory()  # 256: for its list of rows
     accepted = f"at most what memory holds, of which {free / 1e9:.1f} GB are free; use fewer clients, or generate_store"
     check(needed < free, "num_clients", num_clients, accepted)
 
     # Which client has which rows of the data set.
     cluster = (np.arange(num_clients) % num_clusters).astype(np.int32)
-    train, test = _divided(split, cluster, reuse)
+    train, test = _divided(split, cluster, reuse if drift is None else "none")
     new, new_cluster, new_examples = [], None, None
     if newcomer_examples is not None:
         new, new_cluster, new_examples = _newcomers(split, newcomer_examples)
@@ -151,9 +181,21 @@ def build(
         f" ({heterogeneity}), {split.tested_on}{split.left_out and f'; left out: {split.left_out}'}"
     )
     settings = [dataset.name, heterogeneity, num_clusters, seed, *_beyond_rows(dataset, heterogeneity)]
+    if drift is None:
+        steps, of_train = None, _stacked(train, cluster, transform, dataset.train, here)
+        of_test = _stacked(test, cluster, transform, split.test.examples, here)
+    else:
+        train, of_train = _in_steps(train, pattern, transform, dataset.train, here, seed)
+        each = [np.full(num_clients, k, np.int32) for k in range(num_clusters)]
+        each = [_stacked(test, cluster, transform, split.test.examples, here) for cluster in each]
+        stacked = jax.tree.map(lambda *leaves: np.stack(leaves), *(part.examples for part in each))
+        steps = Drift(pattern, each[0]._replace(examples=stacked), drift_window)
+        of_test, cluster = steps.tests(len(pattern) - 1), pattern[-1]
+        description += f", drift in {len(pattern)} steps"
+        settings += [pattern.tolist(), drift_window]
     return Federation(
-        train=_stacked(train, cluster, transform, dataset.train, here),
-        test=_stacked(test, cluster, transform, split.test.examples, here),
+        train=of_train,
+        test=of_test,
         cluster=cluster,
         num_clusters=num_clusters,
         num_classes=dataset.num_classes,
@@ -165,7 +207,44 @@ def build(
         writer=writer,
         names=[dataset.writer_names[i] for i in writer] if named else None,
         table=dataset.table,
+        drift=steps,
     )
+
+
+def _pattern(drift: Any, num_clients: int, num_clusters: int, window: int | None, seed: int) -> np.ndarray:
+    """Returns the pattern `[T, N]` of a drift; `ValueError` as from `drift_pattern`, and for a window out of range."""
+    if isinstance(drift, str):
+        drift = drift_pattern(drift, num_clients, num_clusters=num_clusters, seed=seed)
+    pattern = check_pattern(drift, num_clients, num_clusters)
+    if window is not None:
+        check_count("drift_window", window)
+    return pattern
+
+
+def _in_steps(
+    rows: Rows, pattern: np.ndarray, transform: Callable, examples: pools.Examples, here: slice, seed: int
+) -> tuple[Rows, Clients]:
+    """Divides each client's `rows` among the steps of `pattern` at random.
+
+    Returns:
+      The rows in the order of their steps; `Clients` `here` with `"step"`, transformed by the cluster at the step.
+    """
+    count, least = len(pattern), min(map(len, rows))
+    check(least >= count, "the examples of a client", least, f"at least {count}, one for each step of the drift")
+    check("step" not in examples, "dataset", sorted(examples), "without an array 'step', which drift adds")
+    rows = [np.random.default_rng((seed, STEPS, i)).permutation(part) for i, part in enumerate(rows)]
+
+    def client(i: int) -> pools.Examples:
+        parts = enumerate(np.array_split(rows[i], count))
+        parts = [
+            transform(pools.take(examples, p), int(pattern[t, i])) | {"step": np.full(len(p), t)} for t, p in parts
+        ]
+        return jax.tree.map(lambda *leaves: np.concatenate(leaves), *parts)
+
+    ids = range(len(rows))[here]
+    clients = stack_clients([client(i) for i in ids], pad_to=max(map(len, rows)))
+    clients.examples["step"] = clients.examples["step"].astype(np.int32)
+    return rows, clients._replace(id=None if len(ids) == len(rows) else np.array(ids, np.int32))
 
 
 def _divided(split: pools.Split, cluster: np.ndarray, reuse: str) -> tuple[Rows, Rows]:

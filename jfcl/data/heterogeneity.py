@@ -11,12 +11,14 @@ from __future__ import annotations
 
 import itertools
 import math
+from functools import partial
 
 import jax
 import numpy as np
 
 from jfcl.core import check
 from jfcl.core.checks import in_plane
+from jfcl.data.concepts import CONCEPTS, concept
 
 
 def _check_at_most(num_clusters: int, most: int, of: str) -> None:
@@ -113,6 +115,22 @@ def label_permutation(x, y, cluster, num_clusters, num_classes, seed=0):
     return x, label_permutations(num_clusters, num_classes, seed)[cluster][y]
 
 
+def swap_pairs(x, y, cluster, num_clusters, num_classes, seed=0):
+    """Exchanges the labels `2 k - 1` and `2 k` in cluster `k`, and none in cluster 0.
+
+    Source: FedDrift, section 5 (MNIST-2, MNIST-4); FedCCFA.
+
+    Example:
+      >>> swap_pairs(np.zeros(3), np.int32([1, 3, 4]), 2, 3, 10)[1].tolist()
+      [1, 4, 3]
+    """
+    _check_at_most(num_clusters, (num_classes + 1) // 2, f"pairs among {num_classes} labels, and none")
+    table = np.arange(num_classes, dtype=np.int32)
+    if cluster > 0:
+        table[[2 * cluster - 1, 2 * cluster]] = 2 * cluster, 2 * cluster - 1
+    return x, table[y]
+
+
 def private_label(x, y, cluster, num_clusters, num_classes, seed=0):
     """Renames label `c` to `(c + k) mod num_classes` in cluster `k`; all clusters differ, as `K <= num_classes`.
 
@@ -160,11 +178,13 @@ HETEROGENEITY = {
     "rotation": (rotation, "images turned by 360 k / K degrees"),
     "label_swap": (label_swap, "two labels exchanged, another pair in every cluster"),
     "label_permutation": (label_permutation, "all labels renamed by a random permutation"),
+    "swap_pairs": (swap_pairs, "labels 2 k - 1 and 2 k exchanged, none in cluster 0"),
     "private_label": (private_label, "label c renamed to (c + k) mod C"),
     "class": (by_class, "every cluster has its own labels"),
     "topic": (by_topic, "every cluster has one label (topic)"),
+    **{name: (partial(concept, name), f"of data set {name}: another rule for its labels") for name in CONCEPTS},
 }
 # These select examples instead of transforming them.
 SELECTIVE = ("class", "topic")
 OF_PLANE = ("rotation",)  # these move images, and the maps beside them
-RELABELLING = ("label_swap", "label_permutation", "private_label")  # by the number of classes
+RELABELLING = ("label_swap", "label_permutation", "swap_pairs", "private_label")  # by the number of classes

@@ -17,6 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from jfcl.core import check, free_host_memory
+from jfcl.data.concepts import CONCEPTS, points
 from jfcl.data.dataset import Dataset
 from jfcl.data.images import unit
 from jfcl.data.tfds_source import load_tfds
@@ -50,7 +51,7 @@ def load(name: str, data_dir: str | os.PathLike | None = None) -> Dataset:
         return load_tfds(_IN_TFDS.get(name, name), data_dir, known=DATASETS, official=official)._replace(name=name)
     accepted = f"a folder (or JFCL_DATA_DIR) with {' and '.join(f'{f}/' for f in folders)}, since {name!r} is read from"
     how = "; ".join(_HOW[f] for f in folders if f in _HOW)
-    check(data_dir is not None or name == "digits", "data_dir", data_dir, f"{accepted} official files only: {how}")
+    check(data_dir is not None or name in _NO_FILES, "data_dir", data_dir, f"{accepted} official files only: {how}")
     loader, description = DATASETS[name]
     return loader(None if data_dir is None else Path(data_dir))._replace(name=name, description=description)
 
@@ -63,6 +64,10 @@ def _digits(data_dir) -> Dataset:
     images, labels = _digits_file()
     x = (images / 16).astype(np.float32).reshape(-1, 8, 8, 1)
     return _dataset({"x": x, "y": labels.astype(np.int32)}, None, 10)
+
+
+def _points(data_dir, name: str) -> Dataset:
+    return _dataset(points(name, 50_000, 0), points(name, 10_000, 1), 2)
 
 
 @functools.cache
@@ -183,6 +188,11 @@ def _tiny_shakespeare(data_dir) -> Dataset:
     return _dataset(train, None, None, writer)._replace(writer_names=names, tokens="characters")
 
 
+_SYNTHETIC = {
+    "sea": "60,000 points of the cube [0, 10]^3, x1 + x2 at most 9, 8, 7 or 9.5, 10 % of the labels wrong",
+    "sine": "60,000 points of the unit square, below a sine or above it",
+    "circle": "60,000 points of the unit square, outside one circle or another",
+}
 DATASETS = {
     "digits": (_digits, "1,797 handwritten digits, 8x8, embedded in scikit-learn"),
     "mnist": (_mnist, "70,000 handwritten digits, 28x28"),
@@ -193,7 +203,9 @@ DATASETS = {
     "cifar10": (_cifar10, "60,000 colour photographs, 32x32, 10 kinds"),
     "ag_news": (_ag_news, "news of 4 topics, as text (see jfcl.data.tokenize)"),
     "tiny_shakespeare": (_tiny_shakespeare, "40,000 lines of plays, by speaker, as characters (char-rnn's file)"),
+    **{name: (functools.partial(_points, name=name), about) for name, about in _SYNTHETIC.items()},
 }
+_NO_FILES = ("digits", *CONCEPTS)
 # Without a data directory: names in TFDS, and the folders of data sets that are not in it.
 _IN_TFDS = {"mnist": "mnist", "fashion_mnist": "fashion_mnist", "cifar10": "cifar10", "ag_news": "ag_news_subset"}
 _FOLDERS = {"ag_news": ["ag_news_csv"], "mnist_writers": ["mnist", "qmnist_writers"]}  # where it is not the name
