@@ -1,10 +1,17 @@
 """Drift: patterns, data by steps, runs in phases."""
 
+import jax
 import numpy as np
+import optax
 import pytest
+from test_methods import KIND, factory
 
+import jfcl
+import jfcl.experiments
 from jfcl.core import check_clients, check_labels
-from jfcl.data import PATTERNS, build, drift_pattern, generate_store, load
+from jfcl.data import PATTERNS, Dataset, build, drift_pattern, generate_store, load
+from jfcl.methods import METHODS
+from jfcl.testing import problem
 
 # ---------------------------------------------------------------------------------------------------------------
 # Data.
@@ -147,3 +154,129 @@ def test_concepts_refuse_other_data(tmp_path):
         build("digits", num_clients=9, num_clusters=6, heterogeneity="swap_pairs")
     generate_store(tmp_path / "store", "sea", num_clients=5, examples_per_client=9, num_clusters=4, heterogeneity="sea")
     assert PATTERNS.keys() >= {"A", "F", "R", "Y", "sudden", "swap"}
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Runs.
+
+TRAINING = jfcl.local_training(optax.sgd(0.3), num_steps=2)
+PATTERN = np.array([[0, 0, 0, 1], [0, 0, 0, 1], [1, 0, 0, 1]])
+
+
+def task_and_data(window=None):
+    options = {"heterogeneity": "sine", "examples_per_client": 30, "drift": PATTERN, "drift_window": window}
+    fed = build("sine", num_clients=4, num_clusters=2, **options)
+    return jfcl.models.classification(jfcl.models.Linear(2), (2,), 2), fed
+
+
+def run(make, fed, num_rounds=7, **options):
+    return jfcl.simulate(make, fed, key=jax.random.key(3), num_rounds=num_rounds, **options)
+
+
+@pytest.mark.parametrize("window", [None, 1])
+def test_a_run_is_that_of_its_steps_one_after_another(window):
+    """The steps of 7 rounds are 2, 2 and 3; the oracle calls `step` in a plain loop and evaluates in NumPy."""
+    task, fed = task_and_data(window)
+    algorithm = jfcl.ifca(task, TRAINING, num_clusters=2)
+    history = run(algorithm, fed, serve="state", eval_every=2)
+    assert fed.drift.ends(7) == [2, 4, 7]
+    state, state_of = algorithm.init(jax.random.fold_in(jax.random.key(3), 0), fed.drift.clients(fed.train, 0)), {}
+    for t, step in enumerate([0, 0, 1, 1, 2, 2, 2], 1):
+        clients = fed.drift.clients(fed.train, step)
+        state, _ = jax.jit(algorithm.step)(jax.random.fold_in(jax.random.key(3), t), state, clients)
+        state_of[t] = state
+
+    def accuracy(state, tests):
+        each = []
+        for i, k in enumerate(np.asarray(state.cluster)):
+            model = jax.tree.map(lambda p, k=k: np.asarray(p[k], np.float64), state.params)["Dense_0"]
+            x, y = (tests.examples[of][i, : tests.size[i]] for of in ("x", "y"))
+            each.append(np.mean(np.argmax(x @ model["kernel"] + model["bias"], axis=1) == y))
+        return np.array(each)
+
+    evaluated = [(r["round"], r["step"], r["changed"]) for r in history.records]
+    assert evaluated == [(2, 0, 0), (4, 1, 0), (6, 2, 1), (7, 2, 1)]
+    for record in history.records:
+        t, step = record["round"], record["step"]
+        now, after = (accuracy(state_of[t], fed.drift.tests(s)) for s in (step, step + 1))
+        np.testing.assert_allclose(record["accuracy"], now.mean(), atol=1e-6)
+        np.testing.assert_allclose(record["next_accuracy"], after.mean(), atol=1e-6)
+        stays = PATTERN[step] == PATTERN[min(step + 1, 2)]
+        np.testing.assert_allclose(record["next_stable_accuracy"], after[stays].mean(), atol=1e-6)
+        found = jfcl.cluster_recovery(np.asarray(state_of[t].cluster), PATTERN[step])
+        assert record["adjusted_rand"] == found["adjusted_rand"]
+    assert history.clients["examples"].tolist() == [[30 if window is None else 10] * 4]
+    np.testing.assert_array_equal(history.clients["accuracy"][0], accuracy(state, fed.test).astype(np.float32))
+
+
+@pytest.mark.slow_cases("1", "6")
+@pytest.mark.parametrize("done", [1, 2, 3, 6])
+def test_a_run_that_is_killed_in_any_step_goes_on_bit_for_bit(tmp_path, done):
+    task, fed = task_and_data(window=2)
+    algorithm = jfcl.ifca(task, TRAINING, num_clusters=2)
+    whole = run(algorithm, fed)
+    part = run(algorithm, fed, out=tmp_path, stop_after=done)
+    assert part.records == whole.records[:done]
+    history = run(algorithm, fed, out=tmp_path, resume=True)
+    assert history.records == whole.records
+    for a, b in zip(jax.tree.leaves(history.state), jax.tree.leaves(whole.state), strict=True):
+        np.testing.assert_array_equal(a, b)
+    for name, values in history.clients.items():
+        np.testing.assert_array_equal(values, whole.clients[name])
+    summary, records = jfcl.experiments.read_run(tmp_path)
+    assert records == whole.records
+    assert summary["drift"]["per_seed"][0]["round"] == [2, 4, 7] and len(summary["drift"]["mean"]) == 4
+    with pytest.raises(ValueError, match="schedule_rounds: it has 7, asked for 9"):
+        run(algorithm, fed, num_rounds=9, out=tmp_path, resume=True)
+
+
+QUICK = ("fedem", "oracle", "pacfl")
+OTHERS = [pytest.param(name, marks=pytest.mark.slow) for name in METHODS if name not in QUICK]
+
+
+@pytest.mark.parametrize("name", [*QUICK, *OTHERS])
+def test_every_method_runs_on_drifting_data(name):
+    rng, kind = np.random.default_rng(0), KIND.get(name, "classification")
+    x = rng.normal(size=(300, 4)).astype(np.float32)
+    points = Dataset("points", {"x": x, "y": (x[:, 0] > x[:, 1]).astype(np.int32)}, None, 2, None, "")
+    pattern = np.array([[0, 1, 0, 1, 0, 1, 1], [1, 1, 0, 0, 0, 1, 1]])
+    fed = build(points, num_clients=7, num_clusters=2, heterogeneity="private_label", drift=pattern)
+    *_, task, training = problem(kind)
+    history = run(factory(name)(task, training), fed, num_rounds=4)
+    first = METHODS[name].make is jfcl.hypcluster and 2  # the rounds of its start
+    assert [r["step"] for r in history.records[-4:]] == [0, 0, 1, 1] and history.rounds == 4 + first
+    assert all(np.isfinite(r["loss"]) and 0 <= r["next_accuracy"] <= 1 for r in history.records)
+    assert history.records[-1]["changed"] == 2
+
+
+def test_the_oracle_follows_the_clusters():
+    task, fed = task_and_data(window=1)
+    algorithm = jfcl.oracle(task, TRAINING, cluster=fed.drift.cluster)
+    history = run(algorithm, fed)
+    assert [r["adjusted_rand"] for r in history.records] == [1.0] * 7
+    assert [r["cluster"] for r in history.records] == PATTERN[[0, 0, 1, 1, 2, 2, 2]].tolist()
+    with pytest.raises(ValueError, match="clients must be with the array 'step' of drifting data"):
+        jfcl.simulate(algorithm, fed.test, key=jax.random.key(0), num_rounds=1)
+
+
+def test_results_over_time():
+    accuracy = [0.8, 0.9, 0.5, 0.84, 0.86, 0.7, 0.8, 0.83, 0.84]
+    steps = [0, 0, 1, 1, 1, 2, 2, 3, 3]
+    changed = {0: 0, 1: 3, 2: 0, 3: 1}
+    records = [
+        {"round": 10 * t, "step": s, "changed": changed[s], "accuracy": a, "next_accuracy": a / 2}
+        for t, (s, a) in enumerate(zip(steps, accuracy, strict=True), 1)
+    ]
+    found = jfcl.metrics.drift_results(records)
+    assert found["round"] == [20, 50, 70, 90] and found["next_accuracy"] == [0.45, 0.43, 0.4, 0.42]
+    assert found["recovery"] == [None, 30, None, 10]  # 0.95 * 0.9 = 0.855 in round 50; 0.76 in round 80
+    assert jfcl.metrics.drift_results(records[:3])["recovery"] == [None, None]
+
+
+def test_runs_refuse_what_does_not_fit_drift():
+    task, fed = task_and_data()
+    algorithm = jfcl.fedavg(task, TRAINING)
+    with pytest.raises(ValueError, match="num_rounds must be at least 3, one for each step of the drift, got 2"):
+        run(algorithm, fed, num_rounds=2)
+    with pytest.raises(ValueError, match="test_clients must be left out with drift"):
+        run(algorithm, fed, test_clients=fed.test)

@@ -253,7 +253,7 @@ def test_every_other_entry_of_a_record_is_such_a_name():
     shape = jax.eval_shape(FEDAVG.step, KEYS[0], jax.eval_shape(FEDAVG.init, KEYS[0], CLIENTS), CLIENTS)[1]
     others = {name for name in history.records[-1] if not name.startswith(evaluation.OF_NEWCOMERS)} - set(shape)
     names = set(evaluation.OF_RECORDS) | {"loss"}  # that of the test examples, in the place of the method's
-    assert others <= names and names - others == {"excluded", "perplexity", "loss", "clients"}
+    assert others <= names and names - others == {"excluded", "perplexity", "loss", "clients", "step", "changed"}
 
 
 def test_the_accuracy_of_newcomers_is_a_note_on_the_table(tmp_path):

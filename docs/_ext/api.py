@@ -68,6 +68,7 @@ SECTIONS = {
     "jfcl.metrics": {
         "Of outputs": "macro_f1 auc calibration_error confusion_matrix",
         "Of clusters": "contingency rounds_to_recovery",
+        "Of drift": "drift_results",
         "Of clients and seeds": "summarize deviation",
     },
     "jfcl.plots": {

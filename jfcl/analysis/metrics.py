@@ -8,6 +8,7 @@ is NumPy on the host.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
@@ -21,11 +22,12 @@ from jfcl.mapping.jitted import jitted
 from jfcl.training.losses import blank_padding, masked_mean, under_all
 
 __all__ = ["auc", "calibration_error", "check_metrics", "cluster_recovery", "confusion_matrix", "contingency"]
-__all__ += ["deviation", "evaluate", "macro_f1", "rounds_to_recovery", "summarize"]
+__all__ += ["deviation", "drift_results", "evaluate", "macro_f1", "rounds_to_recovery", "summarize"]
 
 Metric = Callable[[jax.Array, Batch, jax.Array], jax.Array]
 OWN_NAMES = ("loss", "accuracy", "perplexity", "cluster", "found", "model", "num_models", "examples", "id")
 BINS = 15  # of equal width, of the probability of the predicted class
+BACK = 0.95  # of the accuracy before a change; with it the run has recovered from the change
 FOUND = 0.99  # the share of clients in the right cluster from which on the clusters count as found
 
 
@@ -268,6 +270,36 @@ def rounds_to_recovery(rounds: list[int], cluster_accuracy: list[float], *, leve
     below = [i for i, accuracy in enumerate(cluster_accuracy) if accuracy < level]
     stable = rounds[below[-1] + 1 :] if below else rounds
     return stable[0] if stable else None
+
+
+def drift_results(records: Sequence[dict]) -> dict[str, list]:
+    """Returns the course of one seed's run on drifting data, by steps of time.
+
+    Args:
+      records: those of one seed, as in `History.records`, of classification.
+
+    Returns:
+      Lists with an entry for each step that has ended or goes on, of its last evaluated round: `round`; `changed`, the
+      number of clients whose cluster changed when the step began; `accuracy`; `adjusted_rand`; `next_accuracy`, that of
+      the same models on the tests of the next step, before they adapt; `next_stable_accuracy`, that of the clients
+      whose cluster stays. And `recovery`: after a change, the rounds until the accuracy is at least 95 % of the last
+      one before it; None for a step without a change, and where the accuracy does not come back.
+
+    Example:
+      >>> accuracies = [(1, 0, 0.9), (2, 0, 1.0), (3, 1, 0.5), (4, 1, 0.7), (5, 2, 0.96)]
+      >>> records = [{"round": t, "step": s, "changed": int(s == 1), "accuracy": a} for t, s, a in accuracies]
+      >>> drift_results(records)["accuracy"], drift_results(records)["recovery"]
+      ([1.0, 0.7, 0.96], [None, 3, None])
+    """
+    last = list({record["step"]: record for record in records}.values())
+    names = ("round", "changed", "accuracy", "adjusted_rand", "next_accuracy", "next_stable_accuracy")
+    results = {name: [record.get(name) for record in last] for name in names}
+    results["recovery"] = [None] * len(last)
+    for i, (before, step) in enumerate(itertools.pairwise(last), 1):
+        later = (r for r in records if r["round"] > before["round"] and r["accuracy"] >= BACK * before["accuracy"])
+        back = next(later, None) if step["changed"] else None
+        results["recovery"][i] = None if back is None else back["round"] - before["round"]
+    return results
 
 
 # ---------------------------------------------------------------------------------------------------------------

@@ -31,6 +31,7 @@ from jfcl.core.clients import (
     client_shapes,
     mask,
     max_examples,
+    newest_step,
     num_clients,
     random_order,
     server_key,

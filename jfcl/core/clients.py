@@ -45,6 +45,21 @@ def mask(clients: Clients) -> jax.Array:
     return jnp.arange(max_examples(clients))[None, :] < jnp.asarray(clients.size)[:, None]
 
 
+def newest_step(clients: Clients) -> jax.Array:
+    """Returns `[]` int32, the newest step of time among the real examples of drifting data (see `jfcl.data.Drift`).
+
+    Raises:
+      ValueError: data without the array `"step"`.
+
+    Example:
+      >>> newest_step(Clients({"step": np.int32([[0, 1, 2], [0, 0, 0]])}, np.int32([2, 1]))).tolist()
+      1
+    """
+    steps = clients.examples.get("step") if isinstance(clients.examples, dict) else None
+    check(steps is not None, "clients", list(clients.examples), "with the array 'step' of drifting data")
+    return jnp.where(mask(clients), jnp.asarray(steps, jnp.int32), jnp.int32(0)).max()
+
+
 def client_keys(key: jax.Array, clients: Clients) -> jax.Array:
     """Returns `[N]` keys, one per client: functions of `key` and the client's id, not of its row, chunk or device."""
     return jax.vmap(jax.random.fold_in, in_axes=(None, 0))(key, client_ids(clients))

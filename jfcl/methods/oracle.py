@@ -8,7 +8,7 @@ from typing import Unpack
 import jax.numpy as jnp
 import numpy as np
 
-from jfcl.core import Algorithm, Task, check, client_ids, is_concrete, num_clients
+from jfcl.core import Algorithm, Task, check, client_ids, is_concrete, newest_step, num_clients
 from jfcl.methods.averaging import Averaging, averaging
 from jfcl.methods.options import AVERAGING, SCOPES, Options, factory
 from jfcl.robust.aggregate import check_entries, in_turn
@@ -23,14 +23,17 @@ def oracle(
 
     Args:
       task, training: as in `jfcl.fedavg`.
-      cluster: `[N]` integers in `0..K-1`, the true cluster of every client (where clients have ids: of id `i`).
+      cluster: `[N]` integers in `0..K-1`, the true cluster of every client (where clients have ids: of id `i`). For
+        drifting data `[T, N]`, at every step of time (`jfcl.data.Drift.cluster`): a client trains the model of its
+        present cluster on all examples that it holds, which are of that cluster alone with `drift_window=1`.
       num_clusters: `K`; default: the largest of `cluster` plus one.
 
     Returns:
       `Algorithm` with an `AveragingState` of `K` models. Cost of a round: that of FedAvg.
 
     Raises:
-      ValueError: a `cluster` that is not `[N]` integers in `0..K-1`, and as in `jfcl.fedavg`.
+      ValueError: a `cluster` that is not `[N]` or `[T, N]` integers in `0..K-1`; one by steps for data without any; and
+        as in `jfcl.fedavg`.
 
     Example:
       >>> import jax, jfcl, numpy as np, optax
@@ -45,18 +48,26 @@ def oracle(
     """
     if is_concrete(cluster):
         cluster = np.asarray(cluster)
-        check(cluster.ndim == 1 and cluster.dtype.kind in "iu", "cluster", cluster, "a vector of integers")
+        fits = cluster.ndim in (1, 2) and cluster.dtype.kind in "iu"
+        check(fits, "cluster", cluster, "a vector of integers, or a matrix [steps, clients]")
         num_clusters = int(cluster.max()) + 1 if num_clusters is None else num_clusters
         check(cluster.min() >= 0 and cluster.max() < num_clusters, "cluster", cluster, f"in 0..{num_clusters - 1}")
     cluster = jnp.asarray(cluster, jnp.int32)
 
     def start(params, clients):
         n = num_clients(clients)
-        fits = clients.id is not None or cluster.shape == (n,)
+        now = cluster if cluster.ndim == 1 else cluster[newest_step(clients)]
+        fits = clients.id is not None or now.shape == (n,)
         check(fits, "cluster", cluster.shape, f"of shape ({n},), one entry per client")
-        return cluster[jnp.minimum(client_ids(clients), len(cluster) - 1)]  # ids beyond it are padding clients
+        return now[jnp.minimum(client_ids(clients), len(now) - 1)]  # ids beyond it are padding clients
 
     algorithm = averaging(Averaging(task, training, num_clusters, start=start, **options))
+    if cluster.ndim == 2:
+        inside = algorithm.step
 
-    check_cluster = partial(check_entries, "cluster", cluster)
+        def step(key, state, clients):
+            return inside(key, state._replace(cluster=start(None, clients)), clients)
+
+        algorithm = algorithm._replace(step=step)
+    check_cluster = partial(check_entries, "cluster", cluster if cluster.ndim == 1 else cluster[0])
     return algorithm._replace(check=in_turn(algorithm.check, check_cluster))

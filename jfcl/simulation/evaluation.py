@@ -18,11 +18,11 @@ from jfcl.mapping.memory import in_lots
 SUMMED = ("bytes_up", "bytes_down", "client_steps", "nonfinite")  # of every method, beside its `Entries.sums`
 SERVE = ("loss", "state")
 MOST_SILENT = 100  # so many participants in a row without a finite update, or all clients: training has diverged
-# Entries of a record that are not metrics of the method; so are those that begin with OF_NEWCOMERS.
+# Entries of a record that are not metrics of the method; so are those that begin with OF_NEWCOMERS or OF_NEXT.
 OF_RECORDS = ("seed", "round", "train_loss", "clusters_in_use", "cluster", "excluded", "accuracy", "perplexity")
 OF_RECORDS += ("pooled_accuracy", "worst_client_accuracy", "worst_decile_accuracy")
-OF_RECORDS += ("cluster_accuracy", "adjusted_rand", "nmi", "purity", "clients")
-OF_NEWCOMERS = "newcomer_"
+OF_RECORDS += ("cluster_accuracy", "adjusted_rand", "nmi", "purity", "clients", "step", "changed")
+OF_NEWCOMERS, OF_NEXT = "newcomer_", "next_"
 OF_TABLES = ("client", "true_cluster", "malicious", "excluded_in_round")  # columns of clients.csv
 MOST_LISTED = 1000  # more would make metrics.jsonl unwieldy
 
@@ -45,7 +45,7 @@ def check_step(returned: Any, state: Any) -> tuple[Any, dict[str, Any]]:
     check(not nested, "metrics", ", ".join(map(str, nested)), "a flat dict of arrays")
     check("loss" in values, "metrics", sorted(values), "with the clients' training loss, 'loss' [N]")
     for name in values:
-        taken = name in OF_RECORDS or name.startswith(OF_NEWCOMERS)
+        taken = name in OF_RECORDS or name.startswith((OF_NEWCOMERS, OF_NEXT))
         check(not taken, "metrics", name, "other names: the records of a run have this one for a result of their own")
     return new, values
 
@@ -65,7 +65,7 @@ def check_further(given: Mapping[str, metrics.Metric] | None) -> tuple[tuple[str
     """Returns `metrics.check_metrics` of metrics that are recorded; `ValueError` for the name of another entry."""
     further = metrics.check_metrics(given)
     for name, _ in further:
-        taken = name in (*OF_RECORDS, *OF_TABLES) or name.startswith(OF_NEWCOMERS)
+        taken = name in (*OF_RECORDS, *OF_TABLES) or name.startswith((OF_NEWCOMERS, OF_NEXT))
         check(not taken, "metrics", name, "other names than those of entries of records and of columns of clients.csv")
     return further
 
@@ -98,6 +98,9 @@ class Subjects(NamedTuple):
       entries: of the algorithm.
       num_classes: of the task, if they are known.
       choices: the number of models that clients choose among; 1 where it is no failure if all have the same.
+      step: the step of time, from 0, of drifting data, else None.
+      changed: the number of clients whose cluster changed when this step began.
+      stays: `[N]` bool, the clients whose cluster is the same at the next step.
     """
 
     seeds: list
@@ -109,6 +112,9 @@ class Subjects(NamedTuple):
     entries: Entries = Entries()
     num_classes: int | None = None
     choices: int = 1
+    step: int | None = None
+    changed: int = 0
+    stays: np.ndarray | None = None
 
 
 def choices_among(served: Served, num_models: int, num_clients: int, true_cluster: np.ndarray | None) -> int:
@@ -131,6 +137,7 @@ class Assessment(NamedTuple):
       held_out: `[R, N]` each, of the test clients: `cluster`, the model that a client is served (of a mixture, that of
         the largest weight), and its `loss`, `accuracy`, …; None without test clients.
       newcomers: the same for newcomers, `[R, N']` each.
+      upcoming: the same for the test examples of the next step of time, `[R, N]` each; None without drift.
       excluded: `[R, N]`, of methods that exclude clients: the round of the exclusion.
     """
 
@@ -139,6 +146,7 @@ class Assessment(NamedTuple):
     held_out: dict[str, np.ndarray] | None = None
     newcomers: dict[str, np.ndarray] | None = None
     excluded: np.ndarray | None = None
+    upcoming: dict[str, np.ndarray] | None = None
 
     def of_clients(self) -> dict[str, np.ndarray]:
         """Returns `cluster`, and with test clients `model`, `loss`, `accuracy`, …: `[R, N]` each."""
@@ -187,6 +195,10 @@ def make_records(subjects: Subjects, t: int, found: Assessment, totals: dict[str
         if found.newcomers is not None:
             summary = metrics.summarize({name: v[s] for name, v in found.newcomers.items()}, subjects.new_size)
             row |= {f"{OF_NEWCOMERS}{name}": value for name, value in summary.items()}
+        if subjects.step is not None:
+            row |= {"step": subjects.step, "changed": subjects.changed}
+        if found.upcoming is not None:
+            row |= _upcoming({name: v[s] for name, v in found.upcoming.items()}, subjects)
         row["train_loss"] = float(found.values["loss"][s])
         row["clusters_in_use"] = len(np.unique(found.cluster[s]))
         if subjects.true_cluster is not None:
@@ -205,6 +217,16 @@ def make_records(subjects: Subjects, t: int, found: Assessment, totals: dict[str
             row[name] = np.array(total[s], found.values[name].dtype).tolist() if is_largest else total[s]
         rows.append(row)
     return rows
+
+
+def _upcoming(results: dict[str, np.ndarray], subjects: Subjects) -> dict[str, Any]:
+    """Returns the entries of a record on the next step: of all clients, and of those whose cluster stays."""
+    row = {f"{OF_NEXT}{name}": value for name, value in metrics.summarize(results, subjects.test_size).items()}
+    if "accuracy" in results:
+        size = np.where(subjects.stays, subjects.test_size, 0)
+        stable = metrics.summarize({"accuracy": results["accuracy"]}, size)["accuracy"] if size.any() else None
+        row[f"{OF_NEXT}stable_accuracy"] = stable
+    return row
 
 
 def serving_part(algorithm: Algorithm) -> Algorithm:

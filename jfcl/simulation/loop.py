@@ -7,6 +7,7 @@ rounds, therefore equals an uninterrupted one bit for bit.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -126,12 +127,13 @@ def rollout(algorithm: Algorithm, clients: Clients, *, key: jax.Array, num_round
 
 
 class Schedule(NamedTuple):
-    """The rounds of a run; arguments of `simulate`."""
+    """The rounds of a run; arguments of `simulate`, and `ends`, the last round of each step of time, or of the run."""
 
     num_rounds: int
     eval_every: int
     stop_after: int | None
     keep_clients: bool
+    ends: Sequence[int]
 
 
 class Block(NamedTuple):
@@ -164,7 +166,7 @@ def run_rounds(
     Args:
       source: the clients and the compiled programs, `Resident` or `Streamed`:
 
-        * `subjects`: the evaluated clients, `Subjects`;
+        * `subjects`: the evaluated clients, `Subjects`, of the present step of time;
         * `resident`: whether all clients stay on the device. Several rounds then run in one call, and the run stops
           when the method has ended. With cohorts, one round runs at a time, and `ended` holds for the cohort only;
         * `client_rows`: those of a population, or None;
@@ -185,19 +187,21 @@ def run_rounds(
       MemoryError: the device has no memory left, although the check before the run found enough.
     """
     done, state, totals, records = start
-    subjects, seeds, entries = source.subjects, source.subjects.seeds, source.subjects.entries
+    seeds, entries = source.subjects.seeds, source.subjects.entries
     totals, records, warned, assessment = dict(totals), list(records), set(), None
     at_most = 1  # the duration of a first round decides how many run at once
     before = totals.pop("init_rounds", 0)
     final_round = before + schedule.num_rounds
     until = before + min(schedule.num_rounds, schedule.stop_after or schedule.num_rounds)
+    ends = [before + end for end in schedule.ends]
+    can_end = before + max(schedule.ends[:-1], default=0)  # a method ends after it, since the data change no more
     last, has_ended = records[-len(seeds) :], False
     with callbacks, memory.out_of_memory():  # callbacks are given the remedy
         # Begin, unless the run has ended already.
         callbacks.start(start, seeds)
         callbacks.raise_failure()
         if last and all(row["round"] == done for row in last):
-            has_ended = source.resident and all(row.get("ended", False) for row in last)
+            has_ended = source.resident and done > can_end and all(row.get("ended", False) for row in last)
             until = done if has_ended or callbacks.reason else until
         watch.begin(done, final_round, totals.pop("time", (0.0, 0.0)))
         silence = Silence(*np.array(totals.pop("silence", np.zeros((2, len(seeds)))), np.int32))
@@ -205,8 +209,9 @@ def run_rounds(
             raise KeyboardInterrupt
 
         while done < until:
-            # Train, at most up to the next evaluation, and stop where the models are lost.
-            count = min(schedule.eval_every - done % schedule.eval_every, until - done, at_most)
+            # Train, at most up to the next evaluation or change of the data, and stop where the models are lost.
+            same_data = min(end for end in ends if end > done) - done
+            count = min(schedule.eval_every - done % schedule.eval_every, until - done, at_most, same_data)
             began = watch.seconds()
             block = source.advance(state, done - before + 1, count, silence)
             if source.resident:
@@ -216,16 +221,16 @@ def run_rounds(
             totals, callbacks.round = _add(totals, block), done
 
             # Evaluate and record.
-            if done % schedule.eval_every == 0 or done == final_round:
-                has_ended = source.resident and bool(np.all(block.values.get("ended", False)))
+            if done % schedule.eval_every == 0 or done in ends:
+                has_ended = source.resident and done > can_end and bool(np.all(block.values.get("ended", False)))
                 assessment = source.evaluate(state, block.values)
-                rows = make_records(subjects, done, assessment, totals)
+                rows = make_records(source.subjects, done, assessment, totals)
                 if schedule.keep_clients:
                     rows = [row | {"clients": assessment.of_seed(s)} for s, row in enumerate(rows)]
                 records += rows
                 if folder is not None:
                     folder.append(rows)
-                warn_once(warned, rows, subjects)
+                warn_once(warned, rows, source.subjects)
                 totals = {name: value for name, value in totals.items() if name not in entries.largest}
                 callbacks.call("on_records", rows)
                 until = done if has_ended or callbacks.reason else until
@@ -246,8 +251,8 @@ def run_rounds(
             callbacks.raise_failure()
             if is_interrupted:
                 raise KeyboardInterrupt
-        warn_once(warned, records[-len(seeds) :], subjects, is_last=True)
-        warn_if_loss_is_high(records, subjects)
+        warn_once(warned, records[-len(seeds) :], source.subjects, is_last=True)
+        warn_if_loss_is_high(records, source.subjects)
         ended = has_ended or done == final_round
         why = callbacks.reason or f"stop_after is {schedule.stop_after} rounds"
         reason = entries.ended if has_ended else ALL_DONE if ended else why

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -13,6 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jfcl import mapping
 from jfcl.core import Algorithm, Clients, Served, check, check_served, client_shapes, is_finite, num_clients
+from jfcl.data.drift import Drift
 from jfcl.mapping import hosts, memory
 from jfcl.mapping.jitted import RUNS_ONCE, jitted, strong, traced_once
 from jfcl.simulation import evaluation
@@ -137,6 +139,9 @@ class Resident:
       like: shapes of the state without padding clients, those of a checkpoint. A run may thus be resumed on other
         devices.
       whole: shapes of the state on the devices.
+
+    Of drifting data, `clients` have the examples of all steps of time. Their arrays at each step have the same shapes,
+    so that the programs are those of the first one.
     """
 
     resident, client_rows = True, None
@@ -156,6 +161,8 @@ class Resident:
         true_cluster: Any = None,
         made: Algorithm | None = None,
         state: Any = None,
+        drift: Drift | None = None,
+        ends: Sequence[int] = (),
     ):
         self._algorithm, self._seeds, self._row_axis, self._client_axis = algorithm, seeds, row_axis, client_axis
         self._static = {"algorithm": algorithm, "row_axis": row_axis, "client_axis": client_axis}
@@ -168,13 +175,18 @@ class Resident:
         self.rows = hosts.replicate((keys[None] if self._single else keys, hyperparams), mesh)
         numbered = clients.id is None or hosts.several()
         self._ids = list(range(self._n)) if numbered else np.asarray(clients.id).tolist()
-        data = (mapping.held(client_axis, self.made.task, part) for part in (clients, tests, newcomers))
-        clients, self._tests, self._newcomers = data
+        self._drift, self._ends, self._all, self._step = drift, ends, clients, 0
+        if drift is not None:
+            clients, tests = drift.clients(clients, 0), drift.tests(0)
+        clients, self._tests, self._newcomers = map(self._held, (clients, tests, newcomers))
         self._clients = clients._replace(size=clients.size.astype(np.int32))
         self.like = _init.shapes(*self.rows, client_shapes(self._clients, self._n), **self._static)
         self._true_cluster = None if true_cluster is None else np.asarray(true_cluster)
         self._first = None if state is None else self._checked(state)
         self._compiled, self._programs = compile_ahead(()), []
+
+    def _held(self, clients: Clients | None) -> Clients | None:
+        return mapping.held(self._client_axis, self.made.task, clients)
 
     def _checked(self, state: Any) -> Any:
         """Returns a copy of a user's first state; `ValueError` unless its shapes are those of the algorithm."""
@@ -200,7 +212,8 @@ class Resident:
 
         # Memory.
         tests, newcomers, true_cluster = self._tests, self._newcomers, self._true_cluster
-        others = ([] if tests is None else [client_shapes(tests, n)]) + ([] if newcomers is None else [newcomers])
+        others = [] if tests is None else [client_shapes(tests, n)] * (1 if self._drift is None else 2)
+        others += [] if newcomers is None else [newcomers]
         axis, count = self._row_axis, len(self._seeds)
         if isinstance(axis, mapping.sharded):
             axis, count = axis.inner, -(-count // axis.mesh.size)
@@ -213,6 +226,7 @@ class Resident:
         if isinstance(self._row_axis, mapping.sharded):  # everything on every device
             everywhere = NamedSharding(self._row_axis.mesh, PartitionSpec())
             place = lambda part, count: jax.device_put(part, everywhere)  # noqa: E731
+        self._place, self._upcoming = place, None
         self._clients = place(self._clients, n)
         test_size = new_size = None
         if tests is not None:
@@ -231,7 +245,7 @@ class Resident:
         self._serve = _selection(jax.vmap(lambda one: made.serve(one, None)), self.like)
         served = jax.eval_shape(self._serve, self.like)
         self._num_models = jax.tree.leaves(served.models)[0].shape[1]
-        self._learners = self._clients if serve == "loss" and tests is not None and made.task is not None else None
+        self._learns = serve == "loss" and tests is not None and made.task is not None
         self.subjects = Subjects(
             self._seeds,
             self._ids,
@@ -243,6 +257,8 @@ class Resident:
             num_classes=None if made.task is None else made.task.num_classes,
             choices=evaluation.choices_among(served, self._num_models, n, true_cluster),
         )
+        if self._drift is not None:
+            self._begin_step()
 
         # Programs. A call finds the one that is compiled already, or waits for it.
         whole = self.like
@@ -264,6 +280,8 @@ class Resident:
         The programs are compiled from here on, since up to here the run may still be refused.
         """
         found = read_checkpoint(folder, self.like, num_rounds) if resume else None
+        if found is not None:
+            self._enter(found.round - found.totals.get("init_rounds", 0))
         if found is None and self._first is not None:
             found = Restored(0, self._first, {}, [])
         self._compiled, self._programs = compile_ahead(self._programs), []
@@ -278,7 +296,35 @@ class Resident:
         """Returns the state of `init`."""
         return _init(*self.rows, self._clients, **self._static)
 
+    def _enter(self, round_: int) -> None:
+        """Brings the data of the step of time in which a round is to the devices."""
+        step = bisect_left(self._ends, round_)
+        if self._drift is None or step == self._step:
+            return
+        self._step = step
+        self._clients = self._tests = self._upcoming = None  # leave the memory to the next
+        self._clients = self._place(self._held(self._drift.clients(self._all, step)), self._n)
+        self._tests = self._place(self._held(self._drift.tests(step)), self._n)
+        self._size = np.asarray(hosts.fetch(self._clients.size))[: self._n]
+        self._begin_step()
+
+    def _begin_step(self) -> None:
+        """Places the tests of the next step of time, and sets what the records hold of the present one."""
+        step, cluster = self._step, self._drift.cluster
+        before, after = cluster[max(step - 1, 0)], cluster[min(step + 1, len(cluster) - 1)]
+        self._upcoming = self._place(self._held(self._drift.tests(step + 1)), self._n)
+        hidden = np.zeros(self._n, bool) if self._true_cluster is None else self._true_cluster < 0
+        truth, served = np.where(hidden, -1, cluster[step]), jax.eval_shape(self._serve, self.like)
+        self.subjects = self.subjects._replace(
+            true_cluster=truth,
+            choices=evaluation.choices_among(served, self._num_models, self._n, truth),
+            step=step,
+            changed=int((cluster[step] != before).sum()),
+            stays=after == cluster[step],
+        )
+
     def advance(self, state, first, count, silence) -> Block:
+        self._enter(first)
         args = *self.rows, state, silence, np.int32(first), np.int32(count), self._clients
         self._compiled()
         state, values, sums, largest, finite, *silence = jax.block_until_ready(_advance(*args, **self._static))
@@ -288,9 +334,9 @@ class Resident:
 
     def evaluate(self, state, values) -> Assessment:
         n, padded, new = self._n, num_clients(self._clients), self.subjects.new_size
-        held_out, newcomers = self._losses(state, self._tests), self._losses(state, self._newcomers)
+        found = [self._losses(state, data) for data in (self._tests, self._newcomers, self._upcoming)]
         served = self._serve(state)._replace(models=None, personal=None)
-        held_out, newcomers, values, served = hosts.fetch((held_out, newcomers, values, served))
+        (held_out, newcomers, upcoming), values, served = hosts.fetch((found, values, served))
         if served.to is not None:
             evaluation.check_clusters(served.to[:, :n], self._num_models)
         if newcomers is not None and "model" in newcomers:
@@ -301,9 +347,10 @@ class Resident:
 
         # Padding clients are behind the others.
         values = {name: v[:, :n] if v.shape[1:] == (padded,) else v for name, v in values.items()}
-        cluster, held_out, excluded = jax.tree.map(lambda x: x[:, :n], (cluster, held_out, served.excluded))
+        parts = cluster, held_out, served.excluded, upcoming
+        cluster, held_out, excluded, upcoming = jax.tree.map(lambda x: x[:, :n], parts)
         newcomers = jax.tree.map(lambda x: x[:, : len(new)], newcomers)
-        return Assessment(cluster, values, held_out, newcomers, excluded)
+        return Assessment(cluster, values, held_out, newcomers, excluded, upcoming)
 
     def held_out(self, state: Any) -> dict[str, np.ndarray]:
         """Returns the results of the test clients, `[R, N]` each, also of rows that have diverged."""
@@ -318,7 +365,8 @@ class Resident:
         static = {"algorithm": self._serving, "of_newcomers": (self._n, self._num_models) if is_new else None}
         static |= {"row_axis": self._row_axis, "client_axis": self._client_axis, "further": self._further}
         hyperparams = self.rows[1] if self._serving is self._algorithm else None
-        return call(state, hyperparams, data, None if is_new else self._learners, **static)
+        learners = self._clients if self._learns and not is_new else None
+        return call(state, hyperparams, data, learners, **static)
 
     def saved(self, state) -> Any:
         return hosts.fetch(_without_padding(state, self.like))

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jfcl.analysis.metrics import OWN_NAMES, deviation, rounds_to_recovery
+from jfcl.analysis.metrics import OWN_NAMES, deviation, drift_results, rounds_to_recovery
 from jfcl.core.texts import csv_bytes
 from jfcl.simulation.evaluation import Subjects, is_mixture
 from jfcl.simulation.folder import environment, write_results
@@ -49,6 +49,26 @@ def summarize_records(
     }
 
 
+def summarize_drift(records: list[dict[str, Any]]) -> dict[str, Any]:
+    """Returns the entry `drift` of `summary.json`: the results of each seed by steps; nothing without drift.
+
+    `mean` and `std` over seeds are those of the means over steps before adapting, and of the rounds to recovery.
+    """
+    by_seed = defaultdict(list)
+    for record in records:
+        by_seed[record["seed"]].append(record)
+    if "next_accuracy" not in records[-1]:
+        return {}
+    per_seed = [{"seed": seed} | drift_results(of_seed) for seed, of_seed in by_seed.items()]
+    means = {}
+    for name in ("next_accuracy", "next_stable_accuracy", "adjusted_rand", "recovery"):
+        known = [[value for value in row[name] if value is not None] for row in per_seed]
+        means[name] = [float(np.mean(values)) for values in known if values]
+    mean = {name: float(np.mean(values)) if values else None for name, values in means.items()}
+    std = {name: deviation(values) for name, values in means.items()}
+    return {"drift": {"per_seed": per_seed, "mean": mean, "std": std}}
+
+
 def finds_clusters(history: History) -> bool:
     """Returns whether a method has several models, and not simply one for each client."""
     served = history.served
@@ -74,6 +94,7 @@ def summarize(history: History) -> dict[str, Any]:
         **{name: over_seeds["mean"][name] for name in BYTES},
         **environment(),
         **over_seeds,
+        **summarize_drift(history.records),
     }
 
 

@@ -169,7 +169,13 @@ def simulate(
     taken = {"key", "cohorts"} & {*(config or {})}
     check(not taken, "config", taken, "without these names, which identify the run")
     seeds, client_axis, further = seed_names(seeds, key.size), mapping.or_auto(client_axis), check_further(metrics)
+    drift, ends = None, [num_rounds]
     if isinstance(clients, Federation):
+        drift = clients.drift
+        if drift is not None:
+            check(test_clients is None, "test_clients", "Clients", "left out with drift, which has tests for each step")
+            ends, steps = drift.ends(num_rounds), drift.num_steps
+            check(num_rounds >= steps, "num_rounds", num_rounds, f"at least {steps}, one for each step of the drift")
         test_clients = clients.test if test_clients is None else test_clients
         newcomers = clients.newcomers if newcomers is None else newcomers
         true_cluster = clients.cluster if true_cluster is None else true_cluster
@@ -186,13 +192,17 @@ def simulate(
         parts = {"clients": clients, "test_clients": test_clients, "newcomers": newcomers}
         parts = {name: part for name, part in parts.items() if part is not None}
         _check_data(client_axis, parts, true_cluster)
+        parts["clients"] = clients if drift is None else drift.clients(clients, 0)
         if hyperparams is not None:  # with types that do not depend on Python's
             hyperparams = {name: jnp.asarray(np.asarray(value)) for name, value in hyperparams.items()}
         check_method(build(algorithm, hyperparams), parts)
         seed_axis = seed_axis or (mapping.chunked(1) if len(seeds) == 1 else mapping.auto())
         axes = {"row_axis": seed_axis, "client_axis": client_axis}
         evaluated = {"tests": test_clients, "newcomers": newcomers, "true_cluster": true_cluster}
-        source = Resident(algorithm, clients, key, hyperparams, seeds=seeds, state=state, **axes, **evaluated)
+        of_time = {"drift": drift, "ends": ends}
+        source = Resident(
+            algorithm, clients, key, hyperparams, seeds=seeds, state=state, **axes, **evaluated, **of_time
+        )
 
     is_shown = progress and hosts.is_first()
     watch = Watch(num_rounds, description=description, progress=is_shown, checkpoint_seconds=checkpoint_seconds)
@@ -205,6 +215,8 @@ def simulate(
         if summary or config is None or not source.resident:
             config = source.identity | (config or {})
         config = config | {"num_rounds": num_rounds}
+        if drift is not None:  # more rounds would be other steps
+            config |= {"schedule_rounds": num_rounds}
         folder = None if out is None else hosts.by_first(lambda: RunFolder.open(out, config, resume))
         if folder is not None:  # in the first process
             opened.callback(folder.close)
@@ -221,7 +233,7 @@ def simulate(
 
         # Run.
         called = Callbacks(callbacks, description, config, last, out)
-        schedule = Schedule(num_rounds, eval_every, stop_after, keep_clients)
+        schedule = Schedule(num_rounds, eval_every, stop_after, keep_clients, ends)
         history = run_rounds(source, start, schedule, watch, folder, called)
         if summary and folder is not None and called.is_finished():
             keep_results(out, history, config, source.subjects)
