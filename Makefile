@@ -3,7 +3,9 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALL := PYTHONWARNINGS=ignore $(BIN)/pip install --quiet --no-compile
 # pip would compile all modules, most of which are never imported; Python compiles those that are, once.
-COMPILE := PYTHONDONTWRITEBYTECODE= $(BIN)/python -c "import jfcl.cli, matplotlib.pyplot, scipy.optimize"
+COMPILE := $(BIN)/python -c "import jfcl.cli, matplotlib.pyplot, scipy.optimize"
+# Whatever the environment says, compiled modules are kept: else each process of the tests compiles pytest and them again.
+export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: demo test test-slow lint bench peers gpu notebooks docs links wheel oldest clean
 

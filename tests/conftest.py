@@ -28,7 +28,8 @@ os.environ.setdefault("JAX_INCLUDE_FULL_TRACEBACKS_IN_LOCATIONS", "0")  # they a
 if "XLA_FLAGS" not in os.environ:
     os.environ["XLA_FLAGS"] = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
     os.environ["XLA_FLAGS"] += " --xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
-    if subprocess.run([sys.executable, "-c", "import jax; jax.devices()"], capture_output=True).returncode != 0:
+    client = "from jaxlib import xla_client; xla_client.make_cpu_client()"
+    if subprocess.run([sys.executable, "-c", client], capture_output=True).returncode != 0:
         os.environ["XLA_FLAGS"] = ""
 
 import hypothesis
@@ -64,7 +65,7 @@ def _compile_once(backend, module, devices, options, host_callbacks):
     return _programs[key]
 
 
-if _compile is not None:  # it is not of JAX's public interface; without it, tests take longer by a fifth or more
+if _compile is not None:  # it is not of JAX's public interface; without it, the tests take at least a fifth more time
     compiler.backend_compile_and_load = _compile_once
 
 # Derandomised, so that a red test is red again; compilation makes single examples slow, hence no deadline.

@@ -22,16 +22,13 @@ OPTIONS = {"eps_1": 0.05, "eps_2": 0.2, "max_clusters": 6}
 
 
 @cache
-def run(**options):
+def trained(**options):
     algorithm = jfcl.cfl(TASK, TRAINING, **OPTIONS | options)
     return jfcl.rollout(algorithm, CLIENTS, key=jax.random.key(0), num_rounds=80)[0]
 
 
-STATE = run()
-
-
 def with_tree(**changes):
-    return STATE._replace(tree=STATE.tree._replace(**changes))
+    return trained()._replace(tree=trained().tree._replace(**changes))
 
 
 @pytest.mark.parametrize(("of_run", "of_newcomers"), [(None, "rotation"), ("rotation", None), ("sign", "permutation")])
@@ -48,11 +45,11 @@ def test_newcomers_with_other_inputs_are_refused():
     late = jfcl.data.from_arrays([(np.zeros((5, 7), np.float32), np.zeros(5, np.float32))])
     task = TASK._replace(input_shape=(3,))
     with pytest.raises(ValueError, match=r"newcomers: inputs have shape \(7,\)"):
-        jfcl.assign_newcomer(task, TRAINING, STATE, late, key=jax.random.key(1))
+        jfcl.assign_newcomer(task, TRAINING, trained(), late, key=jax.random.key(1))
 
 
 def test_nodes():
-    found = parameter_tree.nodes(STATE)
+    found = parameter_tree.nodes(trained())
     leaves = [n for n in found if not n.children]
     assert len(found) == 5 and len(leaves) == 3
     assert found[0].parent == -1 and found[0].clients.tolist() == list(range(8)) and found[0].round == 0
@@ -68,7 +65,7 @@ def test_nodes():
 
 def algorithm_4(clients, i):
     """To the letter, on the nodes' own models and their clients' own updates."""
-    found, models = parameter_tree.nodes(STATE), np.asarray(parameter_tree.models(STATE)["w"], np.float64)
+    found, models = parameter_tree.nodes(trained()), np.asarray(parameter_tree.models(trained())["w"], np.float64)
     v = 0
     while found[v].children:
         new = local_update(clients, i, models[v].copy())
@@ -90,18 +87,18 @@ def descendants(found, v):
 
 def test_newcomers_are_led_by_algorithm_4():
     late = regression(TRUTH, np.arange(30) % 3, seed=7, noise=0.8, examples=5)
-    found = jfcl.assign_newcomer(TASK, TRAINING, STATE, late, key=jax.random.key(1))
+    found = jfcl.assign_newcomer(TASK, TRAINING, trained(), late, key=jax.random.key(1))
     assert found.cluster.tolist() == [algorithm_4(late, i) for i in range(30)]
     assert len(set(found.cluster.tolist())) == 3
     alone = jax.tree.map(lambda x: x[4:5], late)
-    one = jfcl.assign_newcomer(TASK, TRAINING, STATE, alone, key=jax.random.key(1))
+    one = jfcl.assign_newcomer(TASK, TRAINING, trained(), alone, key=jax.random.key(1))
     assert one.cluster.tolist() == found.cluster[4:5].tolist()
 
 
 def test_a_newcomer_without_a_finite_update_moves_nowhere():
     late = regression(TRUTH, np.array([1, 1]), seed=7, noise=0.1, examples=5)
     late.examples["x"][0] *= 1e25
-    found = jfcl.assign_newcomer(TASK, TRAINING, STATE, late, key=jax.random.key(1))
+    found = jfcl.assign_newcomer(TASK, TRAINING, trained(), late, key=jax.random.key(1))
     assert found.cluster.tolist()[0] == 0 and np.isnan(found.similarity).tolist() == [True, False]
 
 
@@ -116,7 +113,7 @@ def test_a_newcomer_without_a_finite_update_moves_nowhere():
     ],
 )
 def test_clients_of_the_run_find_their_own_leaf(options):
-    state = run(**options)
+    state = trained(**options)
     known = {name: value for name, value in options.items() if name == "privacy"}
     found = jfcl.assign_newcomer(TASK, TRAINING, state, CLIENTS, key=jax.random.key(1), **known)
     np.testing.assert_array_equal(found.cluster, state.cluster)
@@ -125,7 +122,7 @@ def test_clients_of_the_run_find_their_own_leaf(options):
 
 @pytest.mark.slow
 def test_hidden_updates_say_nothing_to_those_without_the_secret():
-    state = run(privacy="rotation")
+    state = trained(privacy="rotation")
     wrong = jfcl.assign_newcomer(
         TASK, TRAINING, state, CLIENTS, key=jax.random.key(1), privacy="rotation", privacy_seed=5
     )
@@ -140,24 +137,24 @@ def test_a_tree_of_one_node():
 
 
 def test_models_on_the_path():
-    found, models = parameter_tree.nodes(STATE), np.asarray(parameter_tree.models(STATE)["w"])
-    result = parameter_tree.evaluate_paths(TASK, STATE, CLIENTS)
+    found, models = parameter_tree.nodes(trained()), np.asarray(parameter_tree.models(trained())["w"])
+    result = parameter_tree.evaluate_paths(TASK, trained(), CLIENTS)
     assert result.node.shape == (8, 3) and (result.node[:, 0] == 0).all() and result.accuracy is None
     for i in range(8):
-        way = parameter_tree.path(STATE, int(STATE.cluster[i]))
+        way = parameter_tree.path(trained(), int(trained().cluster[i]))
         assert result.node[i].tolist() == way + way[-1:] * (3 - len(way))
         assert all(found[b].parent == a for a, b in itertools.pairwise(way))
         x, y = (CLIENTS.examples[k][i][: CLIENTS.size[i]].astype(np.float64) for k in "xy")
         losses = [np.mean((x @ models[v] - y) ** 2) for v in result.node[i]]
         np.testing.assert_allclose(result.loss[i], losses, rtol=1e-4)
-        np.testing.assert_array_equal(models[way[-1]], STATE.params["w"][STATE.cluster[i]])
+        np.testing.assert_array_equal(models[way[-1]], trained().params["w"][trained().cluster[i]])
     assert result.loss[:, -1].mean() < result.loss[:, 0].mean() / 10  # the leaf's model suits them
 
 
 @pytest.mark.slow
 def test_leavers_train_no_more_and_are_forgotten():
     who = np.arange(8) == 3
-    state = parameter_tree.leave(STATE, who)
+    state = parameter_tree.leave(trained(), who)
     algorithm = jfcl.cfl(TASK, TRAINING, **OPTIONS)
     after, metrics = jfcl.rollout(algorithm, CLIENTS, key=jax.random.key(9), num_rounds=2, state=state)
     assert metrics["participants"].tolist() == [7, 7]
@@ -185,32 +182,34 @@ def test_a_recursive_run_ends_without_a_cluster_that_all_clients_have_left():
 
 
 def test_saved_and_loaded(tmp_path):
-    parameter_tree.save_tree(tmp_path / "tree.npz", STATE)
+    parameter_tree.save_tree(tmp_path / "tree.npz", trained())
     state = parameter_tree.load_tree(tmp_path, TASK)
-    jax.tree.map(np.testing.assert_array_equal, state, STATE._replace(client=(), sides=()))
+    jax.tree.map(np.testing.assert_array_equal, state, trained()._replace(client=(), sides=()))
     late = regression(TRUTH, np.arange(6) % 3, seed=8)
-    one, two = (jfcl.assign_newcomer(TASK, TRAINING, s, late, key=jax.random.key(1)).cluster for s in (state, STATE))
+    one, two = (
+        jfcl.assign_newcomer(TASK, TRAINING, s, late, key=jax.random.key(1)).cluster for s in (state, trained())
+    )
     np.testing.assert_array_equal(one, two)
 
 
 def test_the_picture():
     for truth in (CLUSTER, None):
-        figure = plots.tree(parameter_tree.nodes(STATE), truth)
+        figure = plots.tree(parameter_tree.nodes(trained()), truth)
         said = [t.get_text() for t in figure.axes[0].texts]
         assert len(said) == 5 and said[0].startswith("8, α = ")
 
 
 def test_a_tree_stays_until_the_next_one_is_whole(tmp_path, monkeypatch):
     file = tmp_path / "tree"  # the name is kept as it is given
-    parameter_tree.save_tree(file, STATE)
+    parameter_tree.save_tree(file, trained())
 
     def full(*_):
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patched, pytest.raises(OSError, match="No space"):
         patched.setattr("jfcl.core.files.os.fsync", full)
-        parameter_tree.save_tree(file, STATE)
-    np.testing.assert_array_equal(parameter_tree.load_tree(file).cluster, STATE.cluster)
+        parameter_tree.save_tree(file, trained())
+    np.testing.assert_array_equal(parameter_tree.load_tree(file).cluster, trained().cluster)
     assert [p.name for p in tmp_path.iterdir()] == ["tree"]
 
 
@@ -219,7 +218,7 @@ NAMED = jfcl.models.task(lambda key: {"v": jnp.zeros(3)}, lambda p, x: x @ p["v"
 
 
 def test_bad_input_is_named(tmp_path):
-    parameter_tree.save_tree(tmp_path / "tree.npz", STATE)
+    parameter_tree.save_tree(tmp_path / "tree.npz", trained())
     for other in (OTHER, NAMED):
         with pytest.raises(ValueError, match="file must be of this task's model"):
             parameter_tree.load_tree(tmp_path, other)
@@ -237,31 +236,31 @@ def test_bad_input_is_named(tmp_path):
         parameter_tree.load_tree(tmp_path / "other.npz", TASK)
     key = jax.random.key(0)
     with pytest.raises(ValueError, match=r"state must be of the task's model \{\"\['w'\]\": \(4,\)\}"):
-        jfcl.assign_newcomer(OTHER, TRAINING, STATE, CLIENTS, key=key)
+        jfcl.assign_newcomer(OTHER, TRAINING, trained(), CLIENTS, key=key)
     for other in (OTHER, NAMED):
         with pytest.raises(ValueError, match="state must be of the task's model"):
-            parameter_tree.evaluate_paths(other, STATE, CLIENTS)
+            parameter_tree.evaluate_paths(other, trained(), CLIENTS)
     with pytest.raises(ValueError, match="tree_dim must be above 0 in the run"):
-        jfcl.assign_newcomer(TASK, TRAINING, with_tree(updates=STATE.tree.updates[:, :, :0]), CLIENTS, key=key)
+        jfcl.assign_newcomer(TASK, TRAINING, with_tree(updates=trained().tree.updates[:, :, :0]), CLIENTS, key=key)
     fedavg = jfcl.fedavg(TASK, TRAINING).init(key, CLIENTS)
     with pytest.raises(ValueError, match="state must be a CFLState"):
         parameter_tree.nodes(fedavg)
     with pytest.raises(ValueError, match="of one seed"):
-        parameter_tree.nodes(jax.tree.map(lambda x: x[None], STATE))
+        parameter_tree.nodes(jax.tree.map(lambda x: x[None], trained()))
     with pytest.raises(ValueError, match=r"who must be bool of shape \(8,\)"):
-        parameter_tree.leave(STATE, np.zeros(3, bool))
+        parameter_tree.leave(trained(), np.zeros(3, bool))
     with pytest.raises(ValueError, match="cluster must be one of the clusters there are"):
-        parameter_tree.path(STATE, 5)
+        parameter_tree.path(trained(), 5)
     few = Clients(jax.tree.map(lambda x: x[:2], CLIENTS.examples), CLIENTS.size[:2])
     with pytest.raises(ValueError, match="clients must be the 8 clients of the run, got '2 clients'"):
-        parameter_tree.evaluate_paths(TASK, STATE, few)
+        parameter_tree.evaluate_paths(TASK, trained(), few)
 
 
 def test_the_next_newcomers_compile_nothing():
     for seed in (8, 9):
         late = regression(TRUTH, np.arange(6) % 3, seed=seed)
         with count_compilations() as compiled:
-            jfcl.assign_newcomer(TASK, TRAINING, STATE, late, key=jax.random.key(seed))
+            jfcl.assign_newcomer(TASK, TRAINING, trained(), late, key=jax.random.key(seed))
     assert compiled.count == 0
 
 
@@ -269,8 +268,11 @@ def test_a_tree_of_16_bits_is_saved_and_loaded(tmp_path):
     def half(tree):
         return jax.tree.map(lambda x: x.astype(jnp.bfloat16), tree)
 
-    state = STATE._replace(
-        params=half(STATE.params), tree=STATE.tree._replace(model=half(STATE.tree.model)), client=(), sides=()
+    state = trained()._replace(
+        params=half(trained().params),
+        tree=trained().tree._replace(model=half(trained().tree.model)),
+        client=(),
+        sides=(),
     )
     parameter_tree.save_tree(tmp_path / "tree.npz", state)
     loaded = parameter_tree.load_tree(tmp_path, TASK._replace(init=lambda key: half(TASK.init(key))))
