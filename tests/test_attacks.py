@@ -12,6 +12,7 @@ import pytest
 import jfcl
 from jfcl import attacks, kernels
 from jfcl.core import Clients
+from jfcl.experiments.lookup import find_attack
 from jfcl.methods import METHODS
 from jfcl.testing import problem
 
@@ -27,7 +28,8 @@ GOOD = USABLE & ~MALICIOUS
 
 def sent(attack):
     aimed = {"cluster": jnp.zeros(5, jnp.int32)} if "cluster" in inspect.signature(attack).parameters else {}
-    result = attack(KEY, jax.tree.map(jnp.asarray, UPDATES), jnp.asarray(MALICIOUS), jnp.asarray(USABLE), **aimed)
+    arrays = jax.tree.map(jnp.asarray, (UPDATES, MALICIOUS, USABLE))
+    result = jax.jit(attack)(KEY, *arrays, **aimed)
     for name, leaf in UPDATES.items():
         np.testing.assert_array_equal(result[name][~MALICIOUS], leaf[~MALICIOUS])
     return {name: np.asarray(leaf)[MALICIOUS] for name, leaf in result.items()}
@@ -135,6 +137,102 @@ def test_gaussian_is_drawn_anew_for_every_client_and_round():
     assert not np.allclose(one[1], one[4]) and not np.allclose(one[1], other[1])
 
 
+# Those that look for the most harm; by bisection and loops in float64, of the update as one vector.
+
+FLAT = np.concatenate([UPDATES[name].reshape(5, -1) for name in ("b", "w")], axis=1).astype(np.float64)
+MEAN, STD = FLAT[GOOD].mean(0), FLAT[GOOD].std(0)
+
+
+def largest(fits):
+    """The largest number that fits, to 15 digits."""
+    low, high = 0.0, 1e4
+    for _ in range(100):
+        middle = (low + high) / 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
+
+
+def searched(lie, aggregate):
+    """ByzFL's search for the strength at which `lie` moves the aggregate most."""
+    all_usable = lambda size: np.concatenate([FLAT[GOOD], np.tile(lie(size), (2, 1))])  # noqa: E731
+    moved = lambda size: np.linalg.norm(aggregate(all_usable(size)) - MEAN)  # noqa: E731
+    best, farthest, step, growing = 0.0, moved(0.0), 10.0, True
+    for _ in range(19):
+        here = moved(best + step)
+        growing = growing and here > farthest
+        best, farthest = (best + step, here) if here > farthest else (best, farthest)
+        step *= 2 if growing else 0.8
+    return lie(best)
+
+
+def assert_sent(attack, lie):
+    result = sent(attack)
+    for one in np.concatenate([result[name].reshape(2, -1) for name in ("b", "w")], axis=1):
+        np.testing.assert_allclose(one, lie, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.slow_cases("unit-*")
+@pytest.mark.parametrize(
+    ("direction", "p"), [("std", STD), ("unit", MEAN / np.linalg.norm(MEAN)), ("sign", np.sign(MEAN))]
+)
+def test_min_max_and_min_sum_are_as_far_out_as_they_may_be(direction, p):
+    squares = ((FLAT[GOOD][:, None] - FLAT[GOOD]) ** 2).sum(-1)
+    of_lie = lambda size: ((MEAN - size * p - FLAT[GOOD]) ** 2).sum(-1)  # noqa: E731
+    size = largest(lambda size: of_lie(size).max() <= squares.max())
+    assert_sent(attacks.min_max(direction), MEAN - size * p)
+    size = largest(lambda size: of_lie(size).sum() <= squares.sum(1).max())
+    assert_sent(attacks.min_sum(direction), MEAN - size * p)
+
+
+@pytest.mark.slow_cases("coordinate_median", "mean")
+@pytest.mark.parametrize(
+    ("aggregator", "aggregate"),
+    [
+        (None, lambda z: z.mean(0)),
+        (kernels.coordinate_median, lambda z: np.median(z, axis=0)),
+        (partial(kernels.trimmed_mean, num_malicious=1), lambda z: np.sort(z, axis=0)[1:-1].mean(0)),
+    ],
+    ids=["mean", "coordinate_median", "trimmed_mean"],
+)
+def test_optimal_attacks_search_against_the_aggregator(aggregator, aggregate):
+    assert_sent(attacks.optimal_alie(aggregator), searched(lambda size: MEAN + size * STD, aggregate))
+    assert_sent(attacks.optimal_ipm(aggregator), searched(lambda size: -size * MEAN, aggregate))
+
+
+def test_an_attack_by_name_receives_the_aggregator():
+    """The median of the good updates 1, 2 and 6 and of a lie beyond 6 is 4; the mean would follow the lie anywhere."""
+    attack = find_attack("optimal_alie", aggregator=kernels.make_aggregator("coordinate_median"))
+    result = jax.jit(attack)(KEY, jnp.array([[1.0], [2.0], [6.0], [0.0]]), jnp.arange(4) == 3, jnp.ones(4, bool))
+    np.testing.assert_allclose(result[3, 0], 3 + 10 * np.std([1, 2, 6]), rtol=1e-6)
+
+
+def test_fang_lies_just_beyond_the_good_numbers():
+    many = np.random.default_rng(2).standard_normal((5, 400)).astype(np.float32) + np.float32(0.3)
+    many[:, 0] = 0
+    result = attacks.fang()(KEY, jnp.asarray(many), jnp.asarray(MALICIOUS), jnp.asarray(USABLE))
+    mean, good = many[GOOD].mean(0), many[GOOD]
+    extreme = np.where(mean > 0, good.min(0), good.max(0))
+    twice = np.where(mean > 0, extreme < 0, extreme > 0)  # farther out is twice the number, or else half of it
+    ends = np.sort([extreme, np.where(twice, 2 * extreme, extreme / 2)], axis=0)
+    one, other = np.asarray(result)[MALICIOUS]
+    for lie in (one, other):
+        assert (lie >= ends[0] - 1e-6).all() and (lie <= ends[1] + 1e-6).all()
+        assert 0.4 < np.mean((lie - ends[0])[1:] / (ends[1] - ends[0])[1:]) < 0.6
+    assert (one[1:] != other[1:]).all()
+
+
+@pytest.mark.slow_cases("min_sum", "optimal_ipm")
+@pytest.mark.parametrize("name", ["min_max", "min_sum", "fang", "optimal_ipm"])
+def test_lies_of_equal_updates_and_without_good_ones_are_finite(name):
+    attack = jax.jit(attacks.UPDATE_ATTACKS[name]())
+    updates = jnp.ones((4, 3))
+    for malicious in (jnp.arange(4) < 2, jnp.ones(4, bool)):
+        lie = attack(KEY, updates, malicious, jnp.ones(4, bool))[0]
+        assert jnp.isfinite(lie).all()
+        if name in ("min_max", "min_sum") and not malicious.all():
+            np.testing.assert_allclose(lie, 1.0)  # nothing is farther out than the mean
+
+
 def test_far_is_where_the_paper_puts_it():
     x = jnp.zeros((5, 4000))
     found = np.asarray(attacks.far()(KEY, x, jnp.asarray(MALICIOUS), jnp.asarray(USABLE)))[MALICIOUS]
@@ -212,6 +310,8 @@ def test_bad_input_is_named():
         attacks.choose_malicious(5, 1.0)
     with pytest.raises(ValueError, match="unknown attack 'label_none': did you mean 'label_zero'"):
         attacks.poison(clients(), MALICIOUS, "label_none", num_classes=10)
+    with pytest.raises(ValueError, match="unknown direction 'stds': did you mean 'std'"):
+        attacks.min_max("stds")
     with pytest.raises(ValueError, match=r"malicious must be of shape \(5,\)"):
         attacks.poison(clients(), MALICIOUS[:3], "label_zero", num_classes=10)
 

@@ -82,6 +82,11 @@ SECTIONS = {
     },
     "jfcl.experiments.trackers": {"": "TensorBoard WandB MLflow tracker TRACKERS"},
     "jfcl.callbacks": {"": "EarlyStopping Callback RunInfo End CallbackError"},
+    "jfcl.attacks": {
+        "On updates": "choose_malicious gaussian far sign_flip scaled zero nan mimic opposite ipm optimal_ipm alie "
+        "optimal_alie min_max min_sum fang force_split hijack UPDATE_ATTACKS",
+        "On data": "poison label_zero label_reverse noisy_inputs backdoor DATA_ATTACKS",
+    },
     "jfcl.privacy": {"": "GaussianDP epsilon default_delta noise_of_sums SAMPLING"},
     "jfcl.parameter_tree": {
         "The tree": "nodes Node first_split models path",
@@ -97,7 +102,7 @@ SECTIONS = {
         "complete_linkage_tree linkage_tree cut cut_by_silhouette ChosenCut silhouette LINKAGES",
         "Clusterings": "threshold_clustering kmeans KMeans least_cost_assignment",
         "Robust aggregators": "mean coordinate_median trimmed_mean mean_around_median geometric_median centered_clip "
-        "krum multi_krum bulyan AGGREGATORS",
+        "krum multi_krum bulyan caf smea monna dnc clipped_clustering sign_guard AGGREGATORS",
         "Pre-aggregators": "nearest_neighbour_mixing bucketing clip_norms adaptive_clip PRE_AGGREGATORS "
         "make_aggregator aggregator_options",
         "Secret transformations": "orthonormal Operator OPERATORS",

@@ -132,15 +132,17 @@ def find_dataset(name: str, data_dir: str | None) -> data.Dataset:
     return normalised(dataset, texts=True)
 
 
-def find_attack(name: str) -> UpdateAttack | DataAttack:
+def find_attack(name: str, **offered: Any) -> UpdateAttack | DataAttack:
     """Returns the attack of a name in `UPDATE_ATTACKS` or `DATA_ATTACKS`, or of `MODULE:NAME`.
+
+    An attack of `UPDATE_ATTACKS` receives those of the offered arguments that it takes, such as the run's aggregator.
 
     Example:
       >>> find_attack("label_reverse") is find_attack("jfcl.robust.attacks:label_reverse")
       True
     """
     if name in UPDATE_ATTACKS:
-        return UPDATE_ATTACKS[name]()
+        return UPDATE_ATTACKS[name](**taken_arguments(UPDATE_ATTACKS[name], **offered))
     if name in DATA_ATTACKS:
         return DATA_ATTACKS[name]
     attack = _imported("attack", name, (*UPDATE_ATTACKS, *DATA_ATTACKS))

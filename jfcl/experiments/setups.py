@@ -75,12 +75,14 @@ def make_algorithm(config: Config, task: Task, training: LocalTraining, federati
     options: dict[str, Any] = {name: config.values[name] for name in same}
     # Options that stand for an object.
     _check_beginnings(config, task)
+    aggregator = None if config.aggregator is None else make_aggregator(config)
     if lookup.is_on_updates(config.attack) and "adversary" in method.options:
-        options["adversary"] = Adversary(lookup.find_attack(config.attack), malicious_clients(config))
+        attack = lookup.find_attack(config.attack, aggregator=aggregator)
+        options["adversary"] = Adversary(attack, malicious_clients(config))
     if config.server_optimizer != "average" or not (is_concrete(config.server_lr) and config.server_lr == 1):
         options["server_optimizer"] = SERVER_OPTIMIZERS[config.server_optimizer](config.server_lr)
     options |= {
-        "aggregator": None if config.aggregator is None else make_aggregator(config),
+        "aggregator": aggregator,
         "dp": None if config.dp_clip is None else mechanism(config),
         "shared": None if config.share is None else starting_with(config.share),
         "personal": None if config.personal is None else starting_with(config.personal),

@@ -46,6 +46,7 @@ from jfcl.kernels.linkage import LINKAGES, linkage_tree
 from jfcl.kernels.operators import OPERATORS, Operator, orthonormal
 from jfcl.kernels.profiles import profile_distances
 from jfcl.kernels.robust import coordinate_median, mean, mean_around_median, trimmed_mean
+from jfcl.kernels.robust_filters import caf, clipped_clustering, dnc, monna, sign_guard, smea
 from jfcl.kernels.robust_vectors import bulyan, centered_clip, geometric_median, krum, multi_krum
 from jfcl.kernels.silhouette import ChosenCut, cut_by_silhouette, silhouette
 from jfcl.kernels.similarity import pairwise_cosine, similarity_tolerance
@@ -67,12 +68,15 @@ __all__ = [
     "bipartition_of_updates",
     "bucketing",
     "bulyan",
+    "caf",
     "centered_clip",
     "clip_norms",
+    "clipped_clustering",
     "complete_linkage_tree",
     "coordinate_median",
     "cut",
     "cut_by_silhouette",
+    "dnc",
     "geometric_median",
     "gram",
     "kmeans",
@@ -82,6 +86,7 @@ __all__ = [
     "make_aggregator",
     "mean",
     "mean_around_median",
+    "monna",
     "multi_krum",
     "nearest_neighbour_mixing",
     "optimal_bipartition",
@@ -90,9 +95,11 @@ __all__ = [
     "principal_vectors",
     "profile_distances",
     "separation_gap",
+    "sign_guard",
     "silhouette",
     "similarity_tolerance",
     "single_linkage_tree",
+    "smea",
     "squared_distances",
     "subspace_angles",
     "threshold_clustering",

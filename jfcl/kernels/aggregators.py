@@ -16,6 +16,7 @@ from jfcl.kernels.base import PyTree, check_whole, is_computable, like
 from jfcl.kernels.blocks import squared_norms, usable_rows
 from jfcl.kernels.distances import squared_row_distances
 from jfcl.kernels.robust import combine, counted, minority
+from jfcl.kernels.robust_filters import caf, clipped_clustering, dnc, monna, sign_guard, smea
 from jfcl.kernels.robust_vectors import bulyan, centered_clip, geometric_median, krum, multi_krum
 from jfcl.kernels.similarity import scaled_rows, unit_scale
 
@@ -138,7 +139,8 @@ def bucketing(
 # All have the signature `f(updates, *, mask=None, return_excluded=False, ...)`.
 _OF_COORDINATES = (robust.coordinate_median, robust.trimmed_mean, robust.mean_around_median)
 _OF_UPDATES = (krum, multi_krum, bulyan, geometric_median)
-AGGREGATORS = {f.__name__: f for f in (robust.mean, centered_clip, *_OF_COORDINATES, *_OF_UPDATES)}
+_FILTERS = (caf, smea, monna, dnc, clipped_clustering, sign_guard)
+AGGREGATORS = {f.__name__: f for f in (robust.mean, centered_clip, *_OF_COORDINATES, *_OF_UPDATES, *_FILTERS)}
 # These return `(updates, mask)` for an aggregator.
 PRE_AGGREGATORS = {f.__name__: f for f in (clip_norms, adaptive_clip, nearest_neighbour_mixing, bucketing)}
 SHORT_NAMES = {"nnm": "nearest_neighbour_mixing"}

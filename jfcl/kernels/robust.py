@@ -71,6 +71,13 @@ def shares(weights: jax.Array, usable: jax.Array) -> jax.Array:
     return weights / jnp.where(total > 0, total, jnp.ones_like(total))
 
 
+def lowest(scores: jax.Array, usable: jax.Array, count: jax.Array) -> jax.Array:
+    """Returns `[N]` shares: equal for the `count` usable rows with the lowest scores, of equal ones the first."""
+    scores = jnp.where(usable, jnp.minimum(scores, jnp.finfo(scores.dtype).max), jnp.inf)  # unusable rows are last
+    rank = jnp.zeros(len(usable), jnp.int32).at[jnp.argsort(scores, stable=True)].set(jnp.arange(len(usable)))
+    return shares(((rank < count) & usable).astype(scores.dtype), usable)
+
+
 def mean(
     updates: PyTree, *, weights: jax.Array | None = None, mask: jax.Array | None = None, return_excluded: bool = False
 ) -> Any:

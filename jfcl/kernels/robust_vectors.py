@@ -12,7 +12,7 @@ from jfcl.core.checks import check
 from jfcl.kernels import blocks
 from jfcl.kernels.base import PyTree, check_whole, is_computable, sum_dtype
 from jfcl.kernels.distances import at_start, center_distances, inner_products, moved, positions, squared_row_distances
-from jfcl.kernels.robust import aggregate, check_weights, combine, means_around_median, medians, shares
+from jfcl.kernels.robust import aggregate, check_weights, combine, lowest, means_around_median, medians, shares
 
 MEDIAN_TOLERANCE = 1e-6  # the length of the mean unit vector towards all updates at which the steps end
 MEDIAN_STEPS = 300  # at most
@@ -33,9 +33,7 @@ def _krum_scores(squares: jax.Array, usable: jax.Array, num_malicious: jax.Array
 @jax.jit
 def _best_scored(squares, usable, num_malicious, num_selected):
     """Returns `[N]` shares: equal for the `num_selected` rows with the lowest Krum scores, zero for the others."""
-    scores = _krum_scores(squares, usable, num_malicious)
-    rank = jnp.zeros(len(usable), jnp.int32).at[jnp.argsort(scores, stable=True)].set(jnp.arange(len(usable)))
-    return shares(((rank < num_selected) & usable).astype(squares.dtype), usable)
+    return lowest(_krum_scores(squares, usable, num_malicious), usable, num_selected)
 
 
 def krum(updates: PyTree, *, num_malicious: int, mask: jax.Array | None = None, return_excluded: bool = False) -> Any:

@@ -14,6 +14,8 @@ Example:
   ...     return attack(jax.random.key(0), updates, malicious, jnp.ones(3, bool), *cluster)[2].item()
   >>> [sent(attack()) for attack in (sign_flip, scaled, zero, nan, ipm, mimic, opposite)], sent(alie(2.0))
   ([-9.0, 90.0, 0.0, nan, -1.0, 1.0, -1.0], 0.0)
+  >>> sent(min_max()), sent(min_sum()), sent(optimal_alie(kernels.coordinate_median))
+  (1.0, 1.0, 12.0)
   >>> [sent(attack(), jnp.zeros(3, int)) for attack in (force_split, hijack)]
   [-4.0, 20.0]
 """
@@ -26,14 +28,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jfcl import mapping
-from jfcl.core import Clients, PyTree, check, check_choice, client_ids, num_clients
+from jfcl import kernels, mapping
+from jfcl.core import PyTree, check, check_choice
 from jfcl.kernels.base import sum_dtype
+from jfcl.kernels.blocks import distances_from
+from jfcl.kernels.distances import squared_row_distances
 from jfcl.robust.aggregate import where_rows
+from jfcl.robust.data_attacks import DATA_ATTACKS as DATA_ATTACKS
+from jfcl.robust.data_attacks import DataAttack as DataAttack
+from jfcl.robust.data_attacks import backdoor as backdoor
+from jfcl.robust.data_attacks import label_reverse as label_reverse
+from jfcl.robust.data_attacks import label_zero as label_zero
+from jfcl.robust.data_attacks import noisy_inputs as noisy_inputs
+from jfcl.robust.data_attacks import poison as poison
 
 UpdateAttack = Callable[..., PyTree]
-# (rng, inputs [n, ...], labels [n], number of classes) -> (inputs, labels), of one client's real examples
-DataAttack = Callable[[np.random.Generator, np.ndarray, np.ndarray, int], tuple[np.ndarray, np.ndarray]]
 
 
 def choose_malicious(count: int, fraction: float, *, seed: int = 0) -> np.ndarray:
@@ -50,9 +59,6 @@ def choose_malicious(count: int, fraction: float, *, seed: int = 0) -> np.ndarra
     chosen = np.zeros(count, bool)
     chosen[np.random.default_rng(seed).permutation(count)[: round(fraction * count)]] = True
     return chosen
-
-
-# On updates.
 
 
 def _send(make: Callable[[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array], jax.Array]) -> UpdateAttack:
@@ -99,10 +105,34 @@ def _good_mean(x: jax.Array, good: jax.Array) -> jax.Array:
     return kept.sum(axis=0, keepdims=True) / jnp.maximum(good.sum(), 1).astype(x.dtype)
 
 
+def _spread(x: jax.Array, good: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns the mean of the good rows and their standard deviation in every coordinate, `[1, ...]` each."""
+    mean = _good_mean(x, good)
+    return mean, jnp.sqrt(_good_mean(jnp.square(x - mean), good))
+
+
 def _of_first(x: jax.Array, good: jax.Array, ids: jax.Array) -> jax.Array:
     """Returns the row of the good client with the lowest id, in the shape of `x`."""
     first = jnp.argmin(jnp.where(good, ids, jnp.iinfo(jnp.int32).max))
     return x[first][None] + jnp.zeros_like(x)
+
+
+def _sent(updates: PyTree, malicious: jax.Array, lies: list[jax.Array]) -> PyTree:
+    """Returns `updates` with `lies`, one row for each leaf, in the place of those of all malicious clients."""
+    leaves, structure = jax.tree.flatten(updates)
+    lies = [lie.reshape(1, *x.shape[1:]).astype(x.dtype) for lie, x in zip(lies, leaves, strict=True)]
+    return where_rows(malicious, jax.tree.unflatten(structure, lies), updates)
+
+
+def _drawn(draw, key, x, malicious, ids):
+    """Returns `draw(key, shape, dtype)` of each malicious client, and zeros of the others, in the shape of `x`."""
+
+    def of_client(i, hostile):
+        nothing = lambda i: jnp.zeros(x.shape[1:], x.dtype)  # noqa: E731
+        return jax.lax.cond(hostile, lambda i: draw(jax.random.fold_in(key, i), x.shape[1:], x.dtype), nothing, i)
+
+    # On a CPU, drawing numbers takes longest here, and Federated-Clustering needs N updates of every client.
+    return mapping.auto()(of_client)(ids, malicious)
 
 
 def gaussian(std: float = 1.0, mean: float = 0.0) -> UpdateAttack:
@@ -118,14 +148,7 @@ def gaussian(std: float = 1.0, mean: float = 0.0) -> UpdateAttack:
     """
 
     def lie(key, x, malicious, good, ids):
-        def draw(i):
-            return mean + std * jax.random.normal(jax.random.fold_in(key, i), x.shape[1:], x.dtype)
-
-        # On a CPU, drawing normal numbers takes longest here, and Federated-Clustering needs N updates of every client.
-        def of_client(i, hostile):
-            return jax.lax.cond(hostile, draw, lambda i: jnp.zeros(x.shape[1:], x.dtype), i)
-
-        return mapping.auto()(of_client)(ids, malicious)
+        return _drawn(lambda *of: mean + std * jax.random.normal(*of), key, x, malicious, ids)
 
     return _send(lie)
 
@@ -174,8 +197,7 @@ def alie(deviations: float | None = None) -> UpdateAttack:
     """
 
     def lie(key, x, malicious, good, ids):
-        mean = _good_mean(x, good)
-        spread = jnp.sqrt(_good_mean(jnp.square(x - mean), good))
+        mean, spread = _spread(x, good)
         z = deviations
         if z is None:
             count, num_good = good.sum() + malicious.sum(), good.sum()
@@ -183,6 +205,144 @@ def alie(deviations: float | None = None) -> UpdateAttack:
             share = fooled.astype(jnp.float32) / jnp.maximum(num_good, 1).astype(jnp.float32)
             z = jnp.where(fooled > 0, jax.scipy.stats.norm.ppf(jnp.clip(share, 1e-6, 1 - 1e-6)), 0.0)
         return mean - jnp.asarray(z).astype(x.dtype) * spread + jnp.zeros_like(x)
+
+    return _send(lie)
+
+
+def _search(lie: Callable[[jax.Array, jax.Array, jax.Array], jax.Array], aggregator: Callable | None) -> UpdateAttack:
+    """Returns the attack `lie(mean, spread, τ)` with the `τ` that moves the aggregate farthest from the good mean.
+
+    ByzFL's search: of 20 numbers the first is 0, and each of the others is the best so far plus a step, at first 10.
+    The step doubles while the results become better; from the first that does not, it is always multiplied by 0.8.
+    """
+    aggregator = kernels.mean if aggregator is None else aggregator
+
+    def attack(key, updates, malicious, usable):
+        spreads = [_spread(x.astype(sum_dtype(x)), usable & ~malicious) for x in jax.tree.leaves(updates)]
+
+        def sent(size):
+            return _sent(updates, malicious, [lie(mean, spread, size) for mean, spread in spreads])
+
+        def moved(size):
+            result = jax.tree.leaves(aggregator(sent(size), mask=usable))
+            squares = [jnp.square(a.astype(m.dtype) - m[0]).sum() for a, (m, _) in zip(result, spreads, strict=True)]
+            return sum(square.astype(jnp.float32) for square in squares)
+
+        def attempt(_, carry):
+            best, farthest, step, growing = carry
+            result = moved(best + step)
+            better = result > farthest
+            growing &= better
+            best, farthest = jnp.where(better, best + step, best), jnp.where(better, result, farthest)
+            return best, farthest, step * jnp.where(growing, 2.0, 0.8), growing
+
+        start = jnp.zeros(()), moved(jnp.zeros(())), jnp.full((), 10.0), jnp.ones((), bool)
+        return sent(jax.lax.fori_loop(1, 20, attempt, start)[0])
+
+    return attack
+
+
+def optimal_alie(aggregator: Callable | None = None) -> UpdateAttack:
+    """Returns ALIE with the most harmful strength: the good mean plus `τ` standard deviations (Allouah et al. 2023).
+
+    Args:
+      aggregator: `(updates, mask=...)`, against which `τ` is searched for, as ByzFL does, with the attackers' updates
+        among all; default: the mean. On the command line, that of the run.
+
+    Cost: 20 calls of the aggregator in each round. The standard deviations have the divisor `n`; ByzFL's code `n − 1`.
+    """
+    return _search(lambda mean, spread, size: mean + size.astype(mean.dtype) * spread, aggregator)
+
+
+def optimal_ipm(aggregator: Callable | None = None) -> UpdateAttack:
+    """Returns IPM with the most harmful strength: `−τ` times the good mean; the rest is as in `optimal_alie`."""
+    return _search(lambda mean, spread, size: -size.astype(mean.dtype) * mean, aggregator)
+
+
+def _retreat(direction: str, length: Callable[..., jax.Array]) -> UpdateAttack:
+    """Returns the attack `mean − γ p`, with `p` by `direction`, and `γ = length(rows, mean, p, good)`."""
+    check_choice("direction", direction, ("std", "unit", "sign"))
+
+    def attack(key, updates, malicious, usable):
+        good = usable & ~malicious
+        rows = [x.reshape(len(x), -1).astype(sum_dtype(x)) for x in jax.tree.leaves(updates)]
+        means, stds = zip(*[_spread(x, good) for x in rows], strict=True)
+        # The length of `p` does not matter: `γ` is inverse to it.
+        by = {"std": stds, "unit": means, "sign": [jnp.sign(m) for m in means]}[direction]
+        size = length(rows, [m[0] for m in means], [p[0] for p in by], good)
+        return _sent(updates, malicious, [m - size.astype(m.dtype) * p for m, p in zip(means, by, strict=True)])
+
+    return attack
+
+
+def _product(left: list[jax.Array], right: list[jax.Array]) -> jax.Array:
+    """Returns `left · right`, where the vectors of `right` may be the rows of matrices."""
+    parts = [jnp.matmul(y, x, precision=jax.lax.Precision.HIGHEST) for x, y in zip(left, right, strict=True)]
+    return sum(part.astype(jnp.float32) for part in parts)
+
+
+def min_max(direction: str = "std") -> UpdateAttack:
+    """Returns Min-Max: as far out as no good update is from another (Shejwalkar, Houmansadr 2021).
+
+    The lie is `mean − γ p` with the largest `γ` for which its distance to every good update is at most the largest
+    distance of two good ones: a quadratic equation for each, solved exactly (the authors and Blades bisect).
+
+    Args:
+      direction: `p`: `"std"`, the standard deviations; `"unit"`, the good mean; `"sign"`, its signs.
+
+    Cost: `N² D` multiplications, for the distances of good updates.
+    """
+
+    def length(rows, mean, p, good):
+        squares = squared_row_distances(rows, good)
+        largest = jnp.where(good[:, None] & good[None, :], squares, 0.0).max()
+        norm = _product(p, p)
+        along = jnp.where(good, _product(p, mean) - _product(p, rows), 0.0)  # p · (mean − z)
+        room = jnp.maximum(largest - jnp.square(distances_from(rows, mean, good)), 0.0)
+        reach = (along + jnp.sqrt(jnp.square(along) + norm * room)) / jnp.where(norm > 0, norm, 1.0)
+        return jnp.where(good.any(), jnp.where(good, reach, jnp.inf).min(), 0.0)
+
+    return _retreat(direction, length)
+
+
+def min_sum(direction: str = "std") -> UpdateAttack:
+    """Returns Min-Sum: the sum of squared distances to good updates is at most the largest of a good one.
+
+    It is `mean − γ p` of Shejwalkar and Houmansadr (2021), as `min_max`, with `γ ‖p‖` the largest distance of a good
+    update from their mean, which solves the condition. The authors' code has the smallest sum in its place, and so the
+    smallest distance.
+
+    Args:
+      direction: as in `min_max`.
+
+    Cost: three passes.
+    """
+
+    def length(rows, mean, p, good):
+        farthest = jnp.where(good, distances_from(rows, mean, good), 0.0).max()
+        norm = jnp.sqrt(_product(p, p))
+        return farthest / jnp.where(norm > 0, norm, 1.0)
+
+    return _retreat(direction, length)
+
+
+def fang() -> UpdateAttack:
+    """Returns the attack on medians and trimmed means: just beyond all good numbers (Fang, Cao, Jia, Gong 2020).
+
+    In every coordinate it sends a uniform number between the extreme of the good ones that is against the sign of their
+    mean, and twice it, or half of it where that is farther out. Every attacker draws its own.
+    """
+
+    def lie(key, x, malicious, good, ids):
+        mean = _good_mean(x, good)
+        none = jnp.full((), jnp.inf, x.dtype)
+        lowest = where_rows(good, x, none + jnp.zeros_like(x)).min(axis=0, keepdims=True)
+        highest = where_rows(good, x, jnp.zeros_like(x) - none).max(axis=0, keepdims=True)
+        extreme = jnp.where(mean > 0, lowest, highest)
+        beyond = jnp.where((extreme < 0) == (mean > 0), 2 * extreme, extreme / 2)
+        share = _drawn(jax.random.uniform, key, x, malicious, ids)
+        drawn = extreme + share * (beyond - extreme)
+        return jnp.where(mean == 0, mean, drawn)
 
     return _send(lie)
 
@@ -216,124 +376,8 @@ def hijack(scale: float = 10.0) -> UpdateAttack:
     return _send_within(lambda good_sum, num_good, num_malicious: scale * good_sum / jnp.maximum(num_good, 1))
 
 
+_SIMPLE = (gaussian, far, sign_flip, scaled, zero, nan, mimic, opposite)
+_HIDDEN = (ipm, optimal_ipm, alie, optimal_alie, min_max, min_sum, fang)
 UPDATE_ATTACKS: dict[str, Callable[..., UpdateAttack]] = {
-    make.__name__: make
-    for make in (gaussian, far, sign_flip, scaled, zero, nan, ipm, alie, mimic, opposite, force_split, hijack)
+    make.__name__: make for make in (*_SIMPLE, *_HIDDEN, force_split, hijack)
 }
-
-
-# On data.
-
-
-def label_zero(rng, x, y, num_classes):
-    """Sets every label to 0 (Byzantine CFL's label flip).
-
-    Example:
-      >>> x, y = label_zero(np.random.default_rng(0), np.zeros((2, 4, 4, 1)), np.array([3, 4]), 10)
-      >>> y.tolist()
-      [0, 0]
-    """
-    return x, np.zeros_like(y)
-
-
-def label_reverse(rng, x, y, num_classes):
-    """Replaces label y by (number of classes − 1) − y.
-
-    Example:
-      >>> x, y = label_reverse(np.random.default_rng(0), np.zeros((2, 4, 4, 1)), np.array([3, 4]), 10)
-      >>> y.tolist()
-      [6, 5]
-    """
-    return x, (num_classes - 1 - y).astype(y.dtype)
-
-
-def noisy_inputs(rng, x, y, num_classes):
-    """Replaces every input by uniform noise in (−10, 10) (Byzantine CFL).
-
-    Example:
-      >>> x, y = noisy_inputs(np.random.default_rng(0), np.zeros((2, 4, 4, 1)), np.array([3, 4]), 10)
-      >>> y.tolist(), bool(np.abs(x).max() > 9)
-      ([3, 4], True)
-    """
-    check(np.issubdtype(x.dtype, np.floating), "noisy_inputs", str(x.dtype), "for inputs of floating-point numbers")
-    return rng.uniform(-10, 10, x.shape).astype(x.dtype), y
-
-
-def backdoor(rng, x, y, num_classes):
-    """Puts a bright 3 x 3 patch in the corner of half of the images, with label 0 for those (Gu et al. 2017).
-
-    Example:
-      >>> x, y = backdoor(np.random.default_rng(0), np.zeros((2, 4, 4, 1)), np.array([3, 4]), 10)
-      >>> int((y == 0).sum()), int(x.sum())
-      (1, 9)
-    """
-    check(x.ndim == 4, "backdoor", x.shape, "for images [n, H, W, C]")
-    x, y = x.copy(), y.copy()
-    # Not by the numbers of `rng` itself, with which `jfcl.data.hold_out` permutes the same examples.
-    marked = rng.spawn(1)[0].permutation(len(x))[: len(x) // 2]
-    x[marked, -3:, -3:, :] = x.max(initial=1.0)
-    y[marked] = 0
-    return x, y
-
-
-DATA_ATTACKS: dict[str, DataAttack] = {
-    attack.__name__: attack for attack in (label_zero, label_reverse, noisy_inputs, backdoor)
-}
-
-
-def poison(
-    clients: Clients, malicious: np.ndarray, attack: str | DataAttack, *, num_classes: int, seed: int = 0
-) -> Clients:
-    """Returns `clients` after an attack on the real examples of the malicious ones.
-
-    Args:
-      clients: with examples `{"x": inputs, "y": labels}`, on the host.
-      malicious: `[N]` bool.
-      attack: a name in `DATA_ATTACKS`, or a function `(rng, x [n, ...], y [n], num_classes) -> (x, y)` of the real
-        examples of one client.
-      num_classes: of the labels.
-      seed: for attacks that draw.
-
-    Returns:
-      New `Clients`; the arrays of `clients` are not changed.
-
-    Raises:
-      ValueError: an unknown attack, `malicious` of another length, a function that returns other shapes.
-
-    Example:
-      >>> import numpy as np
-      >>> clients = Clients({"x": np.zeros((2, 3, 1)), "y": np.array([[1, 2, 3], [4, 5, 6]])}, np.array([3, 2]))
-      >>> poison(clients, np.array([False, True]), "label_reverse", num_classes=10).examples["y"].tolist()
-      [[1, 2, 3], [5, 4, 6]]
-    """
-    if not callable(attack):
-        check_choice("attack", attack, DATA_ATTACKS)
-        attack = DATA_ATTACKS[attack]
-    malicious = np.asarray(malicious)
-    n = num_clients(clients)
-    check(malicious.shape == (n,), "malicious", malicious.shape, f"of shape ({n},)")
-    x, y = (np.array(clients.examples[part]) for part in ("x", "y"))
-    ids = np.asarray(client_ids(clients))
-    for i in np.flatnonzero(malicious):
-        m, rng = int(clients.size[i]), np.random.default_rng([seed, int(ids[i])])
-        x[i, :m], y[i, :m] = _poisoned(attack, rng, x[i, :m], y[i, :m], num_classes)
-    return clients._replace(examples={**clients.examples, "x": x, "y": y})
-
-
-def _poisoned(attack: DataAttack, rng: np.random.Generator, x: np.ndarray, y: np.ndarray, num_classes: int):
-    """Returns `attack(...)`; raises `ValueError` for results of other shapes or kinds, or labels of no class."""
-
-    def form(array):
-        return f"{array.dtype} {list(array.shape)}"
-
-    found = attack(rng, x, y, num_classes)
-    returned = f"one that returned {type(found).__name__}"
-    accepted = f"a function that returns (x, y), {form(x)} and {form(y)}"
-    check(isinstance(found, tuple) and len(found) == 2, "attack", returned, accepted)
-    new_x, new_y = map(np.asarray, found)
-    alike = all(np.can_cast(new.dtype, old.dtype, "same_kind") for new, old in ((new_x, x), (new_y, y)))
-    fits = alike and (new_x.shape, new_y.shape) == (x.shape, y.shape)
-    check(fits, "attack", f"one that returned {form(new_x)} and {form(new_y)}", accepted)
-    known = ((new_y >= 0) & (new_y < num_classes)).all()
-    check(known, "attack", f"one that returned labels {np.unique(new_y)}", f"one with labels in 0..{num_classes - 1}")
-    return new_x, new_y
