@@ -12,6 +12,7 @@ import pytest
 import jfcl
 from jfcl import attacks, kernels
 from jfcl.core import Clients
+from jfcl.experiments import Config, setups
 from jfcl.experiments.lookup import find_attack
 from jfcl.methods import METHODS
 from jfcl.testing import problem
@@ -204,6 +205,12 @@ def test_an_attack_by_name_receives_the_aggregator():
     attack = find_attack("optimal_alie", aggregator=kernels.make_aggregator("coordinate_median"))
     result = jax.jit(attack)(KEY, jnp.array([[1.0], [2.0], [6.0], [0.0]]), jnp.arange(4) == 3, jnp.ones(4, bool))
     np.testing.assert_allclose(result[3, 0], 3 + 10 * np.std([1, 2, 6]), rtol=1e-6)
+
+
+def test_a_run_with_monna_trusts_a_benign_client():
+    config = Config("fedavg", clients=10, attack="ipm", malicious=0.3, aggregator="monna", data_seed=2)
+    malicious = setups.malicious_clients(config)
+    assert malicious[0] and not malicious[setups.make_aggregator(config).keywords["trusted"]]
 
 
 def test_fang_lies_just_beyond_the_good_numbers():

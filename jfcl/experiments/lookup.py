@@ -39,7 +39,7 @@ METRICS = {metric.__name__: metric for metric in (metrics.macro_f1, metrics.auc,
 # The arguments that are passed to functions of users: always, or where they take them.
 OF_FACTORIES = ("client_axis", "num_clusters", "cluster")
 OF_ATTACKS = {"updates": ["key", "updates", "malicious", "usable"], "data": ["rng", "x", "y", "num_classes"]}
-OF_AGGREGATORS = ("num_malicious", "radius", "bucket_size", "key")
+OF_AGGREGATORS = ("num_malicious", "radius", "bucket_size", "key", "trusted")
 
 
 class Named(NamedTuple):

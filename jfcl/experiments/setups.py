@@ -118,6 +118,7 @@ def make_aggregator(config: Config) -> Callable:
         "radius": config.radius,
         "bucket_size": config.bucket_size,
         "key": jax.random.key(config.data_seed),
+        "trusted": int(np.argmin(malicious_clients(config))) if config.cohort is None else None,  # the first benign one
     }
     taken = kernels.aggregator_options(parts)
     options = {name: value for name, value in options.items() if name in taken and value is not None}
