@@ -443,21 +443,10 @@ def test_an_infinite_threshold_outlives_the_run(tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_cfl_leaves_every_seeds_tree_and_how_the_models_on_its_paths_serve(tmp_path, capsys):
+def test_cfl_leaves_every_seeds_tree(tmp_path):
     splits = ["--eps-1", "inf", "--eps-2", "1e-30", "--min-rounds", "2", "--seeds", "2"]
     assert cli.main(["run", "cfl", *QUICK, *splits, "--out", str(tmp_path / "run")]) == 0
-    printed = capsys.readouterr().out.replace("\n", " ")
-    found = [(tmp_path / "run" / name).exists() for name in ("tree.npz", "tree-1.npz", "plots/tree-1.png")]
-    assert all(found) and "accuracy along the parameter tree, from the first model to their own:" in printed
-    with (tmp_path / "run" / "paths.csv").open() as f:
-        paths = list(csv.DictReader(f))
-    with (tmp_path / "run" / "clients.csv").open() as f:
-        clients = list(csv.DictReader(f))
-    assert {row["seed"] for row in paths} == {"0", "1"}
-    for client in clients:  # a path begins at the root and ends at the model that the client is served
-        mine = [r for r in paths if (r["seed"], r["client"]) == (client["seed"], client["client"])]
-        assert [r["level"] for r in mine] == [str(i) for i in range(len(mine))] and mine[0]["node"] == "0"
-        assert len(mine) > 1 and float(mine[-1]["accuracy"]) == float(client["accuracy"])
+    assert all((tmp_path / "run" / name).exists() for name in ("tree.npz", "tree-1.npz", "plots/tree-1.png"))
 
 
 def test_compare_tells_runs_of_one_name_apart_and_takes_names_as_they_are(finished, tmp_path, capsys):

@@ -209,10 +209,6 @@ def _print_summary(config: Config, summary: dict[str, Any], out: str | None, con
     planned = config.rounds + summary["init_rounds"]
     if summary["num_rounds"] < planned:
         console.print(f"note: ended after {summary['num_rounds']} of {planned} rounds: {summary['ended']}")
-    along = summary.get("path_accuracy") or ()
-    if len(along) > 1:
-        steps = " → ".join(f"{100 * accuracy:.1f}" for accuracy in along)
-        console.print(f"clients' accuracy along the parameter tree, from the first model to their own: {steps} %")
     if out:
         console.print(f"kept in {out}: summary.json, metrics.jsonl, clients.csv, report.html, plots/")
 

@@ -11,7 +11,6 @@ import numpy as np
 
 from jfcl.analysis import plots
 from jfcl.core import client_ids
-from jfcl.core.texts import csv_bytes
 from jfcl.experiments.config import Config
 from jfcl.experiments.privacy import privacy_of
 from jfcl.experiments.serving import npz_bytes
@@ -73,46 +72,12 @@ def write_results(out: Path, summary: dict[str, Any], history: History, parts: S
     if "accuracy" in history.clients:  # not of a regression
         figures["clients"] = plots.client_accuracies({name: history.clients["accuracy"]})
     if of_all and isinstance(history.state, CFLState) and history.state.active.shape[1] > 1:
-        trees, drawn, summary["path_accuracy"] = _trees(history, parts)
-        contents |= trees
-        figures |= drawn
+        for s, seed in enumerate(parts.seeds):
+            label, tree = f"tree-{seed}" if s else "tree", jax.tree.map(lambda x, s=s: x[s], history.state)
+            parameter_tree.save_tree(buffer := io.BytesIO(), tree)
+            contents[f"{label}.npz"] = buffer.getvalue()
+            figures[label] = plots.tree(parameter_tree.nodes(tree), cluster)
     if "cluster" in records[0]:
         figures["clusters"] = plots.assignments(records, cluster)
     contents |= {f"plots/{name}.png": plots.png(figure) for name, figure in figures.items()}
     folder.write_results(out, contents, summary)
-
-
-def _trees(history: History, parts: Setup) -> tuple[dict[str, bytes], dict[str, plots.Figure], list[float] | None]:
-    """Returns `tree.npz` and its picture for every seed, and `paths.csv`: each client under each model on its path.
-
-    The files of further seeds are called `tree-SEED.npz`. With several processes, each of which holds some of the test
-    examples, there is no `paths.csv`.
-
-    Returns:
-      The files; the figures; the first seed's mean accuracy over clients by level: under the root's model, one level
-      down, ..., under their own; `None` where it is unknown.
-    """
-    contents, figures, lines, means = {}, {}, [], None
-    ids, test = client_ids(parts.federation.train).tolist(), parts.federation.test
-    for s, seed in enumerate(parts.seeds):
-        name = "tree" if s == 0 else f"tree-{seed}"
-        one = jax.tree.map(lambda x, s=s: x[s], history.state)
-        buffer = io.BytesIO()
-        parameter_tree.save_tree(buffer, one)
-        contents[f"{name}.npz"] = buffer.getvalue()
-        nodes = parameter_tree.nodes(one)
-        figures[name] = plots.tree(nodes, parts.federation.cluster)
-        if hosts.several():
-            continue
-        paths = parameter_tree.evaluate_paths(parts.task, one, test, client_axis=parts.client_axis)
-        columns = {"loss": paths.loss} | ({} if paths.accuracy is None else {"accuracy": paths.accuracy})
-        for i, path in enumerate(paths.node.tolist()):
-            for level, node in enumerate(path):
-                if not level or node != path[level - 1]:  # a leaf is repeated where other paths are longer
-                    here = [nodes[node].round, *(f"{x[i, level]:.6g}" for x in columns.values())]
-                    lines.append([seed, ids[i], level, node, *here])
-        if s == 0 and paths.accuracy is not None:
-            means = np.nanmean(paths.accuracy[np.asarray(test.size) > 0], axis=0).tolist()
-    if lines:
-        contents["paths.csv"] = csv_bytes([["seed", "client", "level", "node", "made_in_round", *columns], *lines])
-    return contents, figures, means

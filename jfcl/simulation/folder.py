@@ -40,7 +40,7 @@ ENDS = ("num_rounds", "patience", "monitor", "eval_every", "given")  # when the 
 FREE = (*ENDS, "out", "resume", "progress", "data_dir", "mapping", "chunk", "devices", "versions")
 MAPPED = ("mapping", "chunk", "devices")  # the ones that change the order of sums
 ARRAYS = ("params.npz", "personal.npz", "mixture.npz", "tree.npz")
-RESULTS = ("summary.json", "clients.csv", "clients_by_round.csv", "paths.csv", *ARRAYS)
+RESULTS = ("summary.json", "clients.csv", "clients_by_round.csv", *ARRAYS)
 # The file that marks a folder as one of a kind, and the others that are in it.
 KINDS = {
     "run": ("config.json", ("metrics.jsonl", *RESULTS, "checkpoints", "plots", "report.html")),
