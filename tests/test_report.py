@@ -166,7 +166,6 @@ def test_a_run_ends_with_a_page_of_its_results(finished, method):
     # Bytes and seconds.
     costs = {r[""]: r[method] for r in page.rows("costs")}
     assert (costs["rounds"], costs["clients"], costs["device"]) == ("4", "6", summary["device"])
-    assert sizes(costs["bytes up in a round"]) == pytest.approx([summary["bytes_up"] / ROUNDS], rel=0.05)
     assert sizes(costs["bytes down, all clients and rounds"]) == pytest.approx([summary["bytes_down"]], rel=0.05)
     assert float(costs["seconds, all seeds together"]) == pytest.approx(summary["seconds"], abs=0.051)
     # Options and versions.
@@ -238,11 +237,10 @@ def test_the_splits_are_those_of_the_parameter_tree(finished):
 
 
 def test_the_similarities_are_cosines(finished, copy, monkeypatch):
-    drawn = {}
+    drawn = []
     draw = plots.similarity
-    monkeypatch.setattr(plots, "similarity", lambda m, c: drawn.update({method: (m, c)}) or draw(m, c))
-    for method in ("cfl", "local"):
-        report(copy / method)
+    monkeypatch.setattr(plots, "similarity", lambda m, c: drawn.append((m, c)) or draw(m, c))
+    report(copy / "cfl")
 
     def cosine(a, b):
         return float(np.dot(a, b) / np.sqrt(np.dot(a, a) * np.dot(b, b)))
@@ -251,17 +249,8 @@ def test_the_similarities_are_cosines(finished, copy, monkeypatch):
         first = np.flatnonzero(tree["born"] == tree["born"][tree["born"] > 0].min())[0]
         rows, cluster = tree["updates"][first].astype(np.float64), tree["cluster"]
     order = sorted(range(6), key=lambda i: (cluster[i], i))
-    matrix, shown = drawn["cfl"]
+    [(matrix, shown)] = drawn
     assert shown.tolist() == cluster[order].tolist()
-    np.testing.assert_allclose(matrix, [[cosine(rows[i], rows[j]) for j in order] for i in order], atol=1e-5)
-
-    with np.load(finished / "local" / "params.npz") as params:
-        rows = np.concatenate([params[n].reshape(6, -1) for n in sorted(params.files)], axis=1).astype(np.float64)
-    rows = rows - rows.mean(axis=0)
-    true = [int(row["true_cluster"]) for row in clients_of(finished / "local")[:6]]
-    order = sorted(range(6), key=lambda i: (true[i], i))
-    matrix, shown = drawn["local"]
-    assert shown.tolist() == sorted(true)
     np.testing.assert_allclose(matrix, [[cosine(rows[i], rows[j]) for j in order] for i in order], atol=1e-5)
 
 
@@ -287,7 +276,7 @@ def test_several_runs_side_by_side(copy, capsys):
     assert differ["heterogeneity"] == ("label_swap", "rotation") and differ["eps_1"] == ("inf", "–")
     assert "lr" not in differ and "method" not in differ
     assert "2 different splits of the data" in page.text
-    wanted = {"accuracy", "loss", "clients", "methods", "cfl-tree", "cfl-similarity", "local-similarity"}
+    wanted = {"accuracy", "loss", "clients", "methods", "cfl-tree", "cfl-similarity"}
     assert wanted | {"cfl-clusters", "local-clusters"} == set(page.images)
     assert {"cfl-worst", "local-worst", "cfl-seeds", "local-seeds"} <= set(page.tables)
     assert {name: data for name, data in contents(copy).items() if name != "report.html"} == before
@@ -347,7 +336,7 @@ def stop(folder: Path) -> None:
     """Leaves of a finished run what there is in its second round: the last line is cut short."""
     for name in ("summary.json", "clients.csv", "params.npz", "report.html"):
         (folder / name).unlink(missing_ok=True)
-    for file in [*folder.glob("*.npz"), *folder.glob("paths.csv")]:
+    for file in folder.glob("*.npz"):
         file.unlink()
     shutil.rmtree(folder / "plots")
     lines = (folder / "metrics.jsonl").read_bytes().splitlines(keepends=True)
@@ -452,16 +441,6 @@ def test_a_damaged_run_is_refused_in_a_sentence(damage, copy):
         (copy / "cfl" / name).write_bytes(whole)
 
 
-def test_a_summary_without_its_entries_is_a_sentence(copy):
-    file = copy / "cfl" / "summary.json"
-    summary = json.loads(file.read_text())
-    for other in (summary | {"per_seed": []}, {name: summary[name] for name in summary if name != "mean"}):
-        file.write_text(json.dumps(files.seal(other)))
-        for read in (read_run, report):
-            with pytest.raises(ValueError, match=r"summary\.json is damaged: it does not have (per_seed|mean) as"):
-                read(copy / "cfl")
-
-
 @pytest.mark.slow_cases("of another run")
 @pytest.mark.parametrize("how", ["missing", "of another run"])
 def test_a_picture_that_the_run_did_not_leave_is_drawn_again(how, copy):
@@ -481,7 +460,7 @@ def test_a_line_that_is_no_record_is_named(copy, capsys):
     for line in (lines[2][:50], json.dumps(json.loads(lines[2]) | {"seed": "0"})):
         file.write_text("\n".join([*lines[:2], line, *lines[3:]]) + "\n")
         assert cli.main(["report", str(copy / "local")]) == 2
-        assert re.search(r"metrics\.jsonl is damaged: (line|record) 3", " ".join(capsys.readouterr().err.split()))
+        assert re.search(r"metrics\.jsonl is damaged: line 3", " ".join(capsys.readouterr().err.split()))
 
 
 @pytest.mark.slow

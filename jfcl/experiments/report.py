@@ -11,7 +11,6 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import jax
 import numpy as np
 
 from jfcl._version import __version__
@@ -29,7 +28,6 @@ from jfcl.simulation.loop import ALL_DONE
 NAME = "report.html"
 WORST = 10  # clients in the table of the worst
 MOST_ROWS = 300  # of a matrix of similarities; larger ones are drawn from as many rows, evenly spaced
-MOST_BYTES = 2**28  # of models that are compared
 
 
 class Table(NamedTuple):
@@ -208,18 +206,15 @@ def _curves(runs: dict[str, Results]) -> list[Figure]:
 def _costs(runs: dict[str, Results]) -> Table:
     """Returns the table of bytes and seconds, a column for each run."""
 
-    def cells(name: str, text: Callable[[Any], str], *, each_round: bool = False) -> list[str]:
-        rounds = [max(run.summary["num_rounds"], 1) if each_round else 1 for run in runs.values()]
+    def cells(name: str, text: Callable[[Any], str]) -> list[str]:
         values = [run.summary.get(name) for run in runs.values()]
-        return ["–" if v is None else text(v / n if each_round else v) for v, n in zip(values, rounds, strict=True)]
+        return ["–" if value is None else text(value) for value in values]
 
     rows = {
         "rounds": cells("num_rounds", str),
         "clients": cells("num_clients", "{:,.0f}".format),
         "bytes up, all clients and rounds": cells("bytes_up", size_text),
         "bytes down, all clients and rounds": cells("bytes_down", size_text),
-        "bytes up in a round": cells("bytes_up", size_text, each_round=True),
-        "bytes down in a round": cells("bytes_down", size_text, each_round=True),
         "seconds, all seeds together": cells("seconds", "{:,.1f}".format),
         "seconds of compilation": cells("compile_seconds", "{:,.1f}".format),
         "rounds a second": cells("rounds_per_second", "{:,.2f}".format),
@@ -263,60 +258,33 @@ def _clusters(run: Results, label: str) -> Figure | None:
 
 
 def _similarity_and_tree(run: Results, label: str) -> dict[str, Any]:
-    """Returns the matrix of similarities, of updates where a run keeps them, else of models; and the parameter tree."""
-    parts: dict[str, Any] = dict.fromkeys(("similarity", "too_large", "tree", "splits"))
-    state, clients, draw = run.read_tree(), run.first_seed(), None
-    if state is not None:
-        nodes, true = parameter_tree.nodes(state), clients.get("true_cluster")
-        true = true if true is not None and all((node.clients < len(true)).all() for node in nodes) else None
-        draw, parts["splits"] = partial(plots.tree, nodes, true), _branch(nodes, 0, true)
-    seed = run.summary["per_seed"][0]["seed"] if run.summary["per_seed"] else 0
+    """Returns the parameter tree, its splits, and the similarities of the updates that the first of them compared."""
+    parts: dict[str, Any] = dict.fromkeys(("similarity", "tree", "splits"))
+    state = run.read_tree()
+    if state is None:
+        return parts
+    nodes, true, seed = parameter_tree.nodes(state), run.first_seed().get("true_cluster"), run.first_seed()["seed"][0]
     caption = f"Splits of seed {seed}, rounds downwards; the width is the number of clients, the colour the true"
-    parts["tree"] = figure(run, "tree", draw, f"{caption} cluster.", label)
-    # Similarities of updates, or of models.
-    if state is not None and min((split := parameter_tree.first_split(state))[0].shape) > 0:
-        caption = f"Cosine similarities of the updates of {len(split[0])} clients in round"
+    parts["tree"] = figure(run, "tree", partial(plots.tree, nodes, true), f"{caption} cluster.", label)
+    parts["splits"] = _branch(nodes, 0, true)
+    updates, cluster = parameter_tree.first_split(state)
+    if min(updates.shape) > 0:
+        caption = f"Cosine similarities of the updates of {len(updates)} clients in round"
         caption += f" {nodes[nodes[0].children[0]].round}, when the first split was made; ordered by final cluster."
-        return parts | {"similarity": _matrix(label, [split[0]], split[1], caption)}
-    of_clients = run.config.get("population") is None and run.config.get("store") is None
-    if clients and of_clients and run.has("params.npz"):
-        size = (run.folder / "params.npz").stat().st_size
-        if size > MOST_BYTES:
-            return parts | {"too_large": size_text(size)}
-        parts["similarity"] = _of_models(run, clients, label)
+        order = np.argsort(cluster, kind="stable")
+        if len(order) > MOST_ROWS:
+            order = order[np.linspace(0, len(order) - 1, MOST_ROWS).astype(int)]
+            caption += f" {MOST_ROWS} of them are drawn, evenly spaced."
+        draw = partial(plots.similarity, cosines(updates[order]), cluster[order])
+        parts["similarity"] = figure(None, "similarity", draw, caption, label)
     return parts
 
 
-def _of_models(run: Results, clients: dict[str, np.ndarray], label: str) -> Figure | None:
-    """Returns the matrix of similarities of at least three models that are served, as differences from their mean."""
-    served = clients.get("model", clients["cluster"])
-    leaves = [np.asarray(leaf, np.float32) for leaf in jax.tree.leaves(run.read_models())]
-    used = np.unique(served)
-    if len(used) < 3 or used[0] < 0 or used[-1] >= len(leaves[0]):
-        return None
-    leaves = [leaf.reshape(len(leaf), -1)[used] for leaf in leaves]
-    by = "true_cluster" if "true_cluster" in clients else "cluster"
-    of_most = [np.bincount(np.maximum(clients[by][served == k], 0)).argmax() for k in used]
-    caption = f"Cosine similarities of the {len(used)} final models, as differences from their mean; ordered by the"
-    caption += f" {by.replace('_', ' ')} of most of their clients."
-    return _matrix(label, [leaf - leaf.mean(axis=0) for leaf in leaves], np.array(of_most), caption)
-
-
-def _matrix(label: str, rows: Sequence[np.ndarray], cluster: np.ndarray, caption: str) -> Figure | None:
-    """Returns the picture of the cosines of rows `[N, ...]` that are given in parts, ordered by cluster."""
-    order = np.argsort(cluster, kind="stable")
-    if len(order) > MOST_ROWS:
-        order = order[np.linspace(0, len(order) - 1, MOST_ROWS).astype(int)]
-        caption += f" {MOST_ROWS} of them are drawn, evenly spaced."
-    return figure(None, "similarity", lambda: plots.similarity(cosines(rows, order), cluster[order]), caption, label)
-
-
-def cosines(parts: Sequence[np.ndarray], order: np.ndarray) -> np.ndarray:
-    """Returns the cosines `[n, n]` between the rows `order` of `[N, D]`, given in parts `[N, D_i]`; 0 for zero rows."""
-    products = sum(part[order] @ part[order].T for part in parts)
-    length = np.sqrt(np.diag(products))
-    scale = np.where(length > 0, 1 / np.where(length > 0, length, 1), 0)
-    return products * scale[:, None] * scale
+def cosines(rows: np.ndarray) -> np.ndarray:
+    """Returns the cosines `[n, n]` between rows `[n, D]`; 0 for zero rows."""
+    length = np.linalg.norm(rows, axis=1, keepdims=True)
+    rows = rows / np.where(length > 0, length, 1)
+    return rows @ rows.T
 
 
 def _branch(nodes: Sequence[parameter_tree.Node], at: int, true: np.ndarray | None) -> dict[str, Any]:

@@ -19,8 +19,6 @@ from jfcl.simulation.folder import RunFolder, finite_or_none, read_json, read_ve
 from jfcl.simulation.results import summarize_records
 
 COUNTS = ("seed", "client", "examples", "true_cluster", "cluster", "model", "malicious")  # columns of integers
-ENTRIES = ("method", "split_hash", "num_clusters", "num_rounds", "bytes_up", "bytes_down", "client_steps_per_second")
-ENTRIES += ("mean", "per_seed")  # of a summary, which tables read
 
 
 class Results(NamedTuple):
@@ -90,10 +88,6 @@ class Results(NamedTuple):
         """Returns the splits of the first seed's parameter tree; None for a run without one."""
         return parameter_tree.load_tree(self.folder / "tree.npz") if self.has("tree.npz") else None
 
-    def read_models(self) -> PyTree | None:
-        """Returns the first seed's models `[K, ...]`; None for a run without them."""
-        return load_params(self.folder) if self.has("params.npz") else None
-
 
 def read_results(folder: str | Path, records: list[dict[str, Any]] | None = None) -> Results:
     """Reads the run in `folder`; `records` are those of the run that has just ended there, which need not be read.
@@ -111,14 +105,10 @@ def read_results(folder: str | Path, records: list[dict[str, Any]] | None = None
     config, checkpoints = saved_config(folder), RunFolder(folder).rounds()
     if (folder / "summary.json").exists():
         summary = verify_results(folder, None if records is None else [])
-        missing = [name for name in ENTRIES if name not in summary] or ["per_seed"] * (not summary["per_seed"])
-        if missing:
-            lacks = f"it does not have {', '.join(missing)} as jfcl writes it"
-            raise ValueError(f"{folder / 'summary.json'} is damaged: {lacks}")
-        records = _records(folder) if records is None else records
+        records = RunFolder(folder).records() if records is None else records
         clients = _columns(folder, summary) if "clients.csv" in summary["files"] else {}
         return Results(folder, config, summary, records, clients, True, checkpoints)
-    records = _records(folder) if (folder / "metrics.jsonl").exists() else []
+    records = RunFolder(folder).records() if (folder / "metrics.jsonl").exists() else []
     summary = _so_far(config, records, _init_rounds(folder, checkpoints))
     return Results(folder, config, summary, records, {}, False, checkpoints)
 
@@ -129,8 +119,6 @@ def read_finished(folder: str | Path) -> Results:
     if not run.is_finished:
         why = "summary.json is missing; 'jfcl report' shows what there is so far"
         raise ValueError(f"{folder} holds no finished run: {why}")
-    if not run.records:
-        raise ValueError(f"{run.folder / 'metrics.jsonl'} is damaged: it holds no whole line")
     return run
 
 
@@ -210,27 +198,12 @@ def _instead(folder: Path) -> str:
     return f"holds a sweep, and no run; run the best: jfcl run --config {folder / 'best.toml'} --out DIR"
 
 
-def _records(folder: Path) -> list[dict[str, Any]]:
-    """Returns the records in `metrics.jsonl`, without a last line that is being written, or was cut short."""
-    records = RunFolder(folder).records()
-    odd = [i for i, record in enumerate(records, 1) if type(record.get("seed")) is not int]
-    if odd:
-        raise ValueError(f"{folder / 'metrics.jsonl'} is damaged: record {odd[0]} has no seed")
-    return records
-
-
 def _columns(folder: Path, summary: dict[str, Any]) -> dict[str, np.ndarray]:
     """Returns the columns of `clients.csv`: integers, or numbers that may be NaN."""
-    lines = io.StringIO(read_verified(folder, summary, "clients.csv").decode(errors="replace"), newline="")
-    try:
-        head, *rows = csv.reader(lines)
-        pairs = zip(head, zip(*rows, strict=True), strict=True)
-        columns = {name: np.array(values, np.int64 if name in COUNTS else np.float64) for name, values in pairs}
-        missing = [name for name in ("seed", "client", "examples", "cluster") if name not in columns]
-        check(not missing, "the table", list(columns), f"one with {', '.join(missing)}")
-    except (ValueError, OverflowError, csv.Error) as error:
-        raise ValueError(f"{folder / 'clients.csv'} is damaged: {error}") from None
-    return columns
+    lines = io.StringIO(read_verified(folder, summary, "clients.csv").decode(), newline="")
+    head, *rows = csv.reader(lines)
+    columns = zip(head, zip(*rows, strict=True), strict=True)
+    return {name: np.array(values, np.int64 if name in COUNTS else np.float64) for name, values in columns}
 
 
 def _so_far(config: dict[str, Any], records: list[dict[str, Any]], init_rounds: int) -> dict[str, Any]:
@@ -256,9 +229,7 @@ def _so_far(config: dict[str, Any], records: list[dict[str, Any]], init_rounds: 
 
 
 def _init_rounds(folder: Path, checkpoints: list[int]) -> int:
-    """Returns the rounds of the method's start, which a checkpoint has; 0 where that cannot be read."""
-    try:
-        about = read_json(folder / "checkpoints" / str(checkpoints[0]) / "about.json") if checkpoints else {}
-        return int(about.get("totals", {}).get("init_rounds", 0))
-    except (ValueError, TypeError, AttributeError):  # a damaged one is what --resume refuses, or does without
+    """Returns the rounds of the method's start, which a checkpoint has; 0 without one."""
+    if not checkpoints:
         return 0
+    return read_json(folder / "checkpoints" / str(checkpoints[0]) / "about.json")["totals"].get("init_rounds", 0)

@@ -58,7 +58,7 @@ def from_line(line: bytes) -> dict[str, Any] | None:
         found = json.loads(line)
     except (ValueError, RecursionError):
         return None
-    is_record = isinstance(found, dict) and isinstance(found.get("round"), int)
+    is_record = isinstance(found, dict) and all(type(found.get(name)) is int for name in ("round", "seed"))
     if not is_record or not isinstance(found.get(EXACT, {}), dict):
         return None
     return found | _numbers(found.pop(EXACT, {}))
