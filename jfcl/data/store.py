@@ -56,24 +56,20 @@ class ClientStore:
         ids = np.asarray(ids, np.int64)  # 255 + 1 is 0 in a byte
         return (self.offsets[ids + 1] - self.offsets[ids]).astype(np.int32)
 
-    def gather(self, ids: Any, *, pad_to: int | None = None) -> Clients:
-        """Returns the clients `ids` (`[C]` integers) as a cohort, in that order, padded to `pad_to`, by default
-        `max_size`.
+    def gather(self, ids: Any) -> Clients:
+        """Returns the clients `ids` (`[C]` integers) as a cohort, in that order, padded to `max_size`.
 
         Returns:
           `Clients` of NumPy arrays with these ids, in memory that JAX on a CPU uses without a copy. Cost: one pass over
           the cohort's examples, no loop over clients; other clients are not read.
 
         Raises:
-          ValueError: ids outside `0..N-1`; a client larger than `pad_to`.
+          ValueError: ids outside `0..N-1`.
         """
         ids = np.asarray(ids)
         check(ids.ndim == 1 and ids.dtype.kind in "iu" and len(ids) > 0, "ids", ids, "a vector of integers, not empty")
         check(ids.min() >= 0 and ids.max() < len(self), "ids", (ids.min(), ids.max()), f"in 0..{len(self) - 1}")
-        length = self.max_size if pad_to is None else pad_to
-        size = self.sizes(ids)
-        check(size.max() <= length, "pad_to", pad_to, f"at least {size.max()}, the largest client's examples")
-        slots = np.arange(length)
+        size, slots = self.sizes(ids), np.arange(self.max_size)
         real = slots[None, :] < size[:, None]
         source = (self.offsets[ids][:, None] + slots[None, :])[real]
         if self.rows is not None:
@@ -81,7 +77,7 @@ class ClientStore:
         target = None if len(source) == real.size else np.flatnonzero(real)
 
         def stack(field: Field, array: np.ndarray) -> np.ndarray:
-            out = aligned_zeros((len(ids), length, *field.shape), field.dtype)
+            out = aligned_zeros((len(ids), self.max_size, *field.shape), field.dtype)
             flat = out.reshape(-1, *field.shape)
             values = flat if target is None else np.empty((len(source), *field.shape), field.dtype)
             if field.stored == field.dtype:
@@ -116,30 +112,28 @@ class ClientStore:
         return cls(None, fields, arrays, offsets, None, cluster, about, digest.hexdigest()[:16], max_examples(clients))
 
     @classmethod
-    def create(cls, path: str | Path, clients: Iterable[Examples], *, stored=None, cluster=None, **about):
+    def create(cls, path: str | Path, clients: Iterable[Examples], *, cluster=None, **about):
         """Writes clients one after the other, in bounded memory; the folder appears after the last one.
 
         Args:
           path: a folder that is not there yet.
           clients: one dict of `[m_i, ...]` arrays per client; all with the same names and shapes of an example.
-          stored: a compact type for some of them: `{"x": ("uint8", 255.0, 0.0)}` for type, `per_unit` and `offset` of
-            `Field`; the last two may be left out, and are for floats that become integers only. Default: the type of
-            the arrays (64 bits become 32).
           cluster: `[N]` integers, the true clusters.
           about: further content of `store.json`: `num_classes`, `description`, and other JSON values.
 
         Raises:
           ValueError: no clients, arrays of one client that differ in length, names or shapes that change, NaN or
-            infinity, values outside the compact type, `cluster` of another length. Nothing is left on disk then.
+            infinity, numbers that the type of the first client does not hold (64 bits become 32), `cluster` of another
+            length. Nothing is left on disk then.
 
         Example:
           >>> import tempfile
           >>> clients = ({"x": np.full((m, 2), 0.5, np.float32)} for m in (3, 1))
-          >>> store = ClientStore.create(tempfile.mkdtemp() + "/s", clients, stored={"x": ("uint8", 16.0)})
-          >>> store.arrays["x"].dtype.name, store.arrays["x"].shape, store.gather([0, 1]).size.tolist()
-          ('uint8', (4, 2), [3, 1])
+          >>> store = ClientStore.create(tempfile.mkdtemp() + "/s", clients)
+          >>> store.arrays["x"].shape, store.gather([0, 1]).size.tolist()
+          ((4, 2), [3, 1])
         """
-        with _writing(path, stored, cluster, about) as writer:
+        with _writing(path, {}, cluster, about) as writer:
             for i, client in enumerate(clients):
                 writer.client(writer.examples(client, f"client {i}"))
         return cls.open(path)
@@ -156,9 +150,10 @@ class ClientStore:
         Args:
           base: dicts of `[n, ...]` arrays, written one after the other: row `r` is the `r`-th of all their examples.
           rows: `[m_i]` integers per client, its examples among them.
-          path, stored, cluster, about: as in `create`.
+          stored: smaller types on disk: `{"x": ("uint8", 255.0)}` for the type and `per_unit` of `Field`.
+          path, cluster, about: as in `create`.
         """
-        with _writing(path, stored, cluster, about) as writer:
+        with _writing(path, stored or {}, cluster, about) as writer:
             count = sum(writer.examples(part, "base") for part in base)
             out = writer.file("rows", (), np.min_scalar_type(max(count - 1, 0)).name)
             for i, part in enumerate(rows):
@@ -171,11 +166,10 @@ class ClientStore:
         return cls.open(path)
 
     @classmethod
-    def open(cls, path: str | Path, *, verify: bool = False) -> ClientStore:
+    def open(cls, path: str | Path) -> ClientStore:
         """Opens the store in `path`, memory-mapped: only `store.json` and the places of clients' examples are read.
 
-        With `verify`, everything is read. A store of another format, and a file that is missing, truncated or (with
-        `verify`) changed, is refused.
+        A store of another format, and a file that is missing or truncated, is refused; `verify` reads everything.
         """
         plain.check_path("path", path)
         path = Path(path)
@@ -185,10 +179,7 @@ class ClientStore:
         about, fields, arrays = read_store(path)
         digest = hashlib.sha256(json.dumps([about["files"], about["fields"]], sort_keys=True).encode())
         places = [arrays.get(name) for name in ("offsets", "rows", "cluster")]
-        store = cls(path, fields, {name: arrays[name] for name in fields}, *places, about, digest.hexdigest()[:16])
-        if verify:
-            store.verify()
-        return store
+        return cls(path, fields, {name: arrays[name] for name in fields}, *places, about, digest.hexdigest()[:16])
 
     def verify(self, *, progress: bool = False) -> None:
         """Raises `ValueError` for a file that does not have the SHA-256 in `store.json`; all files are read.
@@ -213,9 +204,9 @@ class ClientStore:
 
 
 @contextlib.contextmanager
-def _writing(path: str | Path, stored: dict | None, cluster: Any, about: dict[str, Any]) -> Iterator[StoreWriter]:
+def _writing(path: str | Path, stored: dict[str, tuple], cluster: Any, about: dict[str, Any]) -> Iterator[StoreWriter]:
     """Yields the writer of a store in `path`, which appears at the end."""
-    with new_folder(Path(path)) as folder, contextlib.closing(StoreWriter(folder, stored or {})) as writer:
+    with new_folder(Path(path)) as folder, contextlib.closing(StoreWriter(folder, stored)) as writer:
         yield writer
         writer.finish(cluster, about)
 

@@ -20,7 +20,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jfcl.core import INT32_MAX, check, check_apart
-from jfcl.core.checks import is_number
 from jfcl.core.files import BAD_ARRAY, read_json, seal, write_json
 from jfcl.data.values import as_numpy, is_table
 
@@ -36,7 +35,7 @@ class Field(NamedTuple):
       shape: of one example.
       dtype: the type in a cohort.
       stored: the type on disk; where it is not `dtype`, values are rounded to the nearest one of this type.
-      per_unit: 255 for pixels that are kept as bytes; offset: the value of a stored 0.
+      per_unit: 255 for pixels that are kept as bytes; offset: the value of a stored 0, in stores of earlier versions.
     """
 
     shape: tuple[int, ...]
@@ -51,7 +50,7 @@ def encode(field: Field, values: np.ndarray, where: str) -> np.ndarray:
     check(values.shape[1:] == field.shape, where, values.shape[1:], f"of shape {field.shape} an example")
     kinds = list(dict.fromkeys((field.stored, field.dtype)))
     if np.dtype(field.dtype).kind == "f" and np.dtype(field.stored).kind in "iu":
-        values, kinds = np.rint((values - field.offset) * field.per_unit), [field.stored]
+        values, kinds = np.rint(values * field.per_unit), [field.stored]
     with np.errstate(over="ignore", invalid="ignore"):
         for kind in kinds:
             made = values.astype(kind)
@@ -212,11 +211,10 @@ class StoreWriter:
                 check_apart(f"{where}: {name}", array)
             arrays[name] = array
         if not self.fields:
-            unknown = sorted(set(self.stored) - set(arrays))
-            check(not unknown, "stored", unknown, f"among the examples' names, {sorted(arrays)}")
             for name, array in arrays.items():
                 check(_is_free(name), f"{where}: name", name, "a name that the store does not use itself")
-                self.fields[name] = field = self._field(name, array)
+                dtype = JAX_TYPES.get(array.dtype.name, array.dtype.name)
+                self.fields[name] = field = Field(array.shape[1:], dtype, *self.stored.get(name, (dtype,)))
                 self.file(name, field.shape, field.stored)
         check(set(arrays) == set(self.fields), where, sorted(arrays), f"of the names {sorted(self.fields)}")
         lengths = {len(array) for array in arrays.values()}
@@ -224,18 +222,6 @@ class StoreWriter:
         for name, array in arrays.items():
             self.files[name].write(encode(self.fields[name], array, f"{where}: {name}"))
         return lengths.pop()
-
-    def _field(self, name: str, array: np.ndarray) -> Field:
-        """Returns the field of an array of the first client."""
-        dtype = JAX_TYPES.get(array.dtype.name, array.dtype.name)
-        form = self.stored.get(name, (dtype,))
-        whole = isinstance(form, tuple | list) and 1 <= len(form) <= 3 and form[0] in TYPES
-        whole = whole and all(map(is_number, form[1:])) and (*form, 1.0)[1] > 0
-        check(whole, f"stored of {name}", form, 'like ("uint8", 255.0, 0.0): a type, per_unit above 0, and offset')
-        levels = np.dtype(dtype).kind == "f" and np.dtype(form[0]).kind in "iu"
-        accepted = f"a type alone: per_unit and offset are for {dtype} only where it is float kept as integers"
-        check(levels or len(form) == 1, f"stored of {name}", form, accepted)
-        return Field(array.shape[1:], dtype, *form)
 
     def client(self, size: int) -> None:
         """Records the number of examples of the next client."""
