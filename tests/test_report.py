@@ -551,10 +551,11 @@ def test_a_report_that_was_stopped_leaves_the_old_one(copy, monkeypatch):
 
 
 def test_a_run_is_finished_also_if_its_report_cannot_be_written(copy):
+    records = read_run(copy / "cfl")[1]
     (copy / "cfl" / "report.html").unlink()
     (copy / "cfl" / "report.html").mkdir()
     with pytest.warns(UserWarning, match="is finished, but its report was not written: .*must be a file"):
-        run.__globals__["_write_report"](copy / "cfl", read_run(copy / "cfl")[1])
+        run.__globals__["_write_report"](copy / "cfl", records)
     assert not list((copy / "cfl").glob("*.tmp"))
 
 

@@ -137,9 +137,6 @@ def replace_together(folder: Path, contents: dict[str, Any]) -> None:
     """
     *others, last = paths = [folder / name for name in contents]
     scratch = [path.with_name(path.name + SUFFIX) for path in paths]
-    for path in paths:
-        if path.is_dir():
-            raise ValueError(f"{path} must be a file, but it is a folder: move it away; nothing was changed")
     try:
         for path, data in zip(scratch, contents.values(), strict=True):
             path.parent.mkdir(parents=True, exist_ok=True)

@@ -14,9 +14,11 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 FLAGS = sum(getattr(os, name, 0) for name in ("O_NOFOLLOW", "O_NONBLOCK", "O_CLOEXEC"))  # those of this system
-KINDS = {stat.S_IFLNK: "a symbolic link", stat.S_IFDIR: "a folder", stat.S_IFIFO: "a FIFO", stat.S_IFSOCK: "a socket"}
+KINDS = {stat.S_IFREG: "a file", stat.S_IFDIR: "a folder", stat.S_IFLNK: "a symbolic link", stat.S_IFIFO: "a FIFO"}
+KINDS |= {stat.S_IFSOCK: "a socket"}
 FOLDERS = ("cells", "checkpoints", "client_rows", "plots", "store", "test", "train")
-OWN = re.compile(rf"{'|'.join(FOLDERS)}|lock|.+\.(csv|html|json|jsonl|lock|npy|npz|png|tmp|toml|txt)")  # names of jfcl
+FILES = re.compile(r"lock|.+\.(csv|html|json|jsonl|lock|npy|npz|png|toml|txt)")
+OWN = re.compile(rf"{'|'.join(FOLDERS)}|{FILES.pattern}|.+\.tmp")  # names of jfcl
 
 
 def _check_kind(path: str | os.PathLike, mode: int) -> None:
@@ -71,12 +73,13 @@ def check_path(argument: str, path: Any) -> None:
 
 
 def check_plain(folder: str | os.PathLike) -> None:
-    """Checks that what has a name of jfcl's in `folder` is a file or a folder, and everything in such a folder.
+    """Checks that what has a name of jfcl's in `folder` is the file or folder that it should be, also in such a folder.
 
     `folder` itself may be a symbolic link: its name is the user's own.
 
     Raises:
-      ValueError: a symbolic link, a FIFO, a socket or a device; nothing of it was read.
+      ValueError: a symbolic link, a FIFO, a socket or a device; a folder in the place of a file, or the other way
+        round; nothing of it was read.
 
     Example:
       >>> import tempfile
@@ -94,9 +97,14 @@ def _check_entries(folder: Path, names: re.Pattern | None) -> None:
         for entry in entries:
             if names is not None and not names.fullmatch(entry.name):
                 continue
-            if entry.is_dir(follow_symlinks=False):
-                if names is None or entry.name in FOLDERS:
-                    _check_entries(folder / entry.name, None)
-            elif not entry.is_file(follow_symlinks=False):
+            is_file, is_folder = (test(follow_symlinks=False) for test in (entry.is_file, entry.is_dir))
+            wanted = "" if is_file or is_folder else "a file or a folder"
+            if is_folder and FILES.fullmatch(entry.name):
+                wanted = "a file"
+            elif is_file and names is not None and entry.name in FOLDERS:
+                wanted = "a folder"
+            if wanted:
                 kind = KINDS.get(stat.S_IFMT(entry.stat(follow_symlinks=False).st_mode), "a device")
-                raise ValueError(f"{folder / entry.name} must be a file or a folder, but it is {kind}: move it away")
+                raise ValueError(f"{folder / entry.name} must be {wanted}, but it is {kind}: move it away")
+            if is_folder and (names is None or entry.name in FOLDERS):
+                _check_entries(folder / entry.name, None)

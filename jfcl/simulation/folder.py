@@ -137,11 +137,6 @@ class RunFolder:
             self._config = old | others
 
     def _check_checkpoints(self) -> None:
-        for name, is_folder in (("checkpoints", True), ("metrics.jsonl", False), ("summary.json", False)):
-            place = self.path / name
-            if place.exists() and place.is_dir() != is_folder:
-                wanted, other = ("folder", "file") if is_folder else ("file", "folder")
-                raise ValueError(f"{place} must be a {wanted}, but it is a {other}: move it away; {UNCHANGED}")
         self._ended = (self.path / "summary.json").exists()
         if self._ended and not self.rounds():
             raise ValueError(

@@ -47,11 +47,6 @@ class SweepFolder:
             folder.path.mkdir(parents=True, exist_ok=True)
         with files.lock(folder.path / "lock"):
             check_folder(path, resume, "sweep")
-            cells = folder.path / "cells"
-            check(cells.is_dir() or not cells.exists(), str(cells), "a file", "a folder, or not there")
-            results = (folder.path / name for name in ("sweep.json", "heatmap.png", "best.toml"))
-            for place in (*results, *cells.glob("*.json")):
-                check(not place.is_dir(), str(place), "a folder", "a file, or not there")
             if resume:
                 there = files.read_json(file, check_format=FORMAT)
                 check_version(folder.path, there.get("versions"))
