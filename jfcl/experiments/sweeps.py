@@ -18,7 +18,7 @@ from jfcl import mapping
 from jfcl.core import Algorithm, Task, check, max_examples
 from jfcl.core.files import write_whole
 from jfcl.core.names import flag_of, option_hint
-from jfcl.core.options import Interval, OneOf, Option, Range, options_of
+from jfcl.core.options import Interval, OneOf, Option, Range, check_options
 from jfcl.data import hold_out
 from jfcl.experiments import setups
 from jfcl.experiments.config import Config, to_saved
@@ -40,7 +40,7 @@ def read_grid(texts: Sequence[str] | None, flags: dict[str, Any], method: str | 
     `method` is needed for options of a user's own.
 
     Raises:
-      ValueError: no text; another form; an unknown option, or one twice; a value of another type or out of range.
+      ValueError: no text; another form; an unknown option, or one twice.
 
     Example:
       >>> read_grid(["lr=0.01,0.1", "num_clusters=2,4"], {})
@@ -66,16 +66,11 @@ def read_grid(texts: Sequence[str] | None, flags: dict[str, Any], method: str | 
 
 
 def _read_value(option: Option, text: str) -> Any:
-    """Returns the value of an option in a text."""
+    """Returns the value of an option in a text; the text itself where it is none, which `Config` refuses."""
     try:
-        value = BOOLEANS[text.lower()] if option.kind is bool else option.kind(text)
+        return BOOLEANS[text.lower()] if option.kind is bool else option.kind(text)
     except (ValueError, KeyError):
-        value = text
-    try:
-        option.check(value)
-    except ValueError as error:
-        raise ValueError(f"grid: {error}") from None
-    return value
+        return text
 
 
 def run_sweep(
@@ -118,8 +113,7 @@ def run_sweep(
       {'lr': 0.1}
     """
     # Check every cell, without the data.
-    for name, value in {"metric": metric, "holdout": holdout, "at_once": at_once}.items():
-        options_of(run_sweep)[name].check(value)
+    check_options(run_sweep, locals())
     known = all_options(config.method)
     for name in grid:
         check(name in known and name not in OF_ALL_CELLS, "grid", name, "an option that may differ between cells")
