@@ -157,21 +157,17 @@ def mesh(name: str | Target) -> Mesh:
 def _devices(chosen: Target) -> list:
     """Returns the devices of a target, which its compiler describes; `ValueError` without the right compiler."""
     if chosen.chip.is_tpu:
-        kind, package, wanted = "tpu", "libtpu", _libtpu_of_jax()
+        kind, package = "tpu", "libtpu"
         described = {"topology_name": chosen.name} | ({"chips_per_host_bounds": [1, 1, 1]} if chosen.count == 1 else {})
         if chosen.name.startswith("v4:"):  # whose two cores are one device where JAX runs, as on later chips
             described["chip_config_name"] = "megacore"
     else:
         package = "jax-cuda13-plugin" if _version("jax-cuda13-plugin") else "jax-cuda12-plugin"
-        kind, wanted = "cuda", _version("jax")
-        described = {"target_config": _description(chosen), "topology": f"1x1x{chosen.count}"}
+        kind, described = "cuda", {"target_config": _description(chosen), "topology": f"1x1x{chosen.count}"}
     of_jax, version = _version("jax"), _version(package)
     install = INSTALL[kind].format(of_jax)
     if version is None:
         raise ValueError(f"target {chosen.name!r} needs the {kind.upper()} compiler: {install}")
-    if wanted is not None and not f"{version}.".startswith(f"{wanted}."):
-        needs = f"jax {of_jax} needs {wanted}"
-        raise ValueError(f"target {chosen.name!r}: {package} is of version {version}, but {needs}: {install}")
     try:
         return _described(kind, package, described)
     except (RuntimeError, AttributeError, ImportError) as error:
@@ -190,12 +186,6 @@ def _described(kind: str, package: str, description: dict[str, Any]) -> list:
             raise
         importlib.import_module(f"jax_plugins.xla_{package.split('-')[1]}").initialize()  # which JAX has left out
         return topologies.get_topology_desc(platform=kind, **description).devices
-
-
-def _libtpu_of_jax() -> str | None:
-    """Returns the beginning of the version of `libtpu` that the installed JAX names; None where it names none."""
-    named = [re.match(r"libtpu *== *([\d.]+?)(\.\*)?;", r) for r in importlib.metadata.requires("jax") or ()]
-    return next((match[1] for match in named if match), None)
 
 
 def _version(package: str) -> str | None:
