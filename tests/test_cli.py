@@ -815,10 +815,9 @@ def test_a_population(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("kept", "said"),
     [
-        ((), "nothing had begun"),
-        (("config.json",), "nothing was computed yet: the same command and --resume"),
-        (("config.json", "checkpoints/3/about.json"), "saved in"),
-        (("setting.json", "cells/0.json"), "saved in"),
+        ((), "interrupted\n"),
+        (("config.json",), "what was saved is in"),
+        (("setting.json", "cells/0.json"), "what was saved is in"),
     ],
 )
 def test_an_interruption_says_what_is_kept(kept, said, tmp_path, monkeypatch, capsys):

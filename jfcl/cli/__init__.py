@@ -97,11 +97,7 @@ def _sentence(error: Exception) -> str:
 
 def _how_to_continue(args) -> str:
     """Returns what an interrupted command says of its folder."""
-    if getattr(args, "command", None) not in ("run", "sweep") or args.out is None:
+    out = args.out if getattr(args, "command", None) in ("run", "sweep") else None
+    if out is None or not any(Path(out, name).exists() for name in ("config.json", "setting.json")):
         return ""
-    out = Path(args.out)
-    if any(next(out.glob(pattern), None) for pattern in ("checkpoints/*/about.json", "cells/*.json")):
-        return f"; saved in {out}, continue with the same command and --resume"
-    if any((out / name).exists() for name in ("config.json", "setting.json")):
-        return f"; nothing was computed yet: the same command and --resume begins in {out}"
-    return "; nothing had begun"
+    return f"; what was saved is in {out}, continue with the same command and --resume"

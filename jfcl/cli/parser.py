@@ -144,7 +144,10 @@ LISTS = {  # name, how often it may be given, type and name of a value, help
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse with errors as `ValueError`, and what an unknown flag means; `method` is that of a run, if known."""
+    """argparse with errors as `ValueError`, and what an unknown flag means; `method` is that of a run, if known.
+
+    `jfcl run --help` is one screen, `jfcl run METHOD --help` explains the options of the method.
+    """
 
     method: str | None = None
 
@@ -154,15 +157,15 @@ class Parser(argparse.ArgumentParser):
             return parsed
         flags = [text.split("=")[0][:100] for text in unknown]
         if not flags[0].startswith("-"):
-            values = ",".join(itertools.takewhile(lambda text: not text.startswith("-"), unknown))[:100]
-            option = [text for text in getattr(parsed, "grid", None) or () if "=" not in text][-1:]
-            hint = f"; write --grid {option[0]}={values}" if option else ""
-            raise ValueError(f"unexpected argument {flags[0]!r}{hint}")
+            raise ValueError(f"unexpected argument {flags[0]!r}")
         if self.method is not None:
             names = {flag.lstrip("-").replace("-", "_") for flag in flags} & all_options().keys()
             check_method_takes(self.method, dict.fromkeys(names, "given"))
         known = [flag.lstrip("-").replace("-", "_") for action in self._actions for flag in action.option_strings]
         raise ValueError(f"unknown option {flags[0]}{option_hint(flags[0].lstrip('-'), known, flag_of)}")
+
+    def format_help(self):
+        return super().format_help() if self.method or self.prog.split()[1] not in OF_RUNS else _run_overview(self)
 
     def error(self, message):
         invalid = message.partition("argument --")[2].partition(": invalid")[0]
@@ -234,9 +237,8 @@ def _of_runs(command: str, method: str | None) -> Parser:
     about = _sentence(COMMANDS[command] if method is None else find_method(method).summary)
     about += "" if method is None else "\n\nAn option that is left out has the value in brackets."
     usage = f"jfcl {command} {method or 'METHOD'} [options]"
-    parser = Parser(prog=f"jfcl {command}", usage=usage, description=about, add_help=False, **PLAIN)
+    parser = Parser(prog=f"jfcl {command}", usage=usage, description=about, **PLAIN)
     parser.method = method
-    parser.add_argument("-h", "--help", action=_Help, help="show this text")
     what = "'jfcl list methods', or MODULE:FACTORY for your own; default: that of --config"
     parser.add_argument("method", metavar="METHOD", nargs="?", help=what)
     if command == "plan":
@@ -298,14 +300,6 @@ def _add_others(parser: argparse.ArgumentParser, command: str) -> None:
         next(iter(groups.values()), parser).add_argument(name, type=kind, metavar=metavar, help=text, **several)
 
 
-class _Help(argparse._HelpAction):
-    """`jfcl run --help`, one screen, or `jfcl run METHOD --help`, the options of the method."""
-
-    def __call__(self, parser, namespace, values, option_string=None):
-        print(_run_overview(parser) if parser.method is None else parser.format_help())
-        parser.exit()
-
-
 def _run_overview(parser: argparse.ArgumentParser) -> str:
     """Returns the text of `jfcl run --help`: the flags by group, without those of single methods."""
     width = min(shutil.get_terminal_size().columns, 110) - 2
@@ -322,4 +316,4 @@ def _run_overview(parser: argparse.ArgumentParser) -> str:
             lines += [group.title, *wrap.wrap(" ".join(flags))]
     also = {"plan": " --target v5e:2x4", "sweep": " --grid lr=0.05,0.1,0.2"}.get(command, "")
     example = f"example: {prog} ifca --clients 40 --clusters 4 --seeds 5{also} --out runs/ifca"
-    return "\n".join([*lines, "", example])
+    return "\n".join([*lines, "", example, ""])

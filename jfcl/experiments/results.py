@@ -191,11 +191,9 @@ def _read_arrays(file: Path) -> dict[str, np.ndarray]:
 
 def _instead(folder: Path) -> str:
     """Describes what a folder without `config.json` holds instead of a run."""
-    if not (folder / "setting.json").exists():
-        return "holds no run: config.json is missing"
-    if not (folder / "cells").exists():
-        return "holds no run: it is that of an experiment, whose runs are in its folders"
-    return f"holds a sweep, and no run; run the best: jfcl run --config {folder / 'best.toml'} --out DIR"
+    if (folder / "cells").exists():
+        return f"holds a sweep, and no run; run the best: jfcl run --config {folder / 'best.toml'} --out DIR"
+    return "holds no run: config.json is missing"
 
 
 def _columns(folder: Path, summary: dict[str, Any]) -> dict[str, np.ndarray]:
