@@ -291,7 +291,6 @@ def test_list_and_help_name_everything(capsys):
         (["run", "fedavg", "--alpha", "0.1"], "alpha must be left out without --partition dirichlet"),
         (["run", "fedavg", "--seed", "4294967296"], "seed must be at most 4294967295, got 4294967296"),
         (["run", "fedavg", "--seed", "1", "--seeds", "2"], "Give seed or seeds, not both"),
-        (["run", "fedavg", "--vocab-size", "30"], "vocab_size must be left out for images, got 30"),
         (["run", "fedavg", "--num-models", "3"], "method fedavg has no option num_models"),
         (["run", "cfl", "--remember", "5"], "remember must be left out without --population"),
         (

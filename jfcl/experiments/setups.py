@@ -20,7 +20,7 @@ from jfcl.data.tables import is_file
 from jfcl.experiments import lookup
 from jfcl.experiments.config import Config
 from jfcl.experiments.optimizers import SERVER_OPTIMIZERS, beginnings, make_training, starting_with
-from jfcl.experiments.options import AS_DECLARED, OF_PARTITION, PRECISIONS, common_options, method_options
+from jfcl.experiments.options import AS_DECLARED, OF_PARTITION, PRECISIONS, method_options
 from jfcl.experiments.privacy import mechanism
 from jfcl.experiments.results import load_params
 from jfcl.robust import attacks
@@ -168,9 +168,6 @@ def load_dataset(config: Config, data_dir: str | None) -> tuple[data.Dataset, in
     texts = dataset.train["x"].dtype.kind in "UO"
     check_model_reads(config, texts)
     if not texts:
-        for name in ("vocab_size", "length"):
-            is_default = config.values[name] == common_options()[name].default
-            check(is_default, name, config.values[name], "left out for images")
         return dataset, None
     kinds = ("none", *SELECTIVE)
     accepted = f"{', '.join(kinds[:-1])} or {kinds[-1]} for texts, as model {config.model!r} does not use labels"

@@ -26,9 +26,8 @@ from jfcl.planning.targets import Target
 Make = Callable[[mapping.Mapping], Algorithm]
 Tick = Callable[[str, int], None]
 
-CHUNKS = (1, 5, 20, 64, 256)  # chunk sizes near these are compared, beside vmap
+CHUNKS = (1, 5, 20, 64, 256)  # sizes that are compared, beside vmap
 AT_ONCE = 2  # compilations beside each other
-SMALLEST_DIVISOR = 0.5  # a chunk size that divides the clients is at least so large a part of the wanted one
 
 
 class Candidate(NamedTuple):
@@ -182,16 +181,9 @@ def plan(
 
 
 def candidates(clients: int, devices: int) -> list[mapping.Mapping]:
-    """Returns the mappings of a chip's clients that a plan compares: `vmap`, and chunks that leave no rest."""
+    """Returns the mappings of a chip's clients that a plan compares: `vmap`, and chunks of less than half of them."""
     each = -(-clients // devices)
-    divisors = [size for size in range(1, each) if each % size == 0]
-    chunks: list[int] = []
-    for wanted in CHUNKS:
-        near = min(divisors, key=lambda size: abs(math.log(size / wanted)), default=1)
-        size = near if SMALLEST_DIVISOR <= near / wanted <= 1 / SMALLEST_DIVISOR else wanted
-        if 2 * size < each and size not in chunks:
-            chunks.append(size)
-    return [jax.vmap, *map(mapping.chunked, chunks)]
+    return [jax.vmap, *(mapping.chunked(size) for size in CHUNKS if 2 * size < each)]
 
 
 class _Work:
