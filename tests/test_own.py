@@ -507,7 +507,7 @@ ATTACKED = ["fedavg", "--clients", "8", "--malicious", "0.25", "--examples-per-c
         ([*ATTACKED, "--attack", "mine_hostile:shorter"], "got 'one that returned float32 [4, 8, 8, 1] and int32 [4"),
         ([*ATTACKED, "--attack", "mine_hostile:beyond"], "attack must be one with labels in 0..9, got 'one that re"),
         ([*ATTACKED, "--attack", "ipm", "--aggregator", "mine_hostile:no_mask"], "aggregator must be the name of a"
-         " function (updates, *, mask, ...); further arguments may be num_malicious, radius, bucket_size, key, got 'm"),
+         " function (updates, *, mask, ...); further arguments may be num_malicious, radius, bucket_size, key, trus"),
         ([*ATTACKED, "--attack", "ipm", "--aggregator", "mine_hostile:needs_more"], "missing a required "),
         ([*ATTACKED, "--attack", "ipm", "--aggregator", "mine_hostile:whole"], "aggregator must be a function that"
          " returns one update, {"),
