@@ -47,6 +47,7 @@ KIND = {
     "knn_per": "classification",
     "fedem": "classification",
     "fedrc": "classification",
+    "feddrift": "classification",
     "fedper": "network",
     "fedrep": "network",
     "lg_fedavg": "network",
@@ -73,6 +74,7 @@ def factory(name, **more):
     "clove",
     "ditto",
     "fedbn",
+    "feddrift",
     "fedem",
     "federated_clustering",
     "fedgroup",
@@ -116,6 +118,7 @@ def test_no_device_gathers_the_data_of_others(name):
 
 # Those that share their round with one of the others, or compile for longest; make test-slow runs them.
 SLOW = {
+    "feddrift",
     "fedrc",
     "pacfl",
     "fedgroup",
@@ -209,6 +212,7 @@ def test_weights_of_clients_may_be_given(name):
     """The sizes as an array are `weights="size"`, in a cohort too; arrays that are no weights of these are refused."""
     clients, _, task, training = problem(KIND.get(name, "regression"))
     clients = clients._replace(id=np.array([3, 9, 1, 0, 4, 5, 8], np.int32))  # as in a population
+    clients.examples["step"] = np.zeros((7, 6), np.int32)  # of FedDrift
     by_id = np.full(10, np.nan, np.float32)
     by_id[clients.id] = clients.size
     others = {"knn_per": {"mixing": 0.5}}.get(name, {})  # else a part of the examples chooses it
@@ -431,7 +435,7 @@ def test_models_that_look_up_their_inputs_run_on_several_devices(name):
     """Embeddings are indexed: JAX refuses that for arrays from outside of the function that each device runs."""
     rng = np.random.default_rng(0)
     words, labels = rng.integers(0, 5, (7, 6, 3)).astype(np.int32), rng.integers(0, 2, (7, 6)).astype(np.int32)
-    clients = jfcl.Clients({"x": words, "y": labels}, np.full(7, 6, np.int32))
+    clients = jfcl.Clients({"x": words, "y": labels, "step": 0 * labels}, np.full(7, 6, np.int32))
     task = jfcl.models.task(
         lambda key: {"e": jax.random.normal(key, (5, 2)), "b": jnp.zeros(2)},
         lambda p, x: p["e"][x].sum(axis=1) + p["b"][None],

@@ -351,6 +351,28 @@ def stocfl(p: Picture) -> None:
     p.say(320, 203, "the number of clusters follows from the threshold")
 
 
+def feddrift(p: Picture) -> None:
+    steps = (BLUE, BLUE, BLUE), (BLUE, ORANGE, ORANGE), (ORANGE, ORANGE, BLUE)
+    for t, colors in enumerate(steps):
+        p.say(50 + 75 * t, 60, f"step {t + 1}")
+        for i, color in enumerate(colors):
+            p.client(50 + 75 * t, 85 + 35 * i, color)
+    p.say(125, 25, "1. cells: clients and steps")
+    p.arrow(235, 120, 275, 120)
+    p.model(340, 75, BLUE)
+    for y in (118, 160):
+        p.model(340, y, ORANGE)
+        p.ring(340, y, 21)
+    p.say(340, 25, "2. who drifts gets")
+    p.say(340, 43, "a new model")
+    p.arrow(405, 120, 445, 120)
+    p.model(530, 95, BLUE, 36)
+    p.model(530, 145, ORANGE, 36)
+    p.say(530, 25, "3. a step later, those that")
+    p.say(530, 43, "fit each other's cells merge")
+    p.say(320, 203, "a client trains each model on the cells that belong to it")
+
+
 def ditto(p: Picture) -> None:
     p.model(320, 40, GREY)
     for (x, y), color in zip(clients(p), HIDDEN, strict=True):
@@ -425,8 +447,8 @@ PICTURES: dict[str, Callable[[Picture], None]] = {
     f.__name__: f
     for f in (
         fedavg, local, oracle, ifca, hypcluster, clove, cfl, byzantine_cfl, federated_clustering, myopic_clustering,
-        momentum_clustering, fesem, fedem, fedrc, fedsoft, one_shot, flhc, pacfl, fedgroup, stocfl, ditto, knn_per,
-        fedper, fedrep, lg_fedavg,
+        momentum_clustering, fesem, fedem, fedrc, fedsoft, one_shot, flhc, pacfl, fedgroup, stocfl, feddrift, ditto,
+        knn_per, fedper, fedrep, lg_fedavg,
         fedbn,
     )
 }  # fmt: skip

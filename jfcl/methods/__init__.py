@@ -13,6 +13,7 @@ from jfcl.methods.cfl import byzantine_cfl, cfl
 from jfcl.methods.clove import clove
 from jfcl.methods.ditto import ditto
 from jfcl.methods.fedavg import fedavg, fedbn, fedper, fedrep, lg_fedavg
+from jfcl.methods.feddrift import feddrift
 from jfcl.methods.fedem import fedem
 from jfcl.methods.federated_clustering import federated_clustering
 from jfcl.methods.fedgroup import fedgroup
@@ -90,6 +91,7 @@ METHODS = {
     "pacfl": Method(pacfl, "a dendrogram of angles between the clients' data, once (Vahidian et al. 2023)"),
     "fedgroup": Method(fedgroup, "groups by the directions of first updates (Duan et al. 2021); FlexCFL: --migrate"),
     "stocfl": Method(stocfl, "clusters of similar clients merge as they are seen (Zeng et al. 2023)"),
+    "feddrift": Method(feddrift, "models are made where data drift, and merged (Jothimurugesan et al. 2023)"),
     "fesem": Method(fesem, "clients join the model nearest to their own (Xie et al. 2021)"),
     "fedem": Method(fedem, "each client has its own mixture of K models (Marfoq et al. 2021)", chooses=True),
     "fedrc": Method(fedrc, "the same, clustered by concept and not by label (Guo et al. 2024)", chooses=True),

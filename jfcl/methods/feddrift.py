@@ -1,0 +1,353 @@
+"""FedDrift (Jothimurugesan, Hsieh, Wang, Joshi, Gibbons 2023): models are made where clients drift, and merged."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Annotated, Any, NamedTuple, Unpack
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jfcl import mapping
+from jfcl.core import Algorithm, Batch, Clients, Entries, PyTree, Served, Task, check, mask, num_bytes, num_clients
+from jfcl.core.checks import INT32_MAX
+from jfcl.core.options import Interval, OneOf, Range, Real
+from jfcl.core.platforms import at_most
+from jfcl.kernels import cut, linkage_tree
+from jfcl.mapping.columns import on_every_device
+from jfcl.methods import averaging as inner
+from jfcl.methods import round as phases
+from jfcl.methods.averaging import Averaging, AveragingState, averaging
+from jfcl.methods.options import AVERAGING, Options, factory
+from jfcl.robust.aggregate import cluster_mean, in_turn, where_rows
+from jfcl.training import local
+from jfcl.training.losses import blank_padding, indexable, lowest_loss
+
+COMPARE, START = ("accuracy", "loss"), ("one", "each")
+STEP = "step"  # the leaf of the examples that has their time steps
+OWNED = "owned"  # another one, in training: which of them are of the model
+MODELS = 32  # default of `max_models`
+EVENTS = ("drifted", "merged", "capacity_reached")
+
+
+class Cells(NamedTuple):
+    """The models of all cells; a cell is the examples of one client and one time step.
+
+    Attributes:
+      step: `[N, M]` int32, the time steps of the examples in the last round; -1 for padding.
+      model: `[N, M]` int32, the model of their cells; -1 for padding.
+      score: `[N]`, of the best model on a client's newest cell, before training on it: the accuracy, or minus the loss.
+      newest: `[]` int32, the time step; -1 before the first round.
+      active: `[K]` bool, the models that exist.
+      taken: `[]` int32, how many models were made so far. They take the rows in turn.
+    """
+
+    step: jax.Array
+    model: jax.Array
+    score: jax.Array
+    newest: jax.Array
+    active: jax.Array
+    taken: jax.Array
+
+
+@factory(*AVERAGING)
+def feddrift(
+    task: Task,
+    training: local.LocalTraining,
+    *,
+    drift_threshold: Annotated[Real, Interval("[0, inf]")] = 0.04,
+    merge_threshold: Annotated[Real | None, Interval("[0, inf]")] = None,
+    max_models: Annotated[int | None, Range(1, 10**6)] = None,
+    eager: bool = False,
+    compare: Annotated[str, OneOf(COMPARE)] = "accuracy",
+    start: Annotated[str, OneOf(START)] = "one",
+    **options: Unpack[Options],
+) -> Algorithm:
+    """Gives clients that drift models of their own, and merges models that fit each other's data.
+
+    The clients' data come in time steps. When a new step begins, each client takes the best of all models for its new
+    examples. If even that one is worse on them than the client's model was on the step before, the client has drifted,
+    and gets a new model. Then the models from before this step are merged, where they are as good on each other's data
+    as on their own. In every round of the step, a client trains each model that is in use on those of its cells (the
+    examples of one step) that belong to this model, and FedAvg averages each model.
+
+    Args:
+      task, training: as in `jfcl.fedavg`. Without `keep="everything"`.
+      drift_threshold: `δ`: a client has drifted if its accuracy falls by more than that. The authors' 0.04 for SEA, 0.2
+        for SINE, 0.1 for CIRCLE and MNIST. Infinite: never, which with `start="one"` is FedAvg on all data so far.
+      merge_threshold: `δ'`: the models of a cluster lose at most this accuracy on each other's data. Default: `δ`.
+      max_models: models at a time. A client that drifts while all are in use stays with the best of them, and is
+        counted in `capacity_reached`. Default: 32, with `start="each"` 32 more than clients.
+      eager: all clients that drift at a step share one new model, and none are merged (FedDrift-Eager).
+      compare: by `"accuracy"`, or by `"loss"`; thresholds are then differences of losses.
+      start: `"one"` model for all clients in the first step, or one for `"each"`.
+      cohort: clients that train in a round. When a step begins, all clients are asked.
+      init_params: one model; with `start="each"` also one for each client, stacked.
+
+    Returns:
+      `Algorithm` with an `AveragingState`, whose `memory` has the cells, and the further metrics `models`, `drifted`
+      (clients), `merged` (models that others have taken in) and `capacity_reached`; records have the sums of the last
+      three. A client that was not in training is served the model of lowest loss. The number of steps need not be
+      known: a step begins when clients have examples of a later one. Cost of a round: a local training for each client
+      of the cohort and model in use that has cells of it; on an accelerator, with `jax.vmap`, for each client and model
+      in use. Of a new step: a forward pass over all examples for each model. Memory: `O(K D + N M)`. Bytes: a model
+      down and up for each of these trainings; at a new step `K` models down to each client, and `K + K²` numbers up.
+
+    Raises:
+      ValueError: `compare="accuracy"` for a task without one; `keep="everything"`; `max_models` below the number of
+        clients with `start="each"`; as in `jfcl.fedavg`. `check` refuses examples without `"step"`, `[N, M]` integers
+        that rise.
+
+    Source: Federated Learning under Distributed Concept Drift (2023), Algorithms 2 and 3 (Eager). As in the authors'
+    code, a new model is a copy of the best one, and models are merged up to a distance of `δ'`, in the paper below it;
+    a merged model is the mean by numbers of cells. The code compares models on a sample of 21 batches of their cells,
+    here all are used. It forgets the model that was not used for longest if all are in use, here none is forgotten.
+
+    Example:
+      >>> import jax, jfcl, numpy as np, optax
+      >>> task = jfcl.models.task(lambda _: {"b": jax.numpy.zeros(())}, lambda p, x: x + p["b"], kind="regression")
+      >>> training = jfcl.local_training(optax.sgd(0.5), num_steps=1)
+      >>> algorithm = jfcl.feddrift(task, training, drift_threshold=1.0, compare="loss")
+      >>> y = np.float32([[1, 1, 5, 5], [1, 1, 1, 1], [1, 1, 5, 5]])  # two steps: two of the clients drift
+      >>> step, size = np.tile(np.int32([0, 0, 1, 1]), (3, 1)), np.full(3, 2, np.int32)
+      >>> clients = jfcl.Clients({"x": 0 * y, "y": y, "step": step}, size)
+      >>> state = algorithm.init(jax.random.key(0), clients)
+      >>> for now in (clients, clients._replace(size=2 * size)):
+      ...     state, metrics = algorithm.step(jax.random.key(1), state, now)
+      >>> state.params["b"][state.cluster].tolist(), int(metrics["drifted"])
+      ([5.0, 1.0, 5.0], 2)
+    """
+    accepted = "loss for a task without an accuracy"
+    check(compare == "loss" or task.correct is not None, "compare", compare, accepted)
+    accepted = "nothing or schedule: a client trains several models in a round"
+    check(training.keep != "everything", "training.keep", training.keep, accepted)
+    options["client_axis"] = client_axis = mapping.or_auto(options["client_axis"])
+    rules = Averaging(task, training, 1, train=train_owned, **options)
+    common = averaging(rules)
+    limits = drift_threshold, drift_threshold if merge_threshold is None else merge_threshold
+    begin = partial(_begin, rules, limits, compare, eager)
+
+    def init(key: jax.Array, clients: Clients) -> AveragingState:
+        n, size = num_clients(clients), jnp.asarray(clients.size)
+        made, more = (1, MODELS) if start == "one" else (n, n + MODELS)
+        k = more if max_models is None else max_models
+        check(k >= made, "max_models", k, f"at least {n}, the number of clients, with start='each'")
+        first = inner.init(rules._replace(num_clusters=made), key, clients)
+        rows = jnp.arange(k, dtype=jnp.int32)
+        params, server = jax.tree.map(lambda x: x[jnp.minimum(rows, made - 1)], (first.params, first.server))
+        active = rows < 1 if start == "one" else jnp.zeros(k, bool).at[:n].set(size > 0)
+        none = jnp.full_like(steps_of(clients), -1)
+        cells = Cells(none, none, jnp.full(n, -jnp.inf, jnp.float32), none[0, 0], active, jnp.full((), made, jnp.int32))
+        cluster = first.cluster if start == "one" else rows[:n]
+        return first._replace(params=params, server=server, cluster=cluster, memory=cells)
+
+    def step(key: jax.Array, state: AveragingState, clients: Clients):
+        step, size = steps_of(clients), jnp.asarray(clients.size)
+        # A loop of no or one trip, since `vmap` over seeds would always run both branches of `cond`.
+        begins, none = (step != state.memory.step).any(), dict.fromkeys(EVENTS, jnp.zeros((), jnp.int32))
+        known = state.memory.active.sum().astype(jnp.float32)
+        with at_most(1):
+            now = jax.lax.fori_loop(0, begins.astype(jnp.int32), lambda _, s: begin(s[0], clients, step), (state, none))
+        state, metrics = _train(rules._replace(cohort=None), options["cohort"], key, now[0], clients)
+        model = num_bytes(jax.tree.map(lambda p: p[0], state.params))
+        asked = (size > 0).sum().astype(jnp.float32) * begins.astype(jnp.float32) * known
+        metrics["bytes_down"] = metrics["bytes_down"] + asked * model
+        metrics["bytes_up"] = metrics["bytes_up"] + asked * 4 * (1 if eager else 1 + known)
+        return state, metrics | now[1] | {"models": state.memory.active.sum().astype(jnp.int32)}
+
+    def serve(state: AveragingState, clients: Clients | None) -> Served:
+        return Served(state.params, state.cluster, active=state.memory.active)
+
+    def adopt(state: AveragingState, clients: Clients) -> Served:
+        active = state.memory.active
+        rows = jnp.where(active, jnp.arange(len(active)), jnp.argmax(active)).astype(jnp.int32)
+        models = jax.tree.map(lambda p: p[rows], state.params)
+        return serve(state._replace(cluster=rows[lowest_loss(task, models, clients, client_axis=client_axis)]), None)
+
+    entries = Entries(sums=EVENTS, notes=_notes)
+    checks = in_turn(common.check, check_steps)
+    return Algorithm(init, step, task, checks, serve=serve, adopt=adopt, entries=entries)
+
+
+def check_steps(clients: Clients) -> None:
+    """Raises `ValueError` unless the examples have their time steps."""
+    examples = clients.examples
+    found = sorted(examples) if isinstance(examples, dict) else type(examples).__name__
+    accepted = f"a dict with {STEP!r}, the time step of each example, as drifting data have"
+    check(isinstance(examples, dict) and STEP in examples, "clients.examples", found, accepted)
+    check(OWNED not in examples, "clients.examples", found, f"a dict of arrays, none of them named {OWNED!r}")
+    step, real = np.asarray(examples[STEP]), np.asarray(mask(clients))
+    fits = step.shape == real.shape and step.dtype.kind in "iu"
+    check(fits, f"clients.examples[{STEP!r}]", f"{step.dtype} {list(step.shape)}", f"integers {list(real.shape)}")
+    rises = (step >= 0).all(where=real) and (np.diff(step.astype(int), axis=1) >= 0).all(where=real[:, 1:])
+    check(rises, f"clients.examples[{STEP!r}]", step, "0 or more, and never fall from a client's example to the next")
+
+
+def steps_of(clients: Clients) -> jax.Array:
+    """Returns the time steps `[N, M]` int32 of the examples, -1 for padding; data without steps are of one step."""
+    real = mask(clients)
+    known = isinstance(clients.examples, dict) and STEP in clients.examples
+    return jnp.where(real, jnp.asarray(clients.examples[STEP]) if known else 0, -1).astype(jnp.int32)
+
+
+def _notes(record: dict[str, Any], is_last: bool) -> dict[str, str]:
+    """Returns the warning of a record that no models were left."""
+    full = bool(record.get("capacity_reached")) and not is_last
+    return {"capacity": "a client has drifted while max_models were in use, and keeps the best of them"} if full else {}
+
+
+def _look(task: Task, compare: str, models: PyTree, active: jax.Array, examples: Batch, size, step, *last):
+    """Computes one client's part of the beginning of a step.
+
+    Args:
+      step: `[M]`, of its examples.
+      last: `(step, model)` `[M]` of the examples in the last round.
+
+    Returns:
+      `((scores [K, K], examples [K], cells [K]), (model [M], new [M] bool, scores [K], examples [], cells []))`: sums
+      over its earlier examples by their model (of scores, under each model), and over those of new steps.
+    """
+    k, m, real = len(active), len(step), step >= 0
+    place = jnp.searchsorted(jnp.where(last[0] < 0, INT32_MAX, last[0]), step)
+    known = real & (last[0][jnp.minimum(place, m - 1)] == step)
+    model, new = jnp.where(known, last[1][jnp.minimum(place, m - 1)], -1), real & ~known
+    begins = real & (step != jnp.concatenate([jnp.full(1, -1), step[:-1]]))  # the first example of a cell
+    examples, models = blank_padding(examples, size), indexable(models)
+
+    def by_model(values):
+        """Returns the sums `[K + 1]` of `values` `[M]` by model, of new examples last."""
+        into = jnp.where(real, jnp.where(new, k, model), k + 1)
+        return jax.ops.segment_sum(values.astype(jnp.float32), into, k + 2)[: k + 1]
+
+    def score(j, scores):
+        params = jax.tree.map(lambda p: p[order[j]], models)
+        values = task.scores(task.correct, params, examples) if compare == "accuracy" else -task.loss(params, examples)
+        values = jnp.where(jnp.isfinite(values), values, -jnp.inf)
+        return scores.at[:, order[j]].set(by_model(values))
+
+    order = jnp.argsort(~active, stable=True)
+    with at_most(k):
+        scores = jax.lax.fori_loop(0, active.sum(), score, jnp.zeros((k + 1, k)))
+    sums = scores, by_model(real), by_model(begins)
+    return tuple(s[:k] for s in sums), (model, new, *(s[k] for s in sums))
+
+
+def _begin(rules: Averaging, limits: tuple, compare: str, eager: bool, state: AveragingState, clients: Clients, step):
+    """Returns `(state, events)` at the beginning of a time step: which clients have drifted, and which models merge."""
+    cells, k = state.memory, len(state.memory.active)
+    look = partial(_look, rules.task, compare, state.params, cells.active)
+    zero = jnp.zeros((k, k)), jnp.zeros(k), jnp.zeros(k)
+    add = lambda total, sent: jax.tree.map(lambda t, s: t + s.sum(axis=0), total, sent)  # noqa: E731
+    data = clients.examples, jnp.asarray(clients.size), step, cells.step, cells.model
+    sums, (model, new, *of_new) = mapping.map_reduce(rules.client_axis, look, add, zero)(*data)
+    of_new, cluster, last = on_every_device(rules.client_axis, (of_new, state.cluster, cells.score))
+
+    # Find each client's best model for its new examples, and the clients that have drifted.
+    has, first, newest = of_new[1] > 0, cells.newest < 0, jnp.maximum(step.max(), cells.newest)
+    scores = of_new[0] / jnp.maximum(of_new[1], 1)[:, None]
+    ranked = jnp.where(cells.active[None, :], jnp.maximum(scores, jnp.finfo(scores.dtype).min), -jnp.inf)
+    chosen = jnp.where(first, cluster, jnp.argmax(ranked, axis=1)).astype(jnp.int32)
+    score = jnp.take_along_axis(scores, chosen[:, None], axis=1)[:, 0]
+    drifted = has & (last - score > limits[0])
+
+    # Give them rows that are free, in turn; a new model is a copy of the best one.
+    rows = jnp.arange(k, dtype=jnp.int32)
+    turn = (cells.taken + rows) % k
+    free = turn[jnp.argsort(cells.active[turn], stable=True)]
+    rank = jnp.zeros_like(chosen) if eager else jnp.cumsum(drifted).astype(jnp.int32) - 1
+    fits = drifted & (rank < k - cells.active.sum())
+    target = jnp.where(fits, free[jnp.minimum(rank, k - 1)], chosen)
+    place, copied = jnp.where(fits, target, k), chosen[jnp.argmax(drifted)] if eager else chosen
+    made = jnp.zeros(k, bool).at[place].set(True, mode="drop")
+    moves = rows.at[place].set(copied, mode="drop")
+    params, server = jax.tree.map(lambda x: x[moves], (state.params, state.server))
+
+    # Merge the models from before this step.
+    root = rows
+    if not eager:
+        into = jnp.where(has, target, k)
+        totals = [s + jax.ops.segment_sum(x, into, k + 1)[:k] for s, x in zip(sums, of_new, strict=True)]
+        compared = cells.active & (totals[1] > 0) & ~first & (newest > cells.newest)
+        root, params = _merged(params, *totals, compared, limits[1])
+    active = (cells.active | made) & (root == rows)
+    events = drifted.sum(), (cells.active & (root != rows)).sum(), (drifted & ~fits).sum()
+    model = jnp.where(new, target[:, None], model)
+    cells = Cells(
+        step,
+        jnp.where(model < 0, model, root[jnp.maximum(model, 0)]),
+        jnp.where(has, score, last),
+        newest,
+        active,
+        cells.taken + made.sum().astype(jnp.int32),
+    )
+    cluster = root[jnp.where(has, target, cluster)]
+    state = state._replace(params=params, server=server, cluster=cluster, memory=cells)
+    return state, {name: value.astype(jnp.int32) for name, value in zip(EVENTS, events, strict=True)}
+
+
+def _merged(params: PyTree, scores, examples, cells, compared, threshold) -> tuple[jax.Array, PyTree]:
+    """Merges models by complete linkage.
+
+    Args:
+      params: `[K, ...]`.
+      scores: `[K, K]`, row `b`: the sums of all models' scores on the examples of model `b`.
+      examples, cells: `[K]`, the numbers of its examples and cells.
+      compared: `[K]` bool, the models that may merge.
+
+    Returns:
+      `(root [K], params)`: the model that each one is part of, the first of its cluster, and the models after it.
+    """
+    k = len(compared)
+    means = scores / jnp.maximum(examples, 1)[:, None]
+    lost = jnp.diagonal(means)[None, :] - means  # of model a (column) on the examples of b (row)
+    distances = jnp.maximum(jnp.maximum(lost, lost.T), 0.0)
+    label = cut(linkage_tree(distances, "complete", mask=compared), threshold=threshold)
+    same = (label[:, None] == label[None, :]) & compared[:, None] & compared[None, :] | jnp.eye(k, dtype=bool)
+    root = jnp.argmax(same, axis=1).astype(jnp.int32)
+    means = cluster_mean(params, root, jnp.where(compared, cells, 0.0), k)
+    return root, where_rows((same.sum(axis=1) > 1) & (root == jnp.arange(k)), means, params)
+
+
+def _train(rules: Averaging, count: int | None, key: jax.Array, state: AveragingState, clients: Clients):
+    """Returns `(state, metrics)` after a round of FedAvg of each model in use, with a cohort of `count` clients."""
+    cohort = phases.select_cohort(key, clients, count)
+    some, active = cohort.clients, state.memory.active
+    model, cluster = phases.take_rows(cohort, (state.memory.model, state.cluster))
+    n, c = num_clients(clients), num_clients(some)
+    served = jnp.where(jnp.asarray(clients.size) > 0, state.cluster, len(active))
+    used = jnp.zeros_like(active).at[served].set(True, mode="drop")
+    order, none = jnp.argsort(~used, stable=True), jnp.zeros(c, jnp.int32)
+
+    def one(j, carry):
+        models, loss, totals = carry
+        row, owned = order[j], model == order[j]
+        data = some._replace(examples={**some.examples, OWNED: owned}, size=owned.sum(axis=1, dtype=jnp.int32))
+        params, server = jax.tree.map(lambda x: x[row][None], models)
+        of_one = AveragingState(params, none, none, state.round, server, ())
+        new, metrics = inner.step(rules, key, of_one, data)
+        models = jax.tree.map(lambda x, one: x.at[row].set(one[0]), models, (new.params, new.server))
+        loss = jnp.where(cluster == row, metrics["loss"], loss)
+        return models, loss, {name: total + metrics[name] for name, total in totals.items()}
+
+    real, zero = jnp.asarray(some.size) > 0, jnp.zeros(())
+    totals = dict.fromkeys(("bytes_up", "bytes_down", "client_steps"), zero) | {"nonfinite": jnp.zeros((), jnp.int32)}
+    carry = (state.params, state.server), jnp.full(c, jnp.nan), totals
+    with at_most(len(active)):
+        (params, server), loss, metrics = jax.lax.fori_loop(0, used.sum(), one, carry)
+    metrics |= {"loss": phases.loss_of_all(cohort, loss, n), "participants": real.sum().astype(jnp.int32)}
+    return state._replace(params=params, server=server, round=state.round + 1), metrics
+
+
+def train_owned(
+    task: Task, training: local.LocalTraining, personal_steps: None, key, params, own, examples, size, *rest, **more
+):
+    """Trains a model on those examples of one client that are `OWNED`: a form of `round.train_scopes`."""
+    order = jnp.argsort(~examples[OWNED], stable=True)
+    examples = {name: x[order] for name, x in examples.items() if name != OWNED}
+
+    def train():
+        return phases.train_scopes(task, training, personal_steps, key, params, own, examples, size, *rest, **more)
+
+    shapes = jax.eval_shape(train)
+    return jax.lax.cond(size > 0, train, lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes))
