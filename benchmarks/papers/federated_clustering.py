@@ -18,8 +18,7 @@ from sklearn.datasets import make_blobs
 
 from benchmarks.papers import report
 from benchmarks.papers.recipes import Bench, Outcome, recipe
-from benchmarks.papers.regressions import fc_regression
-from jfcl import methods, models
+from jfcl import data, methods, models
 from jfcl.core import Algorithm, Clients, PyTree, Task
 from jfcl.experiments.config import Config
 from jfcl.kernels import threshold_clustering
@@ -35,7 +34,9 @@ _DIGITS = {"dataset": "digits", "model": "mlp", "rounds": 200, "augment": None, 
 
 def regression(num_clusters: int, clients_per_cluster: int, seed: int, half: bool):
     """`(clients, cluster, truth [K, d], task)`; the loss is the squared error or half of it."""
-    federation = fc_regression(num_clusters=num_clusters, clients_per_cluster=clients_per_cluster, seed=seed)
+    federation = data.synthetic.fc_regression(
+        num_clusters=num_clusters, clients_per_cluster=clients_per_cluster, seed=seed
+    )
     dim = federation.input_shape[0]
     task = models.task(
         lambda key: {"w": jnp.zeros(dim)}, lambda params, x: x @ params["w"], kind="regression", half=half

@@ -12,7 +12,7 @@ import numpy as np
 
 from benchmarks.papers import report
 from benchmarks.papers.recipes import Bench, Outcome, Row, recipe
-from benchmarks.papers.regressions import ifca_regression
+from jfcl import data
 from jfcl.analysis import plots
 from jfcl.core import check_choice
 from jfcl.experiments.config import Config
@@ -62,7 +62,7 @@ def sweep_trial(
     One is given up that no longer moves, or that would not come near at twice the pace of its last rounds. All others
     go on for all rounds.
     """
-    federation = ifca_regression(
+    federation = data.synthetic.ifca_regression(
         num_clients=num_clients,
         examples_per_client=examples,
         dim=DIM,

@@ -57,6 +57,7 @@ SECTIONS = {
         "Your own data": "from_arrays from_frame read_rows from_torch from_huggingface from_tfds tokenize",
         "Populations": "ClientStore generate_store open_stores",
         "Partitions": "iid stratified by_label pathological dirichlet by_distribution power_law by_sizes by_writer",
+        "Problems of the papers": "ifca_regression fc_regression",
     },
     "jfcl.models": {
         "Tasks": "classification regression language_model task parameter_paths in_bfloat16",

@@ -23,6 +23,7 @@ from jfcl.data.pools import hold_out
 from jfcl.data.population import Population
 from jfcl.data.sources import DATASETS, load
 from jfcl.data.store import ClientStore
+from jfcl.data.synthetic import fc_regression, ifca_regression
 from jfcl.data.tables import read_rows
 from jfcl.data.text import tokenize
 from jfcl.data.tfds_source import from_tfds

@@ -3,9 +3,8 @@
 import numpy as np
 import pytest
 
-from benchmarks.papers import regressions
-from benchmarks.papers.regressions import fc_regression, ifca_regression
 from jfcl.core import check_clients
+from jfcl.data import fc_regression, ifca_regression, synthetic
 
 
 def pooled(fed, cluster):
@@ -107,5 +106,5 @@ def test_synthetic_refuses(call, words):
 
 @pytest.mark.parametrize(("count", "dim"), [(1000, 13), pytest.param(8000, 13, marks=pytest.mark.slow), (5, 40)])
 def test_truths_are_different_however_many(count, dim):
-    found = regressions._binary_vectors(np.random.default_rng(0), count, dim)
+    found = synthetic._binary_vectors(np.random.default_rng(0), count, dim)
     assert len(np.unique(found, axis=0)) == count and found.any(axis=1).all() and set(np.unique(found)) == {0, 1}
