@@ -68,6 +68,17 @@ class OneOf(NamedTuple):
         check_choice(name, value, self.choices)
 
 
+class Joined(NamedTuple):
+    """The names in `choices`, also several with "+" between them; `split` raises `ValueError` for others."""
+
+    choices: Collection[str]
+    split: Callable[[str], Any]
+
+    def check(self, name: str, value: Any) -> None:
+        """Raises `ValueError` for an unknown name, and for names that do not fit together."""
+        self.split(value)
+
+
 class Needs(NamedTuple):
     """Another option, or one of several, without which (or without one of its `values`) this one has no effect."""
 

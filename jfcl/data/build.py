@@ -22,7 +22,7 @@ from jfcl.core import (
 from jfcl.data import pools
 from jfcl.data.dataset import Dataset
 from jfcl.data.drift import Drift, check_pattern, drift_pattern
-from jfcl.data.heterogeneity import RELABELLING, SELECTIVE
+from jfcl.data.heterogeneity import RELABELLING
 from jfcl.data.partition import PARTITIONS, by_writer, iid
 
 Rows = list[np.ndarray]  # of each client the rows of its examples in a data set
@@ -73,6 +73,7 @@ def build(
     num_clients: int | None = None,
     num_clusters: int = 1,
     heterogeneity: str = "none",
+    strength: float = 1.0,
     partition: str = "iid",
     examples_per_client: int | None = None,
     test_fraction: float = 0.2,
@@ -96,7 +97,9 @@ def build(
       num_clients: `N`; `None` only with `partition="writer"`: one client per writer.
       num_clusters: `K`, at most `N`; it need not divide `N`.
       heterogeneity: a name in `HETEROGENEITY`: how clusters differ. "none" is for one cluster, or for clusters that
-        differ by their `distribution` of labels.
+        differ by their `distribution` of labels. Several names joined by "+" are applied in turn.
+      strength: in `[0, 1]`: how much clusters differ. 0 is no shift at all: the data are those of "none", while clients
+        keep the names of their clusters. 1 is the whole shift, and what is between is in `jfcl.data.heterogeneity`.
       partition: a name in `PARTITIONS`: how a pool of examples is divided among clients. `labels_per_client` is for
         "label" and "pathological", `alpha` for "dirichlet", `exponent` for "power_law", `min_size` for both of these.
       distribution: `[N, num_classes]` for "distribution": the clients' shares in the examples of each label, among the
@@ -147,7 +150,7 @@ def build(
         distribution is None or partition == "distribution", "distribution", distribution, f"left out for {partition!r}"
     )
     clients = num_clients, num_clusters, heterogeneity, partition, examples_per_client, test_fraction, seed
-    rules = pools.Rules(*clients, labels_per_client, alpha, exponent, min_size, distribution)
+    rules = pools.Rules(*clients, labels_per_client, alpha, exponent, min_size, distribution, strength)
     split = pools.split_dataset(dataset, rules, PARTITIONS, data_dir)
     dataset, transform = split.dataset, pools.transform_of(split)
     if num_clients is None:
@@ -157,7 +160,7 @@ def build(
         check(reuse != "cluster", "reuse", reuse, "none (or auto) with drift")
         check(newcomer_examples is None, "newcomer_examples", newcomer_examples, "left out with drift")
         accepted = "one that transforms examples: with drift clients keep those that they have"
-        check(heterogeneity not in SELECTIVE, "heterogeneity", heterogeneity, accepted)
+        check(not split.rules.selects, "heterogeneity", heterogeneity, accepted)
         pattern = _pattern(drift, num_clients, num_clusters, drift_window, seed)
     check(drift is not None or drift_window is None, "drift_window", drift_window, "left out without drift")
     needed, free = num_clients * (dataset.train["x"][:1].nbytes + 256), free_host_memory()  # 256: for its list of rows
@@ -172,22 +175,23 @@ def build(
         new, new_cluster, new_examples = _newcomers(split, newcomer_examples)
 
     # Stack, and transform each client's examples on the way.
+    cells = split.rules.cells(cluster)
     here = slice(None) if rows is None else rows(num_clients)
     writer = split.train.kind[[part[0] for part in train]] if partition == "writer" else None
     named = writer is not None and dataset.writer_names is not None
     each = " to ".join(map(str, sorted({min(map(len, train)), max(map(len, train))})))
     description = (
         f"{dataset.name}: {num_clients} clients of {each} examples ({partition}), {num_clusters} cluster(s)"
-        f" ({heterogeneity}), {split.tested_on}{split.left_out and f'; left out: {split.left_out}'}"
+        f" ({split.rules.differs_by}), {split.tested_on}{split.left_out and f'; left out: {split.left_out}'}"
     )
-    settings = [dataset.name, heterogeneity, num_clusters, seed, *_beyond_rows(dataset, heterogeneity)]
+    settings = [dataset.name, heterogeneity, num_clusters, seed, *_beyond_rows(dataset, split.rules)]
     if drift is None:
-        steps, of_train = None, _stacked(train, cluster, transform, dataset.train, here)
-        of_test = _stacked(test, cluster, transform, split.test.examples, here)
+        steps, of_train = None, _stacked(train, cells, transform, dataset.train, here)
+        of_test = _stacked(test, cells, transform, split.test.examples, here)
     else:
-        train, of_train = _in_steps(train, pattern, transform, dataset.train, here, seed)
-        each = [np.full(num_clients, k, np.int32) for k in range(num_clusters)]
-        each = [_stacked(test, cluster, transform, split.test.examples, here) for cluster in each]
+        variant = cells - cluster  # of each client, whatever its cluster
+        train, of_train = _in_steps(train, pattern + variant, transform, dataset.train, here, seed)
+        each = [_stacked(test, k + variant, transform, split.test.examples, here) for k in range(num_clusters)]
         stacked = jax.tree.map(lambda *leaves: np.stack(leaves), *(part.examples for part in each))
         steps = Drift(pattern, each[0]._replace(examples=stacked), drift_window)
         of_test, cluster = steps.tests(len(pattern) - 1), pattern[-1]
@@ -202,7 +206,7 @@ def build(
         input_shape=tuple(dataset.train["x"].shape[1:]),
         split_hash=split_hash(settings, cluster, [*train, *test, *new]),
         description=description,
-        newcomers=_stacked(new, new_cluster, transform, new_examples) if new else None,
+        newcomers=_stacked(new, split.rules.cells(new_cluster), transform, new_examples) if new else None,
         newcomer_cluster=new_cluster,
         writer=writer,
         names=[dataset.writer_names[i] for i in writer] if named else None,
@@ -222,23 +226,21 @@ def _pattern(drift: Any, num_clients: int, num_clusters: int, window: int | None
 
 
 def _in_steps(
-    rows: Rows, pattern: np.ndarray, transform: Callable, examples: pools.Examples, here: slice, seed: int
+    rows: Rows, cells: np.ndarray, transform: Callable, examples: pools.Examples, here: slice, seed: int
 ) -> tuple[Rows, Clients]:
-    """Divides each client's `rows` among the steps of `pattern` at random.
+    """Divides each client's `rows` at random among the steps, at which it is in `cells` `[T, N]`.
 
     Returns:
-      The rows in the order of their steps; `Clients` `here` with `"step"`, transformed by the cluster at the step.
+      The rows in the order of their steps; `Clients` `here` with `"step"`, transformed by the cell at the step.
     """
-    count, least = len(pattern), min(map(len, rows))
+    count, least = len(cells), min(map(len, rows))
     check(least >= count, "the examples of a client", least, f"at least {count}, one for each step of the drift")
     check("step" not in examples, "dataset", sorted(examples), "without an array 'step', which drift adds")
     rows = [np.random.default_rng((seed, STEPS, i)).permutation(part) for i, part in enumerate(rows)]
 
     def client(i: int) -> pools.Examples:
         parts = enumerate(np.array_split(rows[i], count))
-        parts = [
-            transform(pools.take(examples, p), int(pattern[t, i])) | {"step": np.full(len(p), t)} for t, p in parts
-        ]
+        parts = [transform(pools.take(examples, p), int(cells[t, i])) | {"step": np.full(len(p), t)} for t, p in parts]
         return jax.tree.map(lambda *leaves: np.concatenate(leaves), *parts)
 
     ids = range(len(rows))[here]
@@ -255,7 +257,7 @@ def _divided(split: pools.Split, cluster: np.ndarray, reuse: str) -> tuple[Rows,
         enough = each is None or num_clients * each <= len(split.train.rows)
         reuse = "none" if enough or rules.partition == "writer" else "cluster"
     # The clients of a group divide one pool among themselves.
-    per_cluster = reuse == "cluster" or rules.heterogeneity in SELECTIVE
+    per_cluster = reuse == "cluster" or bool(rules.selects)
     groups = [np.flatnonzero(cluster == k) for k in range(rules.num_clusters)] if per_cluster else [range(num_clients)]
     train, test = ([np.empty(0, np.int64)] * num_clients for _ in range(2))
     for group, clients in enumerate(groups):
@@ -292,29 +294,29 @@ def _newcomers(split: pools.Split, count: int) -> tuple[Rows, np.ndarray, pools.
     return parts, np.array(cluster, np.int32), split.test.examples
 
 
-def _stacked(
-    rows: Rows, cluster: np.ndarray, transform: Callable, examples: pools.Examples, here=slice(None)
-) -> Clients:
+def _stacked(rows: Rows, cells: np.ndarray, transform: Callable, examples: pools.Examples, here=slice(None)) -> Clients:
     """Returns `Clients` of rows `here` of all clients, padded to the largest client of all."""
     length, count = max(map(len, rows)), len(rows)
-    ids, rows, cluster = np.arange(count, dtype=np.int32)[here], rows[here], cluster[here]
+    ids, rows, cells = np.arange(count, dtype=np.int32)[here], rows[here], cells[here]
     size = np.array([len(part) for part in rows], np.int32)
     stacked = jax.tree.map(lambda x: padded_zeros(size, length, x.shape[1:], x.dtype), examples)
     for i, part in enumerate(rows):
-        transformed = transform(pools.take(examples, part), int(cluster[i]))
+        transformed = transform(pools.take(examples, part), int(cells[i]))
         for out, values in zip(jax.tree.leaves(stacked), jax.tree.leaves(transformed), strict=True):
             out[i, : size[i]] = values
     return Clients(stacked, size, None if len(ids) == count else ids)
 
 
-def _beyond_rows(dataset: Dataset, heterogeneity: str) -> list[Any]:
+def _beyond_rows(dataset: Dataset, rules: pools.Rules) -> list[Any]:
     """Returns what decides on the examples beside the rows.
 
-    These are the number of classes, where it decides new labels and does not follow from those of the examples, and
-    how a table was read.
+    These are the number of classes, where it decides new labels and does not follow from those of the examples, how a
+    table was read, and a strength that is not 1.
     """
-    follows = heterogeneity not in RELABELLING or int(dataset.train["y"].max()) + 1 == dataset.num_classes
-    return ([] if follows else [dataset.num_classes]) + ([] if dataset.table is None else [dataset.table])
+    relabels = not {*RELABELLING}.isdisjoint(rules.shifts)
+    follows = not relabels or int(dataset.train["y"].max()) + 1 == dataset.num_classes
+    extra = ([] if follows else [dataset.num_classes]) + ([] if dataset.table is None else [dataset.table])
+    return extra + ([] if rules.strength == 1 else [f"strength {float(rules.strength)}"])
 
 
 def split_hash(settings: list, cluster, parts) -> str:

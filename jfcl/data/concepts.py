@@ -15,6 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from jfcl.core import check
+from jfcl.data.corruptions import is_drawn
 
 
 class Concepts(NamedTuple):
@@ -67,8 +68,8 @@ def points(name: str, count: int, seed: int) -> dict[str, np.ndarray]:
     return {"x": x, "y": y.astype(np.int32)}
 
 
-def concept(name: str, x, y, cluster, num_clusters, num_classes=None, seed=0):
-    """Labels points of the problem `name` by concept `cluster`.
+def concept(name: str, x, y, cluster, num_clusters, num_classes=None, seed=0, strength=1.0):
+    """Labels a share `strength` of the points of the problem `name` by concept `cluster`, the others by concept 0.
 
     Raises:
       ValueError: other data than points of this problem; more clusters than it has concepts.
@@ -84,4 +85,5 @@ def concept(name: str, x, y, cluster, num_clusters, num_classes=None, seed=0):
     check(
         num_clusters <= problem.count, "num_clusters", num_clusters, f"at most {problem.count}, the concepts of {name}"
     )
-    return x, y ^ (problem.rule(x, 0) ^ problem.rule(x, cluster)).astype(np.int32)
+    differ = (problem.rule(x, 0) ^ problem.rule(x, cluster)) & is_drawn(x, seed, strength)
+    return x, y ^ differ.astype(np.int32)

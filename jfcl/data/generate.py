@@ -33,6 +33,7 @@ def generate_store(
     examples_per_client: int,
     num_clusters: int = 1,
     heterogeneity: str = "none",
+    strength: float = 1.0,
     partition: str = "iid",
     test_fraction: float = 0.2,
     seed: int = 0,
@@ -78,7 +79,7 @@ def generate_store(
     """
     check_count("examples_per_client", examples_per_client)
     clients = num_clients, num_clusters, heterogeneity, partition, examples_per_client, test_fraction, seed
-    rules = pools.Rules(*clients, labels_per_client, alpha, exponent, min_size)
+    rules = pools.Rules(*clients, labels_per_client, alpha, exponent, min_size, strength=strength)
     split = pools.split_dataset(dataset, rules, [name for name in PARTITIONS if name not in OF_ONE_DIVISION], data_dir)
     dataset = split.dataset
     nested = [name for name, part in dataset.train.items() if not isinstance(part, np.ndarray)]
@@ -89,7 +90,7 @@ def generate_store(
         "num_clusters": num_clusters,
         **({} if dataset.table is None else {"table": dataset.table}),
         "description": f"{dataset.name}: {num_clients} clients of {examples_per_client} examples ({partition}),"
-        f" {num_clusters} cluster(s) ({heterogeneity})",
+        f" {num_clusters} cluster(s) ({rules.differs_by})",
         "made": {"dataset": dataset.name} | settings | (about or {}),
     }
     splits = [pools.of_cluster(split, k) for k in range(num_clusters)]
@@ -103,10 +104,11 @@ def generate_store(
 
 
 def _write(folder: Path, part: str, splits: list[pools.Split], known: dict[str, Any], progress: bool) -> None:
-    """Writes the store `part` of a population: the pool of every cluster, transformed, and clients as rows of it."""
-    num_clients, transform = splits[0].rules.num_clients, pools.transform_of(splits[0])
+    """Writes the store `part` of a population: the pool of every cell, transformed, and clients as rows of it."""
+    rules, transform = splits[0].rules, pools.transform_of(splits[0])
+    num_clients = rules.num_clients
     cluster = (np.arange(num_clients) % len(splits)).astype(np.int32)
-    of_part = [getattr(split, part) for split in splits]
+    of_part = [getattr(split, part) for split in splits] * rules.variants
 
     def base() -> Iterator[pools.Examples]:
         for k, pool in enumerate(of_part):
@@ -115,7 +117,8 @@ def _write(folder: Path, part: str, splits: list[pools.Split], known: dict[str, 
 
     starts, sizes = np.cumsum([0, *(len(pool.rows) for pool in of_part)]), np.bincount(cluster)
     streams = [_deals(split, k, int(sizes[k]), part == "test") for k, split in enumerate(splits)]
-    rows = (starts[k] + np.searchsorted(of_part[k].rows, next(streams[k])) for k in cluster.tolist())
+    cells = rules.cells(cluster).tolist()
+    rows = (starts[k] + np.searchsorted(of_part[k].rows, next(streams[k % len(splits)])) for k in cells)
     console = Console(stderr=True)
     bar = {"console": console, "transient": True, "disable": not (progress and console.is_interactive)}
     rows = track(rows, f"building the {part} store", total=num_clients, **bar)

@@ -20,7 +20,7 @@ import numpy as np
 
 from jfcl.core import Clients, check, check_at_most_clients, check_choice, check_count, client_ids, stack_clients
 from jfcl.data.dataset import Dataset, labels_of, normalised
-from jfcl.data.heterogeneity import HETEROGENEITY, OF_PLANE, RELABELLING, SELECTIVE
+from jfcl.data.heterogeneity import HETEROGENEITY, OF_CLASSES, OF_PLANE, SELECTIVE, VARIANTS, shifts_of
 from jfcl.data.partition import OF_LABELS, PARTITIONS, as_distribution, parts_of
 from jfcl.data.sources import load
 
@@ -45,6 +45,32 @@ class Rules(NamedTuple):
     exponent: float
     min_size: int
     distribution: Any = None
+    strength: float = 1.0
+
+    @property
+    def shifts(self) -> tuple[str, ...]:
+        """The shifts that have an effect; none with strength 0."""
+        return shifts_of(self.heterogeneity) if self.strength else ()
+
+    @property
+    def differs_by(self) -> str:
+        """The heterogeneity and its strength in words."""
+        return self.heterogeneity + ("" if self.strength == 1 else f", strength {self.strength:g}")
+
+    @property
+    def selects(self) -> tuple[str, ...]:
+        """The shifts that select examples, at most one."""
+        return tuple(name for name in self.shifts if name in SELECTIVE)
+
+    @property
+    def variants(self) -> int:
+        """The number of kinds of clients in each cluster, which differ by something else than the cluster."""
+        return max((VARIANTS.get(name, 1) for name in self.shifts), default=1)
+
+    def cells(self, cluster: np.ndarray) -> np.ndarray:
+        """Returns the cells `k + K v` of clients with clusters `k`, of which a cluster has each variant `v` in turn."""
+        of_cluster = np.arange(len(cluster)) // self.num_clusters
+        return cluster + self.num_clusters * (of_cluster % self.variants)
 
 
 class Pool(NamedTuple):
@@ -75,7 +101,9 @@ class Split(NamedTuple):
 def split_dataset(dataset: Dataset | str, rules: Rules, partitions: Iterable[str], data_dir: str | None) -> Split:
     """Checks the arguments that `build` and `generate_store` share, and splits the examples into two pools."""
     heterogeneity, partition, each = rules.heterogeneity, rules.partition, rules.examples_per_client
-    check_choice("heterogeneity", heterogeneity, HETEROGENEITY)
+    names = shifts_of(heterogeneity)
+    check(0 <= rules.strength <= 1, "strength", rules.strength, "in [0, 1]")
+    check(names or rules.strength == 1, "strength", rules.strength, "left out with 'none', which has no strength")
     check_choice("partition", partition, partitions)
     check_count("num_clusters", rules.num_clusters)
     check_count("seed", rules.seed, least=0, most=2**63 - 1)
@@ -91,14 +119,14 @@ def split_dataset(dataset: Dataset | str, rules: Rules, partitions: Iterable[str
     others = ", ".join(name for name in HETEROGENEITY if name != "none")
     accepted = f"given for num_clusters={rules.num_clusters}, one of {others}: with 'none' the clusters do not differ"
     check(differ, "heterogeneity", heterogeneity, accepted)
-    dataset = normalised(dataset)
+    dataset = with_channels(normalised(dataset), rules.shifts)
     if partition == "writer":
         accepted = f"another one for {dataset.name!r}, without writer ids (Dataset.writer; by= of jfcl.data.from_frame)"
         check(dataset.writer is not None, "partition", partition, accepted)
         accepted = f"another one with {heterogeneity!r}: the examples of a writer would be in several clusters"
-        check(heterogeneity not in SELECTIVE, "partition", partition, accepted)
-    for what in (partition, heterogeneity):
-        fits = dataset.num_classes is not None or what not in (*OF_LABELS, *SELECTIVE, *RELABELLING)
+        check(not {*names} & {*SELECTIVE}, "partition", partition, accepted)
+    for what in (partition, *names):
+        fits = dataset.num_classes is not None or what not in (*OF_LABELS, *OF_CLASSES)
         check(fits, "dataset", dataset.name, f"a classification data set for {what!r}, which goes by single labels")
     for option in ("min_size", "labels_per_client"):
         value = getattr(rules, option)
@@ -112,6 +140,17 @@ def split_dataset(dataset: Dataset | str, rules: Rules, partitions: Iterable[str
         split = Split(dataset, rules, *_pools_of_writers(dataset, rules))
         return split._replace(left_out=_left_out(split))
     return Split(dataset, rules, *_pools(dataset, rules, labels_of(dataset, "train")))
+
+
+def with_channels(dataset: Dataset, shifts: Iterable[str]) -> Dataset:
+    """Returns the data set, its grey images with three channels where they are coloured."""
+
+    def widened(split: Examples | None) -> Examples | None:
+        if split is None or split["x"].shape[1:][2:] != (1,):
+            return split
+        return split | {"x": np.repeat(split["x"], 3, axis=-1)}
+
+    return dataset._replace(train=widened(dataset.train), test=widened(dataset.test)) if "colour" in shifts else dataset
 
 
 def _arguments_of(partition: str) -> set[str]:
@@ -174,33 +213,36 @@ def _left_out(split: Split) -> str:
 def of_cluster(split: Split, cluster: int) -> Split:
     """Returns the split with the parts of its pools that clients of a cluster may have."""
     rules = split.rules
-    if rules.heterogeneity not in SELECTIVE:
+    if not rules.selects:
         return split
-    select = HETEROGENEITY[rules.heterogeneity][0]
+    select = HETEROGENEITY[rules.selects[0]][0]
+    options = rules.num_clusters, split.dataset.num_classes, (rules.seed, TRANSFORM), rules.strength
 
     def part(pool: Pool) -> Pool:
-        labels = pool.examples["y"][pool.rows]
-        return pool._replace(rows=select(pool.rows, labels, cluster, rules.num_clusters, split.dataset.num_classes)[0])
+        return pool._replace(rows=select(pool.rows, pool.examples["y"][pool.rows], cluster, *options)[0])
 
     return split._replace(train=part(split.train), test=part(split.test))
 
 
 def transform_of(split: Split) -> Callable[[Examples, int], Examples]:
-    """Returns `(examples, cluster) -> examples`, how the data of a cluster differ from the data set.
+    """Returns `(examples, cell) -> examples`, how the data of a cell (`Rules.cells`) differ from the data set.
 
     Heterogeneities that select examples leave them as they are.
     """
     rules = split.rules
-    function = HETEROGENEITY["none" if rules.heterogeneity in SELECTIVE else rules.heterogeneity][0]
-    options = rules.num_clusters, split.dataset.num_classes, (rules.seed, TRANSFORM)
+    options = rules.num_clusters, split.dataset.num_classes, (rules.seed, TRANSFORM), rules.strength
 
-    def transform(examples: Examples, cluster: int) -> Examples:
-        if rules.heterogeneity in OF_PLANE:
-            others = {name: values for name, values in examples.items() if name != "x"}
-            x, others = function(examples["x"], others, cluster, *options)
-            return {"x": x, **others}
-        x, y = function(examples["x"], examples["y"], cluster, *options)
-        return {**examples, "x": x, "y": y}
+    def transform(examples: Examples, cell: int) -> Examples:
+        for name in rules.shifts:
+            function, k = HETEROGENEITY[name][0], cell if name in VARIANTS else cell % rules.num_clusters
+            if name in OF_PLANE:
+                others = {name: values for name, values in examples.items() if name != "x"}
+                x, others = function(examples["x"], others, k, *options)
+                examples = {"x": x, **others}
+            elif name not in SELECTIVE:
+                x, y = function(examples["x"], examples["y"], k, *options)
+                examples = {**examples, "x": x, "y": y}
+        return examples
 
     return transform
 

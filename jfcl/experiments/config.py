@@ -231,6 +231,7 @@ def _of_population(config: Config) -> Rules:
 def _of_data(config: Config) -> Rules:
     for name in () if is_file(config.dataset) else ("by", "target", "inputs", "kind"):
         yield getattr(config, name) is None, name, "left out unless --dataset is a table, as FILE.csv"
+    yield config.strength == 1 or config.heterogeneity != "none", "strength", "left out with --heterogeneity none"
     table = config.partition != "distribution" or config.distribution is not None
     yield table, "distribution", "the csv file of a table with --partition distribution"
     if config.store is None or config.population is not None:  # else the store knows its number of clients

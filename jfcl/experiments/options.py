@@ -11,7 +11,8 @@ import inspect
 from typing import Annotated, Literal
 
 from jfcl import data, models
-from jfcl.core.options import MOST_REPEATED, Interval, Needs, OneOf, Option, Range, Real, options_of
+from jfcl.core.options import MOST_REPEATED, Interval, Joined, Needs, OneOf, Option, Range, Real, options_of
+from jfcl.data.heterogeneity import shifts_of
 from jfcl.data.targets import KINDS
 from jfcl.experiments.lookup import METRICS, Named, find_attack, find_method, find_metrics, find_model, is_import_path
 from jfcl.experiments.optimizers import OPTIMIZERS, SCHEDULES, SERVER_OPTIMIZERS
@@ -53,7 +54,9 @@ class Data:
       target: column of a table with the labels; default: label, y or another usual name.
       inputs: columns of a table that are inputs, comma separated; default: all others but those that number the rows.
       kind: what the targets of a table are, where whole numbers may be both.
-      heterogeneity: how the hidden clusters differ; 'jfcl list heterogeneities'.
+      heterogeneity: how the hidden clusters differ; 'jfcl list heterogeneities'. Several are joined, as in
+        rotation+label_swap.
+      strength: how much they differ, from 0 (not at all) to 1.
       clients: number of clients.
       clusters: number of hidden clusters (one with --heterogeneity none), and of models where the method has one per
         cluster.
@@ -80,7 +83,8 @@ class Data:
     target: str | None = None
     inputs: str | None = None
     kind: Annotated[str | None, OneOf(KINDS)] = None
-    heterogeneity: Annotated[str, OneOf(data.HETEROGENEITY)] = "rotation"
+    heterogeneity: Annotated[str, Joined(data.HETEROGENEITY, shifts_of)] = "rotation"
+    strength: Annotated[float, Interval("[0, 1]")] = 1.0
     clients: Count = 40
     clusters: Count = 4
     examples_per_client: CountOrNone = None

@@ -18,6 +18,8 @@ from rich.console import Console
 from jfcl import data
 from jfcl.core import Clients, check, check_labels
 from jfcl.data import ClientStore, Population
+from jfcl.data.heterogeneity import shifts_of
+from jfcl.data.pools import with_channels
 from jfcl.experiments.config import Config, check_options
 from jfcl.experiments.lookup import find_attack, find_method, is_import_path, is_on_data
 from jfcl.experiments.options import OF_PARTITION
@@ -30,7 +32,8 @@ from jfcl.simulation.state_split import Start, check_algorithm
 EVALUATED = 1000  # clients, at most
 # Options, and their names in the description of a store; the last two are those of texts.
 DEALT = {"population": "num_clients", "clusters": "num_clusters", "data_seed": "seed"}
-DEALT |= {name: name for name in ("dataset", "examples_per_client", "heterogeneity", "partition", "test_fraction")}
+DEALT |= {name: name for name in ("dataset", "examples_per_client", "heterogeneity", "strength")}
+DEALT |= {name: name for name in ("partition", "test_fraction")}
 DEALT |= {"vocab_size": "vocab_size", "length": "length"}
 
 
@@ -160,6 +163,7 @@ def _make_or_open(
 def _as_dealt(store: ClientStore) -> dict[str, Any]:
     """Returns the options of `Config` that describe a store."""
     made = store.about.get("made", {"num_clients": len(store)})
+    made = {"strength": 1.0} | made if "heterogeneity" in made else made
     options = {option: made[name] for option, name in DEALT.items() if name in made}
     options |= {name: made[name] for name, p in OF_PARTITION.items() if name in made and made.get("partition") in p}
     known = {name: value for name, value in options.items() if value is not None}
@@ -178,6 +182,7 @@ def _as_dealt(store: ClientStore) -> dict[str, Any]:
 def _rehearse(config: Config, dataset: data.Dataset, vocab_size: int | None) -> None:
     """Raises `ValueError` for options that the method refuses, before the data are dealt, which takes long."""
     most, largest_id = config.examples_per_client, config.clients - 1
+    dataset = with_channels(dataset, shifts_of(config.heterogeneity) if config.strength else ())
 
     def cohorts(count):  # of the same example, without a copy
         examples = {n: np.broadcast_to(v[:1], (count, most, *v.shape[1:])) for n, v in dataset.train.items()}

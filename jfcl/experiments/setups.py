@@ -260,7 +260,7 @@ def mapping_of(config: Config) -> mapping.Mapping:
 
 def dealt(config: Config) -> dict[str, Any]:
     """Returns the options by which clients get examples, as `data.build` and `data.generate_store` take them."""
-    same = {name: getattr(config, name) for name in ("heterogeneity", "partition", "test_fraction")}
+    same = {name: getattr(config, name) for name in ("heterogeneity", "strength", "partition", "test_fraction")}
     options = {name: getattr(config, name) for name, takers in OF_PARTITION.items() if config.partition in takers}
     if "distribution" in options:
         options["distribution"] = _read_table(options["distribution"])
