@@ -8,8 +8,11 @@ from test_methods import KIND, factory
 
 import jfcl
 import jfcl.experiments
+from jfcl.cli import main
 from jfcl.core import check_clients, check_labels
 from jfcl.data import PATTERNS, Dataset, build, drift_pattern, generate_store, load
+from jfcl.experiments import Config
+from jfcl.experiments.config import read_config
 from jfcl.methods import METHODS
 from jfcl.testing import problem
 
@@ -255,6 +258,8 @@ def test_the_oracle_follows_the_clusters():
     history = run(algorithm, fed)
     assert [r["adjusted_rand"] for r in history.records] == [1.0] * 7
     assert [r["cluster"] for r in history.records] == PATTERN[[0, 0, 1, 1, 2, 2, 2]].tolist()
+    hidden = run(algorithm, fed, true_cluster=np.int32([-1, 0, 0, 1]))  # of hostile clients
+    assert [r["adjusted_rand"] for r in hidden.records] == [1.0] * 7
     with pytest.raises(ValueError, match="clients must be with the array 'step' of drifting data"):
         jfcl.simulate(algorithm, fed.test, key=jax.random.key(0), num_rounds=1)
 
@@ -280,3 +285,51 @@ def test_runs_refuse_what_does_not_fit_drift():
         run(algorithm, fed, num_rounds=2)
     with pytest.raises(ValueError, match="test_clients must be left out with drift"):
         run(algorithm, fed, test_clients=fed.test)
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# The command line.
+
+
+def test_a_configured_run_keeps_its_results_over_time(tmp_path, capsys):
+    options = "--dataset sine --drift Y --model linear --rounds 10 --local-steps 1 --examples-per-client 20"
+    main(f"run oracle {options} --drift-window 1 --seeds 2 --out {tmp_path / 'run'} --mapping vmap --quiet".split())
+    summary, records = jfcl.experiments.read_run(tmp_path / "run")
+    assert [r["step"] for r in records[::2]] == list(range(10)) and summary["num_clients"] == 10
+    assert [row["adjusted_rand"] for row in summary["drift"]["per_seed"]] == [[1.0] * 10] * 2
+    mean = np.mean([row["next_accuracy"] for row in summary["drift"]["per_seed"]])
+    np.testing.assert_allclose(summary["drift"]["mean"]["next_accuracy"], mean)
+    assert {"next_accuracy.png", "adjusted_rand.png"} <= {f.name for f in (tmp_path / "run" / "plots").iterdir()}
+    assert "before adapting, of clients whose cluster stays: " in " ".join(capsys.readouterr().out.split())
+    config = read_config(str(tmp_path / "run" / "config.json"))
+    assert config["drift"] == "Y" and "schedule_rounds" not in config
+    figure = jfcl.plots.curves({"oracle": records})
+    dotted = [line.get_xdata()[0] for line in figure.axes[0].lines if line.get_linestyle() == ":"]
+    assert dotted == [3, 4, 5, 6, 8]  # the pattern changes with rows 3, 4, 5, 6 and 8
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"rounds": 9}, "rounds must be at least 10, one for each step of the drift, got 9"),
+        ({"drift": "sudden", "drift_steps": 101}, "rounds must be at least 101, one for each step of the drift"),
+        ({"clients": 9}, "num_clients must be at least 10, the clients of pattern 'Y', got 9"),
+        ({"drift": "sudde"}, "did you mean 'sudden'"),
+        ({"population": 100}, "drift must be left out with --population"),
+        ({"drift": None, "drift_steps": 3}, "drift_steps must be left out without --drift"),
+        ({"method": "cfl", "track_gap": True}, "track_gap must be left out with --drift"),
+    ],
+)
+def test_wrong_configurations_of_drift_are_refused(options, words):
+    with pytest.raises(ValueError, match=words):
+        Config(**{"method": "fedavg", "drift": "Y"} | options)
+
+
+def test_a_sweep_refuses_drift():
+    with pytest.raises(ValueError, match="drift must be left out of a sweep"):
+        jfcl.experiments.run_sweep(Config("fedavg", drift="Y"), {"lr": [0.1]})
+
+
+def test_hostile_clients_are_left_out_of_the_tests_at_every_step():
+    parts = jfcl.experiments.setup(Config("fedavg", drift="sudden", drift_steps=3, attack="label_zero", malicious=0.2))
+    assert (parts.federation.drift.tests(0).size[parts.malicious] == 0).all() and parts.malicious.sum() == 2

@@ -173,7 +173,8 @@ def _spaced(values: Sequence[Any]) -> list[Any]:
 def curves(runs: Mapping[str, Records], metric: str = "accuracy", *, label: str | None = None) -> Figure:
     """Plots one metric over rounds, a line per run: mean over seeds, and a band from the lowest to the highest seed.
 
-    Of more than 2,000 evaluated rounds, as many evenly spaced ones are drawn.
+    Of more than 2,000 evaluated rounds, as many evenly spaced ones are drawn. Of drifting data, a dotted line marks the
+    rounds after which clients change their clusters.
 
     Example:
       >>> records = [{"seed": 0, "round": 1, "accuracy": 0.5}, {"seed": 0, "round": 2, "accuracy": 0.9}]
@@ -186,11 +187,19 @@ def curves(runs: Mapping[str, Records], metric: str = "accuracy", *, label: str 
         rounds, values = _by_round(records, metric)
         (line,) = axes.plot(rounds, values.mean(axis=1), label=name, marker="." if len(rounds) < 30 else None)
         axes.fill_between(rounds, values.min(axis=1), values.max(axis=1), color=line.get_color(), alpha=0.15, lw=0)
+    for at in sorted({at for records in runs.values() for at in _changes(records)}):
+        axes.axvline(at, color="0.6", ls=":", lw=1, zorder=0)
     axes.xaxis.set_major_locator(_whole_numbers())
     axes.set(xlabel="round", ylabel=label or {"accuracy": "mean client accuracy"}.get(metric, metric.replace("_", " ")))
     axes.grid(alpha=0.3)
     axes.legend()
     return figure
+
+
+def _changes(records: Records) -> list[int]:
+    """Returns the rounds after which clients of drifting data change their clusters."""
+    first = [r for r in records if r["seed"] == records[0]["seed"] and "step" in r]
+    return [a["round"] for a, b in itertools.pairwise(first) if b["step"] != a["step"] and b["changed"]]
 
 
 def bars(runs: Mapping[str, Records], metrics: Sequence[str] = ("accuracy", "worst_client_accuracy")) -> Figure:

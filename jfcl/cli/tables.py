@@ -75,6 +75,7 @@ def lists() -> dict[str, dict[str, str]]:
         | {"MODULE:NAME": "a model of your own: a flax module or a function, of the number of outputs"},
         "heterogeneities": {name: entry[1] for name, entry in data.HETEROGENEITY.items()}
         | {"rotation+label_swap": "several at once, one after the other"},
+        "drifts": data.PATTERNS,
         "partitions": {name: entry[1] for name, entry in data.PARTITIONS.items()},
         "optimizers": {name: optimizer.summary for name, optimizer in OPTIMIZERS.items()},
         "schedules": SCHEDULES,

@@ -23,6 +23,8 @@ from jfcl import kernels
 from jfcl.core import check, check_choice, platform, shown
 from jfcl.core.names import option_hint
 from jfcl.core.options import MOST_REPEATED, Needs, Option
+from jfcl.data.concepts import CONCEPTS
+from jfcl.data.drift import drift_pattern
 from jfcl.data.partition import OF_ONE_DIVISION
 from jfcl.data.tables import is_file, read_file
 from jfcl.experiments import options as declared
@@ -120,7 +122,7 @@ def _resolved(name: str, given: dict[str, Any]) -> dict[str, Any]:
     """Returns all options of a run: those `given`, and for the others what follows from these, or their defaults."""
     method = find_method(name)
     defaults = {option.name: option.default for option in (common_options() | method_options(name)).values()}
-    values = defaults | _of_table(given) | given
+    values = defaults | _of_table(given) | _of_drift(given) | given
 
     def derive(**derived: Any) -> None:
         values.update({name: value for name, value in derived.items() if name in values and name not in given})
@@ -168,6 +170,14 @@ def _of_table(given: dict[str, Any]) -> dict[str, Any]:
             file = Path(given["dataset"])
             values["clients"] = _num_users(str(file), given["by"], file.stat().st_mtime_ns if file.is_file() else None)
             values["clusters"] = min(4, values["clients"])  # the number of models
+    return values
+
+
+def _of_drift(given: dict[str, Any]) -> dict[str, Any]:
+    """Returns what a synthetic problem with concepts decides, and a drift."""
+    values: dict[str, Any] = {} if given.get("drift") is None else {"heterogeneity": "swap_pairs", "clients": 10}
+    if given.get("dataset") in CONCEPTS:
+        values |= {"heterogeneity": given["dataset"], "clusters": CONCEPTS[given["dataset"]].count}
     return values
 
 
@@ -224,6 +234,7 @@ def _of_population(config: Config) -> Rules:
     yield config.reuse == "auto", "reuse", "left out with --population: data are dealt several times"
     yield config.seeds == 1, "seeds", "1 with --population: run it once for each --seed"
     yield config.newcomer_examples is None, "newcomer_examples", "left out with --population"
+    yield config.drift is None, "drift", "left out with --population"
     yield config.partition not in OF_ONE_DIVISION, "partition", "another with --population"
     yield config.mapping != "auto", "mapping", "another with --population: the probe is of all clients"
 
@@ -232,6 +243,11 @@ def _of_data(config: Config) -> Rules:
     for name in () if is_file(config.dataset) else ("by", "target", "inputs", "kind"):
         yield getattr(config, name) is None, name, "left out unless --dataset is a table, as FILE.csv"
     yield config.strength == 1 or config.heterogeneity != "none", "strength", "left out with --heterogeneity none"
+    if config.drift is not None:
+        options = {"num_steps": config.drift_steps, "num_clusters": config.clusters}
+        steps = len(drift_pattern(config.drift, config.clients, **options))
+        yield config.rounds >= steps, "rounds", f"at least {steps}, one for each step of the drift"
+        yield not config.track_gap, "track_gap", "left out with --drift: true clusters change"
     table = config.partition != "distribution" or config.distribution is not None
     yield table, "distribution", "the csv file of a table with --partition distribution"
     if config.store is None or config.population is not None:  # else the store knows its number of clients

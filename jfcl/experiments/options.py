@@ -55,9 +55,10 @@ class Data:
       inputs: columns of a table that are inputs, comma separated; default: all others but those that number the rows.
       kind: what the targets of a table are, where whole numbers may be both.
       heterogeneity: how the hidden clusters differ; 'jfcl list heterogeneities'. Several are joined, as in
-        rotation+label_swap.
+        rotation+label_swap. Default: that of the data set for sea, sine and circle, swap_pairs with --drift, else
+        rotation.
       strength: how much they differ, from 0 (not at all) to 1.
-      clients: number of clients.
+      clients: number of clients; default: 40, or 10 with --drift.
       clusters: number of hidden clusters (one with --heterogeneity none), and of models where the method has one per
         cluster.
       examples_per_client: training examples per client; default: all there are.
@@ -68,6 +69,9 @@ class Data:
       labels_per_client: labels per client of --partition label and pathological.
       distribution: csv file of --partition distribution: a row per client, a column per label.
       reuse: use of an image: once per cluster (cluster) or once in all (none); auto: once in all if enough.
+      drift: how the clusters of clients change with time; 'jfcl list drifts'.
+      drift_steps: steps of time, among which the rounds are divided; default: 10.
+      drift_window: steps of which clients keep the examples; default: all up to now.
       newcomer_examples: add new clients with so many test examples each, evaluated with the model of lowest loss.
       population: number of clients on the host, in place of --clients; a --cohort [100] is on the device at a time,
         with --examples-per-client [20] each.
@@ -95,6 +99,9 @@ class Data:
     labels_per_client: Annotated[int, Range(1), Needs("partition", OF_PARTITION["labels_per_client"])] = 2
     distribution: Annotated[str | None, Needs("partition", OF_PARTITION["distribution"])] = None
     reuse: Annotated[str, OneOf(("auto", "cluster", "none"))] = "auto"
+    drift: Annotated[str | None, OneOf(data.PATTERNS)] = None
+    drift_steps: Annotated[int | None, Range(2), Needs("drift")] = None
+    drift_window: Annotated[int | None, Range(1), Needs("drift")] = None
     newcomer_examples: CountOrNone = None
     population: Annotated[int | None, Range(1, MOST_CLIENTS)] = None
     store: str | None = None

@@ -187,6 +187,7 @@ def _curves(runs: dict[str, Results]) -> list[Figure]:
         ("accuracy", "accuracy", "Accuracy on test examples, mean over clients."),
         ("loss", "train_loss", "Loss of the local training."),
         ("perplexity", "perplexity", "Perplexity on test examples."),
+        ("next_accuracy", "next_accuracy", "Accuracy on the test examples of the next step, before adapting."),
     ):
         rows = with_values(metric)
         caption = f"{of} The line is the mean over seeds, the band reaches from the lowest to the highest seed."

@@ -69,6 +69,10 @@ def write_results(out: Path, summary: dict[str, Any], history: History, parts: S
     # Pictures, and the parameter trees.
     figures = {"loss": plots.curves({name: records}, "train_loss")}
     figures |= {of: plots.curves({name: records}, of) for of in ("accuracy", "perplexity") if of in history.clients}
+    if parts.federation.drift is not None:
+        figures |= {
+            of: plots.curves({name: records}, of) for of in ("next_accuracy", "adjusted_rand") if of in records[0]
+        }
     if "accuracy" in history.clients:  # not of a regression
         figures["clients"] = plots.client_accuracies({name: history.clients["accuracy"]})
     if of_all and isinstance(history.state, CFLState) and history.state.active.shape[1] > 1:

@@ -88,13 +88,18 @@ def make_algorithm(config: Config, task: Task, training: LocalTraining, federati
         "personal": None if config.personal is None else starting_with(config.personal),
         "init_params": None if config.init_from is None else _warm_start(config, task),
         "num_clusters": config.num_models if "num_clusters" in method.options else None,
-        "cluster": federation.cluster if "cluster" in method.options else None,
+        "cluster": _true_cluster(federation) if "cluster" in method.options else None,
         "true_cluster": federation.cluster if config.track_gap else None,
     }
     options = {name: value for name, value in options.items() if value is not None}
     algorithm = method.make(task, training, client_axis=client_axis, **options)
     check(isinstance(algorithm, Algorithm), f"the result of method {config.method!r}", algorithm, "an Algorithm")
     return algorithm
+
+
+def _true_cluster(federation: data.Federation) -> np.ndarray:
+    """Returns the true clusters `[N]`, of drifting data `[T, N]`."""
+    return federation.cluster if federation.drift is None else federation.drift.cluster
 
 
 def _check_beginnings(config: Config, task: Task) -> None:
@@ -154,7 +159,9 @@ def attack_data(config: Config, federation):
     if lookup.is_on_data(config.attack):
         attack = lookup.find_attack(config.attack)
         train = attacks.poison(train, malicious, attack, num_classes=federation.num_classes, seed=config.data_seed)
-    return federation._replace(train=train, test=test._replace(size=np.where(malicious, 0, test.size).astype(np.int32)))
+    size, drift = np.where(malicious, 0, test.size).astype(np.int32), federation.drift
+    drift = None if drift is None else drift._replace(test=drift.test._replace(size=size))
+    return federation._replace(train=train, test=test._replace(size=size), drift=drift)
 
 
 def load_dataset(config: Config, data_dir: str | None) -> tuple[data.Dataset, int | None]:
@@ -191,6 +198,10 @@ def check_model_reads(config: Config, texts: bool) -> None:
 def make_federation(config: Config, dataset: data.Dataset, rows: Callable[[int], slice]) -> data.Federation:
     """Returns the clients of `config`, of which `rows` are stacked."""
     same = {name: getattr(config, name) for name in ("examples_per_client", "reuse", "newcomer_examples")}
+    if config.drift is not None:
+        options = {"num_steps": config.drift_steps, "num_clusters": config.clusters, "seed": config.data_seed}
+        same["drift"] = data.drift_pattern(config.drift, config.clients, **options)
+    same["drift_window"] = config.drift_window
     return data.build(dataset, num_clients=config.clients, rows=rows, **same, **dealt(config))
 
 

@@ -114,6 +114,8 @@ def run_sweep(
     """
     # Check every cell, without the data.
     check_options(run_sweep, locals())
+    accepted = "left out of a sweep, whose cells see all examples in each round"
+    check(config.drift is None, "drift", config.drift, accepted)
     known = all_options(config.method)
     for name in grid:
         check(name in known and name not in OF_ALL_CELLS, "grid", name, "an option that may differ between cells")
