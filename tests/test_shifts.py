@@ -1,14 +1,17 @@
 """Shifts: what clusters differ by is what the equations say, strength 0 is no shift, bad input is named."""
 
+import itertools
+
 import jax
 import numpy as np
 import pytest
 from scipy.ndimage import gaussian_filter, rotate
 
+from jfcl.analysis.metrics import mixture_recovery
 from jfcl.data import HETEROGENEITY, Dataset, build, generate_store, load
 from jfcl.data.concepts import CONCEPTS
 from jfcl.data.corruptions import CORRUPTIONS, corrupt
-from jfcl.experiments import Config
+from jfcl.experiments import Config, run
 from jfcl.experiments.setups import load_clients
 
 SHIFTS = [name for name in HETEROGENEITY if name != "none" and name not in CONCEPTS]
@@ -192,9 +195,57 @@ def test_two_shifts_are_both_applied():
     np.testing.assert_array_equal(both.train.examples["y"], swapped)
 
 
+def test_mixed_clients_have_their_shares_of_the_clusters():
+    """The label tells the cluster of each example: `(y - base) mod 10`."""
+    data = numbered()
+    base, options = data.train["y"], {"num_clients": 12, "num_clusters": 3, "heterogeneity": "private_label"}
+    fed = build(data, mixture=0.5, **options)
+    plain = build(data, **options)
+    assert fed.mixture.shape == (12, 3) and fed.split_hash != plain.split_hash
+    np.testing.assert_array_equal(fed.cluster, fed.mixture.argmax(axis=1))
+    for clients, others, most in ((fed.train, plain.train, 1e-6), (fed.test, plain.test, 0.06)):
+        np.testing.assert_array_equal(clients.examples["row"], others.examples["row"])  # the same division
+        for i in range(12):
+            one = examples_of(clients, i)
+            shares = np.bincount((one["y"] - base[one["row"]]) % 10, minlength=10) / len(one["y"])
+            np.testing.assert_allclose(shares[:3], fed.mixture[i], atol=most)
+    same, one = (build(data, mixture=alpha, **options).mixture for alpha in (1e4, 1e-6))
+    assert np.abs(same - 1 / 3).max() < 0.03 and one.max(axis=1).min() == 1
+    drawn = build(data, mixture=2.0, **options | {"num_clients": 300}).mixture
+    assert abs(drawn.var() - (1 / 3) * (2 / 3) / (3 * 2 + 1)) < 0.01  # of a Dirichlet distribution, up to rounding
+
+
+def test_mixtures_are_compared_under_the_best_matching():
+    rng = np.random.default_rng(0)
+    true, found = rng.dirichlet([0.5] * 3, 20), rng.dirichlet([0.5] * 4, 20)
+    padded = np.column_stack([true, np.zeros(20)])
+    errors = {p: np.abs(found[:, p] - padded).sum(axis=1).mean() / 2 for p in itertools.permutations(range(4))}
+    best = min(errors, key=errors.get)
+    result = mixture_recovery(found=found, true=true)
+    np.testing.assert_allclose(result["mixture_error"], errors[best])
+    np.testing.assert_allclose(result["mixture_correlation"], np.corrcoef(found[:, best].ravel(), padded.ravel())[0, 1])
+    with pytest.raises(ValueError, match="found must be shares"):
+        mixture_recovery(found=np.zeros(20, int), true=true)
+
+
+@pytest.mark.slow
+def test_a_run_records_how_well_the_mixtures_are_found():
+    options = {"heterogeneity": "private_label", "mixture": 0.4, "clients": 6, "clusters": 2, "rounds": 1}
+    summary = run(Config("fedem", model="linear", **options))[0]
+    assert 0 <= summary["mixture_error"] <= 1 and -1 <= summary["mixture_correlation"] <= 1
+    assert "mixture 0.4" in summary["description"]
+
+
 @pytest.mark.parametrize(
     "options, said",
     [
+        ({"mixture": 0}, "mixture must be positive and finite, a concentration, got 0"),
+        ({"mixture": np.inf}, "mixture must be positive and finite"),
+        ({"mixture": 1.0, "heterogeneity": "class"}, "with mixture clients keep those that they have, got 'class'"),
+        ({"mixture": 1.0, "heterogeneity": "none", "num_clusters": 1}, "mixture must be left out with 'none'"),
+        ({"mixture": 1.0, "reuse": "cluster"}, "reuse must be none .or auto. with mixture"),
+        ({"mixture": 1.0, "newcomer_examples": 5}, "newcomer_examples must be left out with mixture"),
+        ({"mixture": 1.0, "num_clients": 20, "examples_per_client": 100}, "must be at most 1438"),
         ({"strength": 1.5}, r"strength must be in \[0, 1\], got 1.5"),
         ({"strength": -0.1}, r"strength must be in \[0, 1\], got -0.1"),
         ({"heterogeneity": "none", "num_clusters": 1, "strength": 0.5}, "strength must be left out with 'none'"),

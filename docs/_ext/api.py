@@ -70,6 +70,7 @@ SECTIONS = {
         "Of outputs": "macro_f1 auc calibration_error confusion_matrix",
         "Of clusters": "contingency rounds_to_recovery",
         "Of drift": "drift_results",
+        "Of mixtures": "mixture_recovery",
         "Of clients and seeds": "summarize deviation",
     },
     "jfcl.plots": {

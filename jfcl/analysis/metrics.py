@@ -22,7 +22,8 @@ from jfcl.mapping.jitted import jitted
 from jfcl.training.losses import blank_padding, masked_mean, under_all
 
 __all__ = ["auc", "calibration_error", "check_metrics", "cluster_recovery", "confusion_matrix", "contingency"]
-__all__ += ["deviation", "drift_results", "evaluate", "macro_f1", "rounds_to_recovery", "summarize"]
+__all__ += ["deviation", "drift_results", "evaluate", "macro_f1", "mixture_recovery", "rounds_to_recovery"]
+__all__ += ["summarize"]
 
 Metric = Callable[[jax.Array, Batch, jax.Array], jax.Array]
 OWN_NAMES = ("loss", "accuracy", "perplexity", "cluster", "found", "model", "num_models", "examples", "id")
@@ -211,6 +212,43 @@ def cluster_recovery(found: np.ndarray, true: np.ndarray) -> dict[str, float]:
         "nmi": _normalized_mutual_information(table),
         "purity": float(table.max(axis=1).sum() / table.sum()),
         "clusters_in_use": in_use,
+    }
+
+
+def mixture_recovery(found: np.ndarray, true: np.ndarray) -> dict[str, float]:
+    """Measures the agreement of clients' found mixtures with the true ones; the order of the models has no effect.
+
+    Args:
+      found: `[N, K']`, the weights of each client's mixture: `History.served.to[seed]` of a method that serves one.
+      true: `[N, K]`, the clusters' shares in its examples: `Federation.mixture`.
+
+    Returns:
+      Under the one-to-one matching of models and clusters with the least difference (Hungarian method; a model or a
+      cluster without partner differs by all that it has): `mixture_error`, the mean over clients of the total variation
+      distance, in `[0, 1]`; `mixture_correlation`, Pearson's, over all clients and clusters (NaN if one is constant).
+
+    Example:
+      >>> true = np.array([[0.9, 0.1], [0.2, 0.8]])
+      >>> round(mixture_recovery(found=true[:, ::-1], true=true)["mixture_correlation"], 6)
+      1.0
+      >>> round(mixture_recovery(found=np.full((2, 2), 0.5), true=true)["mixture_error"], 6)
+      0.35
+    """
+    from scipy.optimize import linear_sum_assignment  # takes long to import
+
+    found, true = (np.asarray(shares, np.float64) for shares in (found, true))
+    for name, shares in {"found": found, "true": true}.items():
+        fits = shares.ndim == 2 and shares.size > 0 and np.allclose(shares.sum(axis=1), 1, atol=1e-3)
+        check(fits, name, shares, "shares [N, K], with sum 1 for each client")
+    check(len(found) == len(true), "found", f"{len(found)} clients", f"of the {len(true)} clients of true")
+    count = max(found.shape[1], true.shape[1])
+    found, true = (np.pad(shares, ((0, 0), (0, count - shares.shape[1]))) for shares in (found, true))
+    rows, columns = linear_sum_assignment(np.abs(found[:, :, None] - true[:, None, :]).sum(axis=0))
+    found, true = found[:, rows], true[:, columns]
+    varies = min(found.std(), true.std()) > 1e-9
+    return {
+        "mixture_error": float(np.abs(found - true).sum(axis=1).mean() / 2),
+        "mixture_correlation": float(np.corrcoef(found.ravel(), true.ravel())[0, 1]) if varies else float("nan"),
     }
 
 

@@ -23,10 +23,10 @@ from jfcl.data import pools
 from jfcl.data.dataset import Dataset
 from jfcl.data.drift import Drift, check_pattern, drift_pattern
 from jfcl.data.heterogeneity import RELABELLING
-from jfcl.data.partition import PARTITIONS, by_writer, iid
+from jfcl.data.partition import LARGEST, PARTITIONS, apportioned, by_writer, dirichlet_draw, iid
 
 Rows = list[np.ndarray]  # of each client the rows of its examples in a data set
-STEPS = 100  # a stream of random numbers beside those of `pools`
+STEPS, MIXTURE = 100, 101  # streams of random numbers beside those of `pools`
 
 
 class Federation(NamedTuple):
@@ -48,6 +48,8 @@ class Federation(NamedTuple):
       table: of a table, how it was read, for `jfcl.data.read_rows` (`Dataset.table`).
       drift: of drifting data, a `jfcl.data.Drift`, else `None`. `train` then has the examples of all steps, with the
         step of each in `"step"` `[N, M]`; `cluster` and `test` are those of the last step.
+      mixture: `[N, K]` float32, the share of each cluster in a client's training examples, where clients mix clusters;
+        `cluster` then has the largest share. Else `None`.
     """
 
     train: Clients
@@ -65,6 +67,7 @@ class Federation(NamedTuple):
     names: list[Any] | None = None
     table: dict[str, Any] | None = None
     drift: Drift | None = None
+    mixture: np.ndarray | None = None
 
 
 def build(
@@ -85,6 +88,7 @@ def build(
     exponent: float = 1.0,
     min_size: int = 1,
     distribution: Any = None,
+    mixture: float | None = None,
     drift: str | np.ndarray | None = None,
     drift_window: int | None = None,
     data_dir: str | None = None,
@@ -117,6 +121,8 @@ def build(
         `test`, never with `train`. With "writer" they are the writers of the official test split that are not in
         training.
       seed: at least 0; the result is a function of it and the other arguments.
+      mixture: clients mix clusters: the shares of the clusters in a client's examples are drawn from a symmetric
+        Dirichlet distribution of this concentration (FedEM: 0.4). With a small one, most of a client's are of one.
       drift: the cluster of each client at each step of time: the name of a pattern (see `jfcl.data.drift_pattern`), or
         a matrix `[T, N]` of integers below `num_clusters`. A client's training examples are divided among the steps at
         random, and transformed as those of its cluster at the step; its test examples stand for every cluster.
@@ -136,7 +142,7 @@ def build(
       ValueError: an unknown name; more clusters than clients; several clusters that do not differ; too few examples;
         labels out of range; NaN; a heterogeneity or partition the data set does not support; of a drift, another number
         of clients or clusters than it has, a client with fewer examples than steps, clusters that select examples,
-        `reuse="cluster"`, newcomers.
+        `reuse="cluster"`, newcomers; of a mixture, another than a positive number, and the last three.
 
     Example:
       >>> fed = build("digits", num_clients=40, num_clusters=4, heterogeneity="rotation")
@@ -156,11 +162,14 @@ def build(
     if num_clients is None:
         num_clients = len(pools.clients_of(split))
         check_at_most_clients("num_clusters", num_clusters, num_clients)
-    if drift is not None:
-        check(reuse != "cluster", "reuse", reuse, "none (or auto) with drift")
-        check(newcomer_examples is None, "newcomer_examples", newcomer_examples, "left out with drift")
-        accepted = "one that transforms examples: with drift clients keep those that they have"
+    for name in (name for name, given in {"drift": drift, "mixture": mixture}.items() if given is not None):
+        check(reuse != "cluster", "reuse", reuse, f"none (or auto) with {name}")
+        check(newcomer_examples is None, "newcomer_examples", newcomer_examples, f"left out with {name}")
+        accepted = f"one that transforms examples: with {name} clients keep those that they have"
         check(not split.rules.selects, "heterogeneity", heterogeneity, accepted)
+        reuse = "none"
+    if drift is not None:
+        check(mixture is None, "mixture", mixture, "left out with drift")
         pattern = _pattern(drift, num_clients, num_clusters, drift_window, seed)
     check(drift is not None or drift_window is None, "drift_window", drift_window, "left out without drift")
     needed, free = num_clients * (dataset.train["x"][:1].nbytes + 256), free_host_memory()  # 256: for its list of rows
@@ -169,25 +178,31 @@ def build(
 
     # Which client has which rows of the data set.
     cluster = (np.arange(num_clients) % num_clusters).astype(np.int32)
-    train, test = _divided(split, cluster, reuse if drift is None else "none")
+    train, test = _divided(split, cluster, reuse)
     new, new_cluster, new_examples = [], None, None
     if newcomer_examples is not None:
         new, new_cluster, new_examples = _newcomers(split, newcomer_examples)
 
     # Stack, and transform each client's examples on the way.
-    cells = split.rules.cells(cluster)
+    cells, of_tests, shares = split.rules.cells(cluster), split.rules.cells(cluster), None
+    if mixture is not None:
+        cells, shares = _mixed(train, cells, split.rules, mixture, 0)
+        of_tests, _ = _mixed(test, of_tests, split.rules, mixture, 1)
+        cluster = shares.argmax(axis=1).astype(np.int32)
     here = slice(None) if rows is None else rows(num_clients)
     writer = split.train.kind[[part[0] for part in train]] if partition == "writer" else None
     named = writer is not None and dataset.writer_names is not None
     each = " to ".join(map(str, sorted({min(map(len, train)), max(map(len, train))})))
+    differ = split.rules.differs_by + ("" if mixture is None else f", mixture {float(mixture):g}")
     description = (
         f"{dataset.name}: {num_clients} clients of {each} examples ({partition}), {num_clusters} cluster(s)"
-        f" ({split.rules.differs_by}), {split.tested_on}{split.left_out and f'; left out: {split.left_out}'}"
+        f" ({differ}), {split.tested_on}{split.left_out and f'; left out: {split.left_out}'}"
     )
     settings = [dataset.name, heterogeneity, num_clusters, seed, *_beyond_rows(dataset, split.rules)]
+    settings += [] if mixture is None else [f"mixture {float(mixture)}"]
     if drift is None:
         steps, of_train = None, _stacked(train, cells, transform, dataset.train, here)
-        of_test = _stacked(test, cells, transform, split.test.examples, here)
+        of_test = _stacked(test, of_tests, transform, split.test.examples, here)
     else:
         variant = cells - cluster  # of each client, whatever its cluster
         train, of_train = _in_steps(train, pattern + variant, transform, dataset.train, here, seed)
@@ -212,7 +227,28 @@ def build(
         names=[dataset.writer_names[i] for i in writer] if named else None,
         table=dataset.table,
         drift=steps,
+        mixture=shares,
     )
+
+
+def _mixed(
+    rows: Rows, cells: np.ndarray, rules: pools.Rules, concentration: float, part: int
+) -> tuple[Rows, np.ndarray]:
+    """Returns the cell of each of the clients' `rows`, whose clusters are mixed, and the clusters' shares `[N, K]`.
+
+    A client has the same shares in training (`part` 0) and tests (1), up to rounding.
+    """
+    check(0 < concentration <= LARGEST, "mixture", concentration, "positive and finite, a concentration")
+    check(rules.heterogeneity != "none", "mixture", concentration, "left out with 'none': clusters do not differ")
+    count, drawn = rules.num_clusters, np.random.default_rng((rules.seed, MIXTURE))
+    shares = [dirichlet_draw(drawn, concentration, count) for _ in rows]
+    mixed, found = [], []
+    for i, share in enumerate(shares):
+        numbers = apportioned(len(rows[i]), share)
+        order = np.random.default_rng((rules.seed, MIXTURE, part, i)).permutation(len(rows[i]))
+        mixed.append(np.repeat(np.arange(count), numbers)[order] + cells[i] // count * count)
+        found.append(numbers / len(rows[i]))
+    return mixed, np.array(found, np.float32)
 
 
 def _pattern(drift: Any, num_clients: int, num_clusters: int, window: int | None, seed: int) -> np.ndarray:
@@ -294,16 +330,22 @@ def _newcomers(split: pools.Split, count: int) -> tuple[Rows, np.ndarray, pools.
     return parts, np.array(cluster, np.int32), split.test.examples
 
 
-def _stacked(rows: Rows, cells: np.ndarray, transform: Callable, examples: pools.Examples, here=slice(None)) -> Clients:
-    """Returns `Clients` of rows `here` of all clients, padded to the largest client of all."""
+def _stacked(rows: Rows, cells: Any, transform: Callable, examples: pools.Examples, here=slice(None)) -> Clients:
+    """Returns `Clients` of rows `here` of all clients, padded to the largest client of all.
+
+    `cells` has the cell of each client, or an array of those of its rows.
+    """
     length, count = max(map(len, rows)), len(rows)
     ids, rows, cells = np.arange(count, dtype=np.int32)[here], rows[here], cells[here]
     size = np.array([len(part) for part in rows], np.int32)
     stacked = jax.tree.map(lambda x: padded_zeros(size, length, x.shape[1:], x.dtype), examples)
     for i, part in enumerate(rows):
-        transformed = transform(pools.take(examples, part), int(cells[i]))
-        for out, values in zip(jax.tree.leaves(stacked), jax.tree.leaves(transformed), strict=True):
-            out[i, : size[i]] = values
+        of_rows = np.broadcast_to(cells[i], len(part))
+        for cell in np.unique(of_rows):
+            place = np.flatnonzero(of_rows == cell)
+            transformed = transform(pools.take(examples, part[place]), int(cell))
+            for out, values in zip(jax.tree.leaves(stacked), jax.tree.leaves(transformed), strict=True):
+                out[i, place] = values
     return Clients(stacked, size, None if len(ids) == count else ids)
 
 

@@ -124,7 +124,7 @@ def power_law(
     check_count("min_size", min_size)
     _check_enough(num_examples, num_clients, min_size)
     weight = np.arange(1, num_clients + 1, dtype=np.float64) ** -float(exponent)
-    sizes = _apportioned(num_examples - num_clients * min_size, weight) + min_size
+    sizes = apportioned(num_examples - num_clients * min_size, weight) + min_size
     sizes = np.random.default_rng(seed).permutation(sizes)
     return by_sizes(num_examples, sizes, seed=seed if examples_seed is None else examples_seed)
 
@@ -211,9 +211,7 @@ def dirichlet(labels, num_clients: int, *, alpha: float = 0.5, seed: Seed, min_s
     owner = np.empty(len(labels), np.int64)
     for label in np.unique(labels):
         of_label = rng.permutation(np.flatnonzero(labels == label))
-        share = rng.dirichlet(np.full(num_clients, min(alpha, LARGEST)))
-        if not np.isfinite(share).all():  # alpha so small that the draw underflows: the limit is one client
-            share = np.eye(num_clients)[rng.integers(num_clients)]
+        share = dirichlet_draw(rng, alpha, num_clients)
         cuts = np.floor(np.cumsum(share) * len(of_label) + 1e-9).astype(np.int64)
         cuts[-1] = len(of_label)
         owner[of_label] = np.searchsorted(cuts, np.arange(len(of_label)), side="right")
@@ -257,7 +255,7 @@ def by_distribution(labels, num_clients: int, *, distribution, seed: Seed) -> li
     owner = np.full(len(labels), -1)
     for j in np.flatnonzero(table.any(axis=0)):
         examples = rng.permutation(np.flatnonzero(labels == j))
-        counts = _apportioned(len(examples), table[:, j] / table[:, j].max())
+        counts = apportioned(len(examples), table[:, j] / table[:, j].max())
         owner[examples] = np.repeat(np.arange(num_clients), counts)
     parts = parts_of(owner, range(num_clients))
     none = [i for i, part in enumerate(parts) if not len(part)]
@@ -317,7 +315,15 @@ def _equal_sizes(num_examples: int, num_clients: int, examples_per_client: int |
     return num_examples // num_clients + (np.arange(num_clients) < num_examples % num_clients)
 
 
-def _apportioned(total: int, weight: np.ndarray) -> np.ndarray:
+def dirichlet_draw(rng: np.random.Generator, alpha: float, count: int) -> np.ndarray:
+    """Returns `[count]` shares from Dirichlet(alpha, ..., alpha)."""
+    share = rng.dirichlet(np.full(count, min(alpha, LARGEST)))
+    if not np.isfinite(share).all():  # alpha so small that the draw underflows: the limit is one that has all
+        share = np.eye(count)[rng.integers(count)]
+    return share
+
+
+def apportioned(total: int, weight: np.ndarray) -> np.ndarray:
     """Returns integers with the sum `total`, each within one of its share in proportion to `weight`.
 
     Shares are rounded down, and what is left goes to those of the largest remainders.

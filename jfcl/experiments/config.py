@@ -236,13 +236,18 @@ def _of_population(config: Config) -> Rules:
     yield config.newcomer_examples is None, "newcomer_examples", "left out with --population"
     yield config.drift is None, "drift", "left out with --population"
     yield config.partition not in OF_ONE_DIVISION, "partition", "another with --population"
+    yield config.mixture is None, "mixture", "left out with --population"
     yield config.mapping != "auto", "mapping", "another with --population: the probe is of all clients"
 
 
 def _of_data(config: Config) -> Rules:
     for name in () if is_file(config.dataset) else ("by", "target", "inputs", "kind"):
         yield getattr(config, name) is None, name, "left out unless --dataset is a table, as FILE.csv"
-    yield config.strength == 1 or config.heterogeneity != "none", "strength", "left out with --heterogeneity none"
+    differ = config.heterogeneity != "none"
+    yield differ or config.strength == 1, "strength", "left out with --heterogeneity none"
+    yield differ or config.mixture is None, "mixture", "left out with --heterogeneity none"
+    both = config.mixture is None or config.newcomer_examples is None
+    yield both, "newcomer_examples", "left out with --mixture"
     if config.drift is not None:
         options = {"num_steps": config.drift_steps, "num_clusters": config.clusters}
         steps = len(drift_pattern(config.drift, config.clients, **options))

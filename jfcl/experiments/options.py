@@ -58,6 +58,8 @@ class Data:
         rotation+label_swap. Default: that of the data set for sea, sine and circle, swap_pairs with --drift, else
         rotation.
       strength: how much they differ, from 0 (not at all) to 1.
+      mixture: clients mix clusters, in shares drawn from a Dirichlet distribution with this concentration; default: a
+        client is of one.
       clients: number of clients; default: 40, or 10 with --drift.
       clusters: number of hidden clusters (one with --heterogeneity none), and of models where the method has one per
         cluster.
@@ -89,6 +91,7 @@ class Data:
     kind: Annotated[str | None, OneOf(KINDS)] = None
     heterogeneity: Annotated[str, Joined(data.HETEROGENEITY, shifts_of)] = "rotation"
     strength: Annotated[float, Interval("[0, 1]")] = 1.0
+    mixture: Annotated[float | None, Interval("(0, inf)")] = None
     clients: Count = 40
     clusters: Count = 4
     examples_per_client: CountOrNone = None

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jfcl.analysis import plots
+from jfcl.analysis import metrics, plots
 from jfcl.core import client_ids
 from jfcl.experiments.config import Config
 from jfcl.experiments.privacy import privacy_of
@@ -36,6 +36,10 @@ def summarize_run(config: Config, history: History, parts: Setup) -> dict[str, A
     }
     summary |= {} if parts.federation.table is None else {"table": parts.federation.table}
     summary |= summarize(history)
+    true, found = parts.federation.mixture, history.served.to
+    if true is not None and found is not None and found.shape[1:2] == true.shape[:1] and found.ndim == 3:
+        each = [metrics.mixture_recovery(np.asarray(weights), true) for weights in found]
+        summary |= {name: float(np.mean([one[name] for one in each])) for name in each[0]}
     if config.dp_clip is not None:
         clusters = np.asarray(history.clients["cluster"])[0]
         clip = next(r for r in history.records if r["round"] == history.rounds).get("clip", config.dp_clip)

@@ -197,7 +197,7 @@ def check_model_reads(config: Config, texts: bool) -> None:
 
 def make_federation(config: Config, dataset: data.Dataset, rows: Callable[[int], slice]) -> data.Federation:
     """Returns the clients of `config`, of which `rows` are stacked."""
-    same = {name: getattr(config, name) for name in ("examples_per_client", "reuse", "newcomer_examples")}
+    same = {name: getattr(config, name) for name in ("examples_per_client", "reuse", "newcomer_examples", "mixture")}
     if config.drift is not None:
         options = {"num_steps": config.drift_steps, "num_clusters": config.clusters, "seed": config.data_seed}
         same["drift"] = data.drift_pattern(config.drift, config.clients, **options)
