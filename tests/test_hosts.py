@@ -79,7 +79,7 @@ def test_two_processes_and_one_that_is_lost(tmp_path, capsys):
 
 
 def test_two_processes_leave_the_results_of_all_clients(tmp_path):
-    processes = start(tmp_path, ["--rounds", "2", "--model", "linear"])
+    processes = start(tmp_path, ["--rounds", "2", "--model", "linear", "--restarts", "1"])
     try:
         assert [p.wait(timeout=240) for p in processes] == [0, 0], (tmp_path / "log-0").read_text()
     finally:
