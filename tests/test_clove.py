@@ -82,20 +82,15 @@ def one_round(models, clients, rows, k, square_root):
 @pytest.mark.parametrize(("k", "square_root"), [(3, False), (3, True), ("auto", False)])
 def test_a_round_is_the_papers(k, square_root, cohort):
     most = 3 if k != "auto" else 11
+    start = {"w": np.random.default_rng(50).normal(size=(most, D)).astype(np.float32) * 2}
+    options = {"num_clusters": k, "square_root": square_root, "cohort": cohort, "first": "losses"}
+    options |= {"init_params": start} | ({"most_clusters": most} if k == "auto" else {})
+    algorithm = jfcl.clove(LINEAR, TWO, **options)
+    init, step = jax.jit(algorithm.init), jax.jit(algorithm.step)
     for seed in range(3):
         clients = regression(seed)
-        start = {"w": np.random.default_rng(seed + 50).normal(size=(most, D)).astype(np.float32) * 2}
-        options = {
-            "num_clusters": k,
-            "square_root": square_root,
-            "cohort": cohort,
-            "first": "losses",
-            "init_params": start,
-        }
-        options |= {"most_clusters": most} if k == "auto" else {}
-        algorithm = jfcl.clove(LINEAR, TWO, **options)
         more = padded(clients)
-        state = algorithm.init(jax.random.key(seed), more)
+        state = init(jax.random.key(seed), more)
         models, chosen = start["w"].astype(np.float64), {}
         for t in range(3):
             key = jax.random.fold_in(jax.random.key(seed), t)
@@ -103,7 +98,7 @@ def test_a_round_is_the_papers(k, square_root, cohort):
             rows = [int(i) for i in client_ids(drawn.clients) if i < 12]
             models, found = one_round(models, clients, rows, k, square_root)
             chosen |= found
-            state, metrics = jax.jit(algorithm.step)(key, state, more)
+            state, metrics = step(key, state, more)
             np.testing.assert_allclose(state.params["w"], models, rtol=1e-5, atol=1e-5)
             assert [int(state.cluster[i]) for i in chosen] == list(chosen.values())
             assert metrics["clusters_found"] == len(set(found.values()))
@@ -177,7 +172,7 @@ def test_a_client_with_a_loss_that_is_not_finite_keeps_its_cluster():
     clients = regression(4)
     clients.examples["y"][5] = np.nan
     algorithm = jfcl.clove(LINEAR, TWO, num_clusters=3, first="losses")
-    state = algorithm.init(jax.random.key(0), clients)
+    state = jax.jit(algorithm.init)(jax.random.key(0), clients)
     state, metrics = jax.jit(algorithm.step)(jax.random.key(1), state, clients)
     assert state.cluster[5] == 0 and metrics["nonfinite"] == 1 and np.isfinite(state.params["w"]).all()
 

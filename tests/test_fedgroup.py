@@ -73,14 +73,15 @@ def grouped(updates, k, measure):
 @pytest.mark.slow_cases("*-6")
 @pytest.mark.parametrize(("measure", "mixing", "cohort"), [("edc", 0.0, 6), ("madc", 0.0, None), ("edc", 0.3, 6)])
 def test_the_groups_and_rounds_are_the_papers(measure, mixing, cohort):
+    options = {"num_clusters": 3, "pretrain_steps": STEPS, "pretrain_clients": 7, "measure": measure}
+    options |= {"mixing": mixing, "cohort": cohort, "init_params": START}
+    algorithm = jfcl.fedgroup(LINEAR, TWO, **options)
+    init, step = jax.jit(algorithm.init), jax.jit(algorithm.step)
     for seed in range(2):
         clients = regression(seed)
-        options = {"num_clusters": 3, "pretrain_steps": STEPS, "pretrain_clients": 7, "measure": measure}
-        options |= {"mixing": mixing, "cohort": cohort, "init_params": START}
-        algorithm = jfcl.fedgroup(LINEAR, TWO, **options)
         more = padded(clients)
         key = jax.random.key(seed)
-        state = jax.jit(algorithm.init)(key, more)
+        state = init(key, more)
 
         # The groups of seven clients.
         first = [int(i) for i in random_order(jax.random.split(key, 4)[0], more)[:7]]
@@ -116,7 +117,7 @@ def test_the_groups_and_rounds_are_the_papers(measure, mixing, cohort):
                     mixed[g] = total / (1 + mixing * sum(1 / norms[h] for h in others))
                 new = mixed
             models = new
-            state, metrics = jax.jit(algorithm.step)(round_key, state, more)
+            state, metrics = step(round_key, state, more)
             np.testing.assert_allclose(state.params["w"], models, rtol=1e-5, atol=2e-5)
             assert [int(state.cluster[i]) for i in group] == list(group.values())
             assert metrics["cold_starts"] == len(cold)
@@ -179,7 +180,7 @@ def test_shared_parameters_are_those_of_all_groups():
         "cohort": 3,
     }
     algorithm = jfcl.fedgroup(made.task, made.training, **options)
-    state, step = algorithm.init(jax.random.key(0), made.clients), jax.jit(algorithm.step)
+    state, step = jax.jit(algorithm.init)(jax.random.key(0), made.clients), jax.jit(algorithm.step)
     for t in range(3):
         shared, own = state.params["b"], state.params["w"]
         assert shared[0] == shared[1] != 0 and (own[0] != own[1]).any()
@@ -196,6 +197,7 @@ def test_a_client_without_a_finite_update_starts_cold_again():
     assert np.isfinite(state.params["w"]).all()
 
 
+@pytest.mark.slow_cases("edc")
 @pytest.mark.parametrize("measure", ["edc", "madc"])
 def test_without_directions_a_client_starts_cold_once(measure):
     clients = regression(4, n=6)

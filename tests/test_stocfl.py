@@ -93,13 +93,14 @@ class Loop:
 @pytest.mark.parametrize("cohort", [None, 4])
 @pytest.mark.parametrize(("threshold", "spread"), [(0.3, 0.0), (0.8, 1.5)])
 def test_a_round_is_the_papers(threshold, spread, cohort):
+    options = {"merge_threshold": threshold, "prox": 0.4, "observe_epochs": SEE, "cohort": cohort}
+    algorithm = jfcl.stocfl(LINEAR, TWO, init_params=START, **options)
+    init, step = jax.jit(algorithm.init), jax.jit(algorithm.step)
     for seed in range(3):
         clients = regression(seed, spread=spread)
-        options = {"merge_threshold": threshold, "prox": 0.4, "observe_epochs": SEE, "cohort": cohort}
-        algorithm = jfcl.stocfl(LINEAR, TWO, init_params=START, **options)
         more = padded(clients)
         key = jax.random.key(seed)
-        state, step = jax.jit(algorithm.init)(key, more), jax.jit(algorithm.step)
+        state = init(key, more)
         loop = Loop(clients, threshold, 0.4)
         for t in range(6):
             round_key = jax.random.fold_in(key, t)
@@ -170,6 +171,7 @@ def test_a_client_without_a_finite_update_is_observed_again():
     assert algorithm.adopt(state, clients).to.tolist()[4:] == [6, algorithm.serve(state, None).to[5]]
 
 
+@pytest.mark.slow
 def test_newcomers_join_a_similar_cluster_or_get_the_common_model():
     clients, newcomers = regression(3, m=30), regression(4, n=4, m=30, k=3)
     newcomers.examples["y"][3] *= 0
