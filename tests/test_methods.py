@@ -1,5 +1,6 @@
 """Every registered method keeps the library's promises."""
 
+import inspect
 import re
 import subprocess
 import sys
@@ -68,33 +69,12 @@ def factory(name, **more):
     )
 
 
-@pytest.mark.slow_cases(
-    "byzantine_cfl",
-    "cfl",
-    "clove",
-    "ditto",
-    "fedbn",
-    "feddrift",
-    "fedem",
-    "federated_clustering",
-    "fedgroup",
-    "fedper",
-    "fedrc",
-    "fedrep",
-    "fedsoft",
-    "fesem",
-    "flhc",
-    "hypcluster",
-    "ifca",
-    "knn_per",
-    "lg_fedavg",
-    "momentum_clustering",
-    "myopic_clustering",
-    "one_shot",
-    "pacfl",
-    "stocfl",
-)
-@pytest.mark.parametrize("name", METHODS)
+def quick(*names):
+    """Every method, where `make test` takes those with `names` only: they share their rounds with most others."""
+    return [name if name in names else pytest.param(name, marks=pytest.mark.slow) for name in METHODS]
+
+
+@pytest.mark.parametrize("name", quick("fedavg", "local", "oracle"))
 def test_no_device_gathers_the_data_of_others(name):
     """The compiled round of clients divided among two devices moves models and sums, never examples.
 
@@ -116,56 +96,7 @@ def test_no_device_gathers_the_data_of_others(name):
     assert "all-reduce" in text or "all-gather" in text or name == "local", "nothing is said between devices at all"
 
 
-# Those that share their round with one of the others, or compile for longest; make test-slow runs them.
-SLOW = {
-    "feddrift",
-    "fedrc",
-    "pacfl",
-    "fedgroup",
-    "stocfl",
-    "momentum_clustering",
-    "myopic_clustering",
-    "fesem",
-    "one_shot",
-    "flhc",
-    "knn_per",
-    "byzantine_cfl",
-} | {
-    "fedper",
-    "fedrep",
-    "lg_fedavg",
-    "fedbn",
-}
-
-
-@pytest.mark.slow_cases(
-    "byzantine_cfl",
-    "cfl",
-    "clove",
-    "ditto",
-    "fedavg",
-    "fedbn",
-    "fedem",
-    "federated_clustering",
-    "fedgroup",
-    "fedper",
-    "fedrc",
-    "fedrep",
-    "fedsoft",
-    "fesem",
-    "flhc",
-    "hypcluster",
-    "knn_per",
-    "lg_fedavg",
-    "local",
-    "momentum_clustering",
-    "myopic_clustering",
-    "one_shot",
-    "oracle",
-    "pacfl",
-    "stocfl",
-)
-@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n in SLOW else n for n in METHODS])
+@pytest.mark.parametrize("name", quick("ifca"))
 def test_conformance(name):
     check_algorithm(
         factory(name),
@@ -237,7 +168,6 @@ def test_weights_of_clients_may_be_given(name):
 
 
 NO_STATISTICS = {"federated_clustering", "momentum_clustering", "myopic_clustering"}  # clients send gradients
-PERSONAL = {"fedgroup", "pacfl", "oracle", "hypcluster", "ifca", "clove", "cfl", "one_shot", "flhc", "byzantine_cfl"}
 
 
 @pytest.mark.slow
@@ -245,7 +175,8 @@ PERSONAL = {"fedgroup", "pacfl", "oracle", "hypcluster", "ifca", "clove", "cfl",
     "name", [name for name in METHODS if KIND.get(name) != "network" and name not in NO_STATISTICS]
 )
 def test_conformance_of_a_network_with_dropout_batch_statistics_and_personal_layers(name):
-    own = {"personal": lambda path: path.startswith("Dense_1")} if name in PERSONAL else {}
+    takes = "personal" in inspect.signature(METHODS[name].make).parameters
+    own = {"personal": lambda path: path.startswith("Dense_1")} if takes else {}
     tolerances = {"padding_tolerance": 1e-6, "examples_tolerance": EXAMPLES.get(name, 1e-6)}
     check_algorithm(partial(factory(name), **own), kind="network", **tolerances)
 
@@ -421,15 +352,11 @@ def served_under(name, axis):
     return jax.tree.map(lambda p: np.asarray(p)[np.asarray(state.cluster)[:7]], state.params)
 
 
-@pytest.mark.slow_cases("ifca", "knn_per", "myopic_clustering")
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*all clients use one of the 2 models")
 @pytest.mark.parametrize(
     "name",
-    [
-        n if n in {"ifca", "knn_per", "myopic_clustering"} else pytest.param(n, marks=pytest.mark.slow)
-        for n in METHODS
-        if n not in {"fedbn", "pacfl"}  # for models with batch normalisation, and for inputs that are no words
-    ],
+    [n for n in METHODS if n not in {"fedbn", "pacfl"}],  # for batch normalisation, and for inputs that are no words
 )
 def test_models_that_look_up_their_inputs_run_on_several_devices(name):
     """Embeddings are indexed: JAX refuses that for arrays from outside of the function that each device runs."""
