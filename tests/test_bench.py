@@ -150,7 +150,7 @@ def test_throughput_draws_a_line_for_every_method_and_mapping():
 def test_the_command_keeps_results_and_never_overwrites_them(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(cli, "_compilation_cache", None)  # compilation is measured, so nothing may come from a cache
     monkeypatch.setenv("COLUMNS", "80")
-    command = ["bench", "--quick", "--models", "linear", "--clients", "3", "--quiet", "--out", str(tmp_path / "b")]
+    command = ["bench", "--methods=fedavg", "--models=linear", "--clients=3", "--quiet", f"--out={tmp_path / 'b'}"]
     assert cli.main(command) == 0
     first = (tmp_path / "b" / "bench.json").read_bytes()
     assert {p.name for p in (tmp_path / "b").iterdir()} == {"bench.json", "throughput.png"}

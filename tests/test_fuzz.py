@@ -39,7 +39,7 @@ BASE = {  # what stands before the flag in question, so that as little as can be
     "compare": ["compare", "RUN"],  # a finished one
     "report": ["report", "RUN"],
     "list": ["list"],
-    "bench": ["bench", "--quick", "--quiet", "--examples", "4", "--repeats", "1", "--seconds", "0.01"],
+    "bench": ["bench", "--methods=fedavg", "--models=mlp", "--clients=10", "--quiet", "--examples=4", "--repeats=1"],
     "demo": ["demo", "--seeds", "1", "--rounds", "1"],
     "plan": ["plan", "fedavg", *TINY, "--target", "v5e:1x1"],
     "sweep": ["sweep", "fedavg", *TINY, "--seeds", "1", "--grid", "prox=0"],

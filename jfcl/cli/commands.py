@@ -252,23 +252,12 @@ def command_list(args: argparse.Namespace, console: Console) -> None:
 
 def command_bench(args: argparse.Namespace, console: Console) -> None:
     """`jfcl bench`."""
-    # Read and check the options.
     out = _unused(args.out)
     _start_devices(args.devices)
-    most = len(jax.devices())
-    check(args.devices is None or args.devices <= most, "devices", args.devices, f"at most the {most} there are")
-    given = {name: value for name, value in vars(args).items() if value is not None}
-    if args.devices is not None:
-        given.setdefault(
-            "mappings", [*inspect.signature(bench.sweep).parameters["mappings"].default, "sharded(chunked(1))"]
-        )
-    options = {name: given[name] for name in inspect.signature(bench.sweep).parameters if name in given}
-    if args.quick:
-        options = {"methods": ["fedavg"], "models": ["mlp"], "clients": [10]} | options
-    # Measure.
+    parameters = inspect.signature(bench.sweep).parameters
+    options = {name: value for name, value in vars(args).items() if name in parameters and value is not None}
     with _bar("rounds", args.quiet) as tick:
         benchmark = bench.sweep(**options, tick=tick)
-    # Print, and write the files.
     console.print(tables.bench_table(benchmark))
     console.print(f"on {benchmark['device']}")
     out.mkdir(parents=True)

@@ -84,14 +84,12 @@ class Bench:
     """Options of `jfcl bench` that are no arguments of `bench.sweep`.
 
     Attributes:
-      devices: divide the CPU into so many; adds 'sharded(chunked(1))'.
-      quick: defaults: fedavg, mlp, 10 clients only.
+      devices: divide the CPU into so many; see 'sharded(chunked(1))' among the mappings.
       out: folder for results.
       quiet: no progress bar.
     """
 
     devices: Annotated[int | None, Range(1)] = None
-    quick: bool = False
     out: str = "runs/bench"
     quiet: bool = False
 
