@@ -273,16 +273,14 @@ class RunFolder:
             that differ from those before the checkpoint.
         """
         self._restored = True
-        if not self.has_checkpoint():
+        if not (rounds := self.rounds()):
             return None
-        round_ = self.rounds()[0]
+        round_ = rounds[0]
         place = self._checkpoints / str(round_)
         try:
             about = read_json(place / "about.json")
             if about["run"] != self._run:
                 raise UnusableError("belongs to a run of another configuration, or config.json was changed since")
-            if about["round"] != round_:
-                raise ValueError(f"it is one of round {about['round']}")
             state = read_leaves(place / "state.bin", about["leaves"], like)
         except UnusableError as error:
             raise ValueError(f"the checkpoint of round {round_} in {self.path} {error}; {UNCHANGED}") from None

@@ -200,7 +200,7 @@ def sweep(
     with contextlib.ExitStack() as opened, Watch(total, description="cells", progress=progress) as watch:
         if out is not None:
             folder = opened.enter_context(SweepFolder.open(out, setting, resume))
-            found = folder.finished(cells, seeds)
+            found = folder.finished(cells)
             folder.begin()
             if resume:
                 watch.tell(f"resuming {out}: {len(found)} of {len(cells)} configurations are there")

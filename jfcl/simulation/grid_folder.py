@@ -67,7 +67,7 @@ class SweepFolder:
             setting = {"format": FORMAT, "setting": self._setting, "versions": VERSIONS}
             files.write_json(self.path / "setting.json", files.seal(setting))
 
-    def finished(self, cells: list[dict[str, Any]], seeds: list[int]) -> dict[int, list[dict[str, Any]]]:
+    def finished(self, cells: list[dict[str, Any]]) -> dict[int, list[dict[str, Any]]]:
         """Returns `per_seed` of the finished cells; one that is damaged is left out, with a warning."""
         found = {}
         for i, values in enumerate(cells):
@@ -76,12 +76,10 @@ class SweepFolder:
                 continue
             try:
                 kept = files.read_json(file, check_format=FORMAT)
-                per_seed = kept["per_seed"]
-                whole = [row["seed"] for row in per_seed if row["diverged"] or "loss" in row] == seeds
-                if kept.get("sweep") != self._run or kept.get("values") != spelled(values) or not whole:
+                if kept.get("sweep") != self._run or kept.get("values") != spelled(values):
                     raise ValueError(f"{file} is of another sweep")
-                found[i] = per_seed
-            except (ValueError, KeyError, TypeError) as error:  # of odd content
+                found[i] = kept["per_seed"]
+            except ValueError as error:
                 warnings.warn(f"{error}; the cell runs again", stacklevel=3)
         return found
 
