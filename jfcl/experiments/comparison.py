@@ -284,7 +284,7 @@ def clusters_notes(summary: dict[str, Any], clusters: np.ndarray, true: np.ndarr
       >>> notes = clusters_notes({"per_seed": rows}, np.array([[0, 0, 1, 1], [0, 2, 1, 1]]), np.array([0, 0, 1, 1]))
       >>> print(*notes, sep="\\n")
       the true clusters are found in 1 of 2 seeds, and not in seed 1 (75.0 % of the clients)
-      clients of one true cluster use several models: in seed 1, models 0 and 2
+      clients of one true cluster use several models in seed 1
       >>> clusters_notes({"per_seed": rows[1:]}, np.array([[0, 0, 1, 0]]), np.array([0, 0, 1, 1]))
       ['the true clusters are not found in seed 1 (75.0 % of the clients)']
     """
@@ -297,16 +297,14 @@ def clusters_notes(summary: dict[str, Any], clusters: np.ndarray, true: np.ndarr
         shares = ", ".join(f"{row['seed']} ({100 * row['cluster_accuracy']:.1f} % of the clients)" for row in wrong)
         found_in = f"found in {len(rows) - len(wrong)} of {len(rows)} seeds, and not" if len(rows) > 1 else "not found"
         notes.append(f"the true clusters are {found_in} in seed{'s' * (len(wrong) > 1)} {shares}")
-    shared = []
+    shared = []  # seeds in which most clients of two models are from one true cluster
     for row, cluster in zip(rows, clusters, strict=True):
-        of_true: dict[int, list[int]] = {}  # the models of each true cluster, which most of their clients are from
-        for model in np.unique(cluster[known]).tolist():
-            most = np.bincount(true[known & (cluster == model)]).argmax()
-            of_true.setdefault(int(most), []).append(model)
-        together = [" and ".join(map(str, models)) for models in of_true.values() if len(models) > 1]
-        shared += [f"in seed {row['seed']}, models {', '.join(together)}"] if together else []
+        models = np.unique(cluster[known])
+        most = {int(np.bincount(true[known & (cluster == model)]).argmax()) for model in models}
+        shared += [str(row["seed"])] if len(most) < len(models) else []
     if shared:
-        notes.append(f"clients of one true cluster use several models: {'; '.join(shared)}")
+        in_seeds = f"in seed{'s' * (len(shared) > 1)} {', '.join(shared)}"
+        notes.append(f"clients of one true cluster use several models {in_seeds}")
     return notes
 
 
