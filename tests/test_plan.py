@@ -20,7 +20,6 @@ from jfcl.planning.cost import price
 from jfcl.planning.plan import candidates, plan
 from jfcl.testing import problem
 
-V5E = targets.target("v5e:2x2")
 QUICK = ["--clients", "8", "--clusters", "2", "--rounds", "3", "--local-steps", "2", "--quiet"]
 
 
@@ -46,7 +45,6 @@ def test_targets_have_the_chips_of_their_slices():
         "v4-64": "v4:2x4x4",
     }
     assert {name: targets.target(name).name for name in types} == types
-    assert targets.larger(V5E, 1.1) == "v5e:2x4" and targets.larger(targets.target("v5e:16x16"), 2) is None
     for chip in targets.CHIPS.values():
         assert chip.bfloat16 > chip.tf32 > chip.float32 and chip.link < chip.bandwidth
         assert not chip.is_tpu or chip.float32 == chip.bfloat16 / 6
@@ -137,7 +135,7 @@ def test_candidates_are_chunks_of_less_than_half_of_a_chips_clients():
 def test_a_plan_has_the_fastest_mapping_that_fits(on_cpu, monkeypatch):
     clients, ticks = problem()[0], []
     found = plan(make, clients, target="h100:2", other_bytes=1000, tick=lambda *step: ticks.append(step))
-    assert found.fits and found.advice == "" and found.other_bytes == 1000
+    assert found.fits and found.other_bytes == 1000
     assert found.needed_bytes >= found.argument_bytes + found.output_bytes + found.temp_bytes
     assert found.needed_bytes < found.limit_bytes == 80e9
     assert found.cost.seconds == min(c.seconds for c in found.candidates) == found.candidates[0].seconds
@@ -148,11 +146,11 @@ def test_a_plan_has_the_fastest_mapping_that_fits(on_cpu, monkeypatch):
         assert text.startswith("HloModule")
     late = f"{1000 * found.cost.seconds:.3g} ms a round (predicted)"
     assert repr(found).startswith("<Plan for h100:2: fits") and late in repr(found) and "HloModule" not in repr(found)
-    # With too little memory, nothing fits, and the advice is larger slices, which two of eight are not yet.
+    # With too little memory, nothing fits.
     chip = targets.CHIPS["h100"]._replace(memory=1000.0)
     monkeypatch.setitem(targets.CHIPS, "h100", chip)
     small = plan(make, clients, target="h100:2", inner=[jax.vmap])
-    assert not small.fits and small.limit_bytes == 1000 and "--chunk" in small.advice and small.cost is not None
+    assert not small.fits and small.limit_bytes == 1000 and small.cost is not None
     assert small.needed_bytes > 1000
 
 
@@ -177,7 +175,7 @@ def test_a_refusal_of_the_compiler_is_a_plan_that_does_not_fit(on_cpu, monkeypat
     found = plan(make, problem()[0], target="h100:2")
     assert not found.fits and found.cost is None and found.needed_bytes == 18_400_000_000
     assert repr(found) == "<Plan for h100:2: refused by the compiler, 18.4 of 16 GB a chip>"
-    assert "--target h100:4" in found.advice and math.isnan(found.seconds(5)) and found.step_hlo == ""
+    assert math.isnan(found.seconds(5)) and found.step_hlo == ""
     assert json.loads(json.dumps(found.as_dict()))["seconds_per_round"] is None
 
 
@@ -334,4 +332,4 @@ def test_a_program_that_the_tpu_compiler_refuses_does_not_fit():
     task = jfcl.models.classification(jfcl.models.MLP(10), (64,), 10)
     made = lambda axis: jfcl.fedavg(task, training, client_axis=axis)  # noqa: E731
     found = plan(made, clients, target="v5e:1x1", inner=[jax.vmap])
-    assert not found.fits and found.needed_bytes > 100 * 2**20 * 64 * 4 and "v5e:" in found.advice
+    assert not found.fits and found.needed_bytes > 100 * 2**20 * 64 * 4

@@ -157,7 +157,8 @@ def command_plan(args: argparse.Namespace, console: Console) -> None:
         console.print(f"kept in {args.out}: {', '.join(plan.FILES)}")
     if not planned.fits:
         needed, limit = planned.needed_bytes / 1e9, planned.limit_bytes / 1e9
-        raise ValueError(f"memory: a round needs {needed:.1f} GB of the {limit:.1f} GB of a chip. {planned.advice}")
+        advice = "a smaller --chunk, a --target of more chips, fewer clients or examples or a smaller model may fit"
+        raise ValueError(f"memory: a round needs {needed:.1f} GB of the {limit:.1f} GB of a chip; {advice}")
 
 
 def command_sweep(args: argparse.Namespace, console: Console) -> None:

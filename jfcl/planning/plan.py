@@ -63,7 +63,6 @@ class Plan(NamedTuple):
       common: the same with the shortest branches, so without what is rare, such as a split of CFL.
       init_seconds: predicted, of the start; None where the compiler refused it.
       candidates: the mappings that were compared, the fastest that fits first.
-      advice: what would fit, where this does not; "" otherwise.
       step_hlo, init_hlo: the optimised programs.
     """
 
@@ -82,7 +81,6 @@ class Plan(NamedTuple):
     common: Cost | None
     init_seconds: float | None
     candidates: list[Candidate]
-    advice: str
     step_hlo: str
     init_hlo: str
 
@@ -230,7 +228,6 @@ class _Work:
             common=price(step.text, self.target, rare=False) if step.text else None,
             init_seconds=start.seconds,
             candidates=sorted(compared.values(), key=self.order),
-            advice="" if needed <= limit else self.advice(needed, chosen.chunk),
             step_hlo=step.text,
             init_hlo=start.text,
         )
@@ -291,17 +288,6 @@ class _Work:
             return _Program(max(needed, int(self.target.chip.memory) + 1))
         text, memory = compiled.as_text(), memory_of(compiled)
         return _Program(memory.total, text, memory, price(text, self.target))
-
-    def advice(self, needed: int, chunk: int | None) -> str:
-        """Returns what may fit, where the best candidate does not."""
-        limit, ways = self.target.chip.memory, ["fewer clients or examples, or a smaller model"]
-        more = targets.larger(self.target, needed / limit)
-        if more is not None:
-            ways.insert(0, f"more chips (--target {more})")
-        if chunk != 1 and self.rows > self.mesh.size:
-            size = max(1, int((chunk or self.rows // self.mesh.size) * limit / needed / 2))
-            ways.insert(0, f"smaller chunks (--chunk {size})")
-        return f"These may fit: {' or '.join(ways)}."
 
 
 def _described(axis: mapping.Mapping | None) -> tuple[str, int | None, str]:

@@ -133,14 +133,6 @@ def target(name: str) -> Target:
     return Target(kind if shape == "1" else f"{kind}:{shape}", chip, counts[shape])
 
 
-def larger(of: Target, factor: float) -> str | None:
-    """Returns the name of the smallest slice with `factor` times as many chips; None where there is none."""
-    kind = of.name.partition(":")[0]
-    slices = (target(f"{kind}:{shape}") for shape in of.chip.slices)
-    enough = [(one.count, i, one.name) for i, one in enumerate(slices) if one.count >= factor * of.count]
-    return min(enough)[2] if enough else None
-
-
 def mesh(name: str | Target) -> Mesh:
     """Returns a mesh with one axis, `"clients"`, of the devices of a target, for `jfcl.sharded`.
 
