@@ -336,8 +336,7 @@ class Group:
         The data are on the devices meanwhile, and again while the group runs: never those of two groups.
         """
         self._data, self._maker = data, Maker(make, static_options(cells[numbers[0]], traced))
-        self._rows = list(itertools.product(numbers, range(len(data.keys))))
-        self._values = {name: np.array([cells[i][name] for i, _ in self._rows], np.float32) for name in traced}
+        self._rows, self._cells, self._traced = list(itertools.product(numbers, range(len(data.keys)))), cells, traced
         algorithms = [make(**cells[i]) for i in numbers]
         self._made = made = algorithms[0]
         check(isinstance(made, Algorithm), "make", type(made).__name__, "a function that returns an Algorithm")
@@ -345,7 +344,7 @@ class Group:
         check_method(made, {"clients": data.clients, "held_out": data.held_out})
         alike = {serving_part(algorithm) for algorithm in algorithms}
         self._serving = self._maker if len(alike) > 1 else alike.pop()
-        self.task, self._source = made.task, None
+        self.task = made.task
 
         row_axis = data.axes["row_axis"]
         devices = row_axis.mesh.size if isinstance(row_axis, mapping.sharded) else 1
@@ -365,42 +364,39 @@ class Group:
         """Returns the source of rows, which refuses all that a round would refuse; also options that are no tracers."""
         data, how = self._data, {"seeds": list(range(self._size)), "made": self._made, **self._data.axes}
         try:
-            source = Resident(self._maker, data.clients, *self._at(0), tests=data.held_out, **how)
+            arguments = self._arguments(self._rows[: self._size])
+            source = Resident(self._maker, data.clients, *arguments, tests=data.held_out, **how)
             source.place(data.serve, serving=self._serving)
         except (TypeError, ValueError) as error:  # those of jax, of which some are ValueErrors, and of checks
             why = str(error).splitlines()[0]
-            if not self._values or "trace" not in why.lower():
+            if not self._traced or "trace" not in why.lower():
                 raise
-            names = ", ".join(self._values)
+            names = ", ".join(self._traced)
             raise ValueError(f"traced must be options that make takes as tracers, got {names} ({why})") from None
         return source
 
-    def _at(self, begin: int) -> tuple[jax.Array, dict[str, np.ndarray]]:
-        """Returns the keys and traced options from row `begin` on: always as many, the first row fills them up."""
-        at = begin + np.arange(self._size)
-        at = np.where(at < len(self._rows), at, begin)
-        keys = self._data.keys[np.array([self._rows[i][1] for i in at])]
-        return keys, {name: column[at] for name, column in self._values.items()}
+    def _arguments(self, rows: list[tuple[int, int]]) -> tuple[jax.Array, dict[str, np.ndarray]]:
+        """Returns the keys and traced options of some rows: always as many, the first row fills them up."""
+        rows = rows + rows[:1] * (self._size - len(rows))
+        values = {name: np.array([self._cells[i][name] for i, _ in rows], np.float32) for name in self._traced}
+        return self._data.keys[np.array([seed for _, seed in rows])], values
 
     def run(self, found: Collection[int], seeds: list[int], watch: Watch) -> Iterator[tuple[int, list[dict[str, Any]]]]:
-        """Yields `(cell, per_seed)` of each cell when all its seeds are finished; those in `found` are skipped."""
-        skipped, results = frozenset(found), {}
-        for begin in range(0, len(self._rows), self._size):
-            rows = self._rows[begin : begin + self._size]
-            if all(cell in skipped for cell, _ in rows):
-                watch.advance(len(rows) * self._data.num_rounds, "")
-                continue
-            self._source = self._source or self._placed()
-            for (cell, seed), result in zip(rows, self._run_rows(begin, len(rows), watch), strict=True):
-                results.setdefault(cell, []).append({"seed": seeds[seed]} | result)
-                if len(results[cell]) == len(seeds) and cell not in skipped:
+        """Yields `(cell, per_seed)` of each cell that is not in `found`, when all its seeds are finished."""
+        rows, results = [row for row in self._rows if row[0] not in found], defaultdict(list)
+        watch.advance((len(self._rows) - len(rows)) * self._data.num_rounds, "")
+        source = self._placed() if rows else None
+        for begin in range(0, len(rows), self._size):
+            some = rows[begin : begin + self._size]
+            for (cell, seed), result in zip(some, self._run_rows(source, some, watch), strict=True):
+                results[cell].append({"seed": seeds[seed]} | result)
+                if len(results[cell]) == len(seeds):
                     yield cell, results.pop(cell)
-        self._source = None
 
-    def _run_rows(self, begin: int, count: int, watch: Watch) -> list[dict[str, Any]]:
-        """Returns the results of `count` rows."""
-        source, rounds, note = self._source, self._data.num_rounds, f"cell {self._rows[begin][0] + 1}"
-        source.rows = self._at(begin)
+    def _run_rows(self, source: Resident, rows: list[tuple[int, int]], watch: Watch) -> list[dict[str, Any]]:
+        """Returns the results of some rows."""
+        rounds, note, count = self._data.num_rounds, f"cell {rows[0][0] + 1}", len(rows)
+        source.rows = self._arguments(rows)
         state, silence = source.first_state(), Silence(*np.zeros((2, self._size), np.int32))
         done, at_most, lost, ended = 0, 1, np.zeros(self._size, bool), np.zeros(self._size, bool)
         while done < rounds and not (lost | ended).all():  # rounds that are left out would change nothing
