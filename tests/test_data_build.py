@@ -43,11 +43,16 @@ def tags(clients, client=None):
 
 @pytest.mark.parametrize(
     ("heterogeneity", "partition"),  # a writer does not belong to one class
-    [(h, p) for h in HETEROGENEITY for p in PARTITIONS if (p != "writer" or h not in SELECTIVE) and h not in CONCEPTS],
+    [(h, p) for h in ("none", "rotation", "class", "topic") for p in PARTITIONS if p != "writer" or h not in SELECTIVE]
+    + [(h, "iid") for h in HETEROGENEITY if h not in CONCEPTS and h not in ("none", "rotation", *SELECTIVE)],
 )
 def test_no_base_image_is_in_train_and_test(partition, heterogeneity):
     table = np.random.default_rng(0).uniform(0.5, 1, (7, CLASSES))
-    options = {"pathological": {"labels_per_client": 1}, "distribution": {"distribution": table}}.get(partition, {})
+    options = {
+        "pathological": {"labels_per_client": 1},
+        "distribution": {"distribution": table},
+        "label_groups": {"num_groups": 1},
+    }.get(partition, {})
     clusters = (
         1 if heterogeneity == "none" and partition != "distribution" else 2 if heterogeneity == "swap_pairs" else 3
     )

@@ -19,8 +19,11 @@ from jfcl.data import (
     by_writer,
     dirichlet,
     iid,
+    label_groups,
+    lognormal,
     pathological,
     power_law,
+    quantity,
     stratified,
 )
 from jfcl.data.heterogeneity import class_labels, label_permutations, swapped_labels
@@ -176,6 +179,9 @@ def test_partitions_follow_their_seed():
         "label": lambda seed: by_label(labels, 9, seed=seed),
         "dirichlet": lambda seed: dirichlet(labels, 9, seed=seed),
         "power_law": lambda seed: power_law(300, 9, seed=seed),
+        "quantity": lambda seed: quantity(300, 9, seed=seed),
+        "lognormal": lambda seed: lognormal(300, 9, seed=seed),
+        "label_groups": lambda seed: label_groups(np.arange(300) % 7, 9, seed=seed),
         "pathological": lambda seed: pathological(labels, 9, seed=seed),
         "distribution": lambda seed: by_distribution(labels, 9, distribution=np.ones((9, 7)), seed=seed),
         "writer": lambda seed: by_writer(labels, num_clients=3, seed=seed),
@@ -210,6 +216,27 @@ def test_power_law_has_its_exponent():
     assert {len(part) for part in power_law(100, 10, exponent=0.0, seed=0)} == {10}
 
 
+def test_drawn_sizes_have_the_right_moments():
+    """Shares of Dirichlet(alpha): variance (1/N)(1 - 1/N)/(N alpha + 1). Logarithms: standard deviation sigma."""
+    sizes = np.array([[len(part) for part in quantity(10**4, 4, alpha=0.7, seed=seed)] for seed in range(500)])
+    assert abs(np.var(sizes / 10**4) / (0.25 * 0.75 / (4 * 0.7 + 1)) - 1) < 0.2
+    sizes = [len(part) for part in lognormal(10**6, 2000, sigma=0.8, seed=0)]
+    assert abs(np.std(np.log(sizes)) - 0.8) < 0.05
+    assert {len(part) for part in lognormal(100, 10, sigma=0.0, seed=0)} == {10}
+    for make in (quantity, lognormal):
+        assert_partition(make(50, 7, seed=2, min_size=4), 7, 50, least=4)
+
+
+def test_labels_of_a_group_go_together():
+    """Over clients, the counts of two labels of a group are highly correlated, and those of others are not."""
+    labels = np.arange(6000) % 6
+    parts = label_groups(labels, 20, num_groups=3, alpha=0.4, seed=1)
+    assert_partition(parts, 20, 6000)
+    counts = np.array([np.bincount(labels[part], minlength=6) for part in parts])
+    together = np.corrcoef(counts.T) > 0.9
+    assert together.sum() == 12 and (together.sum(axis=1) == 2).all()  # each label with itself and one other
+
+
 @pytest.mark.parametrize(
     ("call", "words"),
     [
@@ -224,6 +251,9 @@ def test_power_law_has_its_exponent():
         (lambda: dirichlet(np.zeros(10, int), 2, alpha=np.nan, seed=0), "alpha must be positive"),
         (lambda: dirichlet(np.zeros(10, int), 4, min_size=3, seed=0), "at most 3"),
         (lambda: power_law(10, 2, exponent=-1.0, seed=0), "exponent must be at least 0"),
+        (lambda: quantity(10, 2, alpha=0.0, seed=0), "alpha must be positive"),
+        (lambda: lognormal(10, 2, sigma=-1.0, seed=0), "sigma must be at least 0"),
+        (lambda: label_groups([0, 1] * 5, 2, num_groups=3, seed=0), "num_groups must be at most 2"),
         (
             lambda: pathological(np.zeros(10, int), 2, seed=0),
             "labels_per_client must be at most 1, the number of labels",

@@ -48,6 +48,8 @@ POPULATION = ["--population", "12", "--cohort", "4"]
 NEEDS = {  # flags that mean nothing without others
     "alpha": ["--partition", "dirichlet"],
     "exponent": ["--partition", "power_law"],
+    "sigma": ["--partition", "lognormal"],
+    "num_groups": ["--partition", "label_groups"],
     "labels_per_client": ["--partition", "label"],
     "distribution": ["--partition", "distribution"],
     "lr_end": ["--schedule", "cosine"],

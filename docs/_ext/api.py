@@ -56,7 +56,8 @@ SECTIONS = {
         "Drift": "drift_pattern Drift PATTERNS",
         "Your own data": "from_arrays from_frame read_rows from_torch from_huggingface from_tfds tokenize",
         "Populations": "ClientStore generate_store open_stores",
-        "Partitions": "iid stratified by_label pathological dirichlet by_distribution power_law by_sizes by_writer",
+        "Partitions": "iid stratified by_label pathological dirichlet label_groups by_distribution"
+        " power_law quantity lognormal by_sizes by_writer",
         "Problems of the papers": "ifca_regression fc_regression",
     },
     "jfcl.models": {

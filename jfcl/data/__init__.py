@@ -15,8 +15,11 @@ from jfcl.data.partition import (
     by_writer,
     dirichlet,
     iid,
+    label_groups,
+    lognormal,
     pathological,
     power_law,
+    quantity,
     stratified,
 )
 from jfcl.data.pools import hold_out

@@ -86,6 +86,8 @@ def build(
     labels_per_client: int = 2,
     alpha: float = 0.5,
     exponent: float = 1.0,
+    sigma: float = 1.0,
+    num_groups: int = 3,
     min_size: int = 1,
     distribution: Any = None,
     mixture: float | None = None,
@@ -105,7 +107,8 @@ def build(
       strength: in `[0, 1]`: how much clusters differ. 0 is no shift at all: the data are those of "none", while clients
         keep the names of their clusters. 1 is the whole shift, and what is between is in `jfcl.data.heterogeneity`.
       partition: a name in `PARTITIONS`: how a pool of examples is divided among clients. `labels_per_client` is for
-        "label" and "pathological", `alpha` for "dirichlet", `exponent` for "power_law", `min_size` for both of these.
+        "label" and "pathological", `alpha` for "dirichlet", "quantity" and "label_groups", `exponent` for "power_law",
+        `sigma` for "lognormal", `num_groups` for "label_groups", and `min_size` for all of these but the first two.
       distribution: `[N, num_classes]` for "distribution": the clients' shares in the examples of each label, among the
         clients that divide the same examples (those of a cluster, where `reuse` is "cluster").
       examples_per_client: the number of each client's training examples: exactly ("iid", "stratified"), at most
@@ -156,7 +159,8 @@ def build(
         distribution is None or partition == "distribution", "distribution", distribution, f"left out for {partition!r}"
     )
     clients = num_clients, num_clusters, heterogeneity, partition, examples_per_client, test_fraction, seed
-    rules = pools.Rules(*clients, labels_per_client, alpha, exponent, min_size, distribution, strength)
+    options = labels_per_client, alpha, exponent, min_size, distribution, strength, sigma, num_groups
+    rules = pools.Rules(*clients, *options)
     split = pools.split_dataset(dataset, rules, PARTITIONS, data_dir)
     dataset, transform = split.dataset, pools.transform_of(split)
     if num_clients is None:
@@ -198,8 +202,7 @@ def build(
         f"{dataset.name}: {num_clients} clients of {each} examples ({partition}), {num_clusters} cluster(s)"
         f" ({differ}), {split.tested_on}{split.left_out and f'; left out: {split.left_out}'}"
     )
-    settings = [dataset.name, heterogeneity, num_clusters, seed, *_beyond_rows(dataset, split.rules)]
-    settings += [] if mixture is None else [f"mixture {float(mixture)}"]
+    settings = [dataset.name, heterogeneity, num_clusters, seed, *_beyond_rows(dataset, split.rules, mixture)]
     if drift is None:
         steps, of_train = None, _stacked(train, cells, transform, dataset.train, here)
         of_test = _stacked(test, of_tests, transform, split.test.examples, here)
@@ -349,16 +352,17 @@ def _stacked(rows: Rows, cells: Any, transform: Callable, examples: pools.Exampl
     return Clients(stacked, size, None if len(ids) == count else ids)
 
 
-def _beyond_rows(dataset: Dataset, rules: pools.Rules) -> list[Any]:
+def _beyond_rows(dataset: Dataset, rules: pools.Rules, mixture: float | None) -> list[Any]:
     """Returns what decides on the examples beside the rows.
 
     These are the number of classes, where it decides new labels and does not follow from those of the examples, how a
-    table was read, and a strength that is not 1.
+    table was read, a strength that is not 1, and a mixture.
     """
     relabels = not {*RELABELLING}.isdisjoint(rules.shifts)
     follows = not relabels or int(dataset.train["y"].max()) + 1 == dataset.num_classes
     extra = ([] if follows else [dataset.num_classes]) + ([] if dataset.table is None else [dataset.table])
-    return extra + ([] if rules.strength == 1 else [f"strength {float(rules.strength)}"])
+    extra += [] if rules.strength == 1 else [f"strength {float(rules.strength)}"]
+    return extra + ([] if mixture is None else [f"mixture {float(mixture)}"])
 
 
 def split_hash(settings: list, cluster, parts) -> str:

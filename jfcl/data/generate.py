@@ -40,6 +40,8 @@ def generate_store(
     labels_per_client: int = 2,
     alpha: float = 0.5,
     exponent: float = 1.0,
+    sigma: float = 1.0,
+    num_groups: int = 3,
     min_size: int = 1,
     about: dict[str, Any] | None = None,
     data_dir: str | None = None,
@@ -79,7 +81,7 @@ def generate_store(
     """
     check_count("examples_per_client", examples_per_client)
     clients = num_clients, num_clusters, heterogeneity, partition, examples_per_client, test_fraction, seed
-    rules = pools.Rules(*clients, labels_per_client, alpha, exponent, min_size, strength=strength)
+    rules = pools.Rules(*clients, labels_per_client, alpha, exponent, min_size, None, strength, sigma, num_groups)
     split = pools.split_dataset(dataset, rules, [name for name in PARTITIONS if name not in OF_ONE_DIVISION], data_dir)
     dataset = split.dataset
     nested = [name for name, part in dataset.train.items() if not isinstance(part, np.ndarray)]

@@ -119,14 +119,71 @@ def power_law(
       >>> sorted(len(part) for part in power_law(110, 4, exponent=1.0, seed=0, min_size=5))
       [16, 19, 27, 48]
     """
-    num_examples = np.size(num_examples) if np.ndim(num_examples) else num_examples
     check(np.isfinite(exponent) and exponent >= 0, "exponent", exponent, "at least 0 and finite")
+    weight = np.arange(1, num_clients + 1, dtype=np.float64) ** -float(exponent)
+    return _by_weights(num_examples, lambda rng: weight, num_clients, seed, min_size, examples_seed)
+
+
+def quantity(
+    num_examples,
+    num_clients: int,
+    *,
+    alpha: float = 0.5,
+    seed: Seed,
+    min_size: int = 1,
+    examples_seed: Seed | None = None,
+) -> list[np.ndarray]:
+    """Divides the examples at random into parts of sizes drawn from Dirichlet(alpha, ..., alpha).
+
+    Args:
+      alpha: positive; a small one gives a few clients nearly all examples, a large one equal sizes.
+      num_examples, seed, min_size, examples_seed: as in `power_law`.
+
+    Source: Li, Diao, Chen, He 2022 ("Federated learning on non-iid data silos"), quantity skew; PACFL.
+
+    Example:
+      >>> sorted(len(part) for part in quantity(100, 4, alpha=1.0, seed=0))
+      [1, 2, 39, 58]
+    """
+    _check_alpha(alpha)
+    draw = lambda rng: dirichlet_draw(rng, alpha, num_clients)  # noqa: E731
+    return _by_weights(num_examples, draw, num_clients, seed, min_size, examples_seed)
+
+
+def lognormal(
+    num_examples,
+    num_clients: int,
+    *,
+    sigma: float = 1.0,
+    seed: Seed,
+    min_size: int = 1,
+    examples_seed: Seed | None = None,
+) -> list[np.ndarray]:
+    """Divides the examples at random into parts of sizes in proportion to draws from a log-normal distribution.
+
+    Args:
+      sigma: the standard deviation of the logarithms, at least 0, which gives equal sizes, and at most 100.
+      num_examples, seed, min_size, examples_seed: as in `power_law`.
+
+    Source: FedEM, appendix I.1 (sigma 2).
+
+    Example:
+      >>> sorted(len(part) for part in lognormal(100, 4, sigma=1.0, seed=0))
+      [18, 22, 23, 37]
+    """
+    check(0 <= sigma <= 100, "sigma", sigma, "at least 0, and at most 100")
+    draw = lambda rng: rng.lognormal(0, sigma, num_clients)  # noqa: E731
+    return _by_weights(num_examples, draw, num_clients, seed, min_size, examples_seed)
+
+
+def _by_weights(num_examples, draw, num_clients: int, seed: Seed, min_size: int, examples_seed) -> list[np.ndarray]:
+    """Divides the examples at random into parts of `min_size` and a rest in proportion to `draw(rng)`, shuffled."""
+    num_examples = np.size(num_examples) if np.ndim(num_examples) else num_examples
     check_count("min_size", min_size)
     _check_enough(num_examples, num_clients, min_size)
-    weight = np.arange(1, num_clients + 1, dtype=np.float64) ** -float(exponent)
-    sizes = apportioned(num_examples - num_clients * min_size, weight) + min_size
-    sizes = np.random.default_rng(seed).permutation(sizes)
-    return by_sizes(num_examples, sizes, seed=seed if examples_seed is None else examples_seed)
+    rng = np.random.default_rng(seed)
+    sizes = apportioned(num_examples - num_clients * min_size, draw(rng)) + min_size
+    return by_sizes(num_examples, rng.permutation(sizes), seed=seed if examples_seed is None else examples_seed)
 
 
 def by_label(labels, num_clients: int, *, labels_per_client: int = 2, seed: Seed) -> list[np.ndarray]:
@@ -204,7 +261,7 @@ def dirichlet(labels, num_clients: int, *, alpha: float = 0.5, seed: Seed, min_s
       >>> sum(len(part) for part in dirichlet([0, 1] * 50, 20, alpha=1e-3, seed=0))
       100
     """
-    check(np.isfinite(alpha) and alpha > 0, "alpha", alpha, "positive and finite")
+    _check_alpha(alpha)
     check_count("min_size", min_size)
     labels = _as_labels(labels, num_clients, min_size)
     rng = np.random.default_rng(seed)
@@ -224,6 +281,32 @@ def dirichlet(labels, num_clients: int, *, alpha: float = 0.5, seed: Seed, min_s
             size[i] += 1
             size[largest] -= 1
     return [np.sort(np.array(part, np.int64)) for part in parts]
+
+
+def label_groups(
+    labels, num_clients: int, *, num_groups: int = 3, alpha: float = 0.5, seed: Seed, min_size: int = 1
+) -> list[np.ndarray]:
+    """Divides the labels into groups at random, and the examples of each group as `dirichlet` does those of a label.
+
+    Clients with the same groups thus have the same labels, in the shares of the data set.
+
+    Args:
+      num_groups: the groups, of equal numbers of labels up to one; at most the number of labels.
+      alpha, min_size: as in `dirichlet`.
+
+    Source: FedEM, section 4.1 (CIFAR-10 and CIFAR-100, alpha 0.4).
+
+    Example:
+      >>> parts = label_groups(np.arange(90) % 6, 3, num_groups=2, alpha=1e-3, seed=1)
+      >>> [sorted({int(i % 6) for i in part}) for part in parts]
+      [[2], [0, 1, 2], [3, 4, 5]]
+    """
+    labels = _as_labels(labels, num_clients, min_size)
+    values, label = np.unique(labels, return_inverse=True)
+    check_count("num_groups", num_groups)
+    check(num_groups <= len(values), "num_groups", num_groups, f"at most {len(values)}, the number of labels")
+    order = np.random.default_rng(seed).permutation(len(values))
+    return dirichlet(order[label] % num_groups, num_clients, alpha=alpha, seed=seed, min_size=min_size)
 
 
 def by_distribution(labels, num_clients: int, *, distribution, seed: Seed) -> list[np.ndarray]:
@@ -270,6 +353,10 @@ def _check_enough(num_examples: int, num_clients: int, examples_per_client: int 
         check_count(name, count)
     accepted = f"at most {num_examples // each} ({num_examples} examples, at least {each} a client)"
     check(num_clients * each <= num_examples, "num_clients", num_clients, accepted)
+
+
+def _check_alpha(alpha: float) -> None:
+    check(np.isfinite(alpha) and alpha > 0, "alpha", alpha, "positive and finite")
 
 
 def parts_of(owner: np.ndarray, owners) -> list[np.ndarray]:
@@ -343,7 +430,10 @@ PARTITIONS = {
     "dirichlet": (dirichlet, "each label's shares of the clients drawn from a Dirichlet distribution"),
     "distribution": (by_distribution, "each label's shares of the clients given as a table"),
     "power_law": (power_law, "random content, sizes that follow a power law"),
+    "quantity": (quantity, "random content, sizes drawn from a Dirichlet distribution"),
+    "lognormal": (lognormal, "random content, sizes drawn from a log-normal distribution"),
+    "label_groups": (label_groups, "groups of labels, each divided as a label by dirichlet (FedEM)"),
 }
 # Those that need a classification data set.
-OF_LABELS = ("stratified", "label", "pathological", "dirichlet", "distribution")
+OF_LABELS = ("stratified", "label", "pathological", "dirichlet", "distribution", "label_groups")
 OF_ONE_DIVISION = ("writer", "distribution")  # not for populations, which divide a data set repeatedly

@@ -46,6 +46,8 @@ class Rules(NamedTuple):
     min_size: int
     distribution: Any = None
     strength: float = 1.0
+    sigma: float = 1.0
+    num_groups: int = 3
 
     @property
     def shifts(self) -> tuple[str, ...]:

@@ -28,7 +28,7 @@ from jfcl.training.local import KEEP
 PRECISIONS = {"default": None, "float32": "float32", "tf32": "tensorfloat32", "bfloat16": "BF16_BF16_F32"}
 OF_PARTITION = {  # option: the partitions that take it
     name: tuple(p for p, (make, _) in data.PARTITIONS.items() if name in inspect.signature(make).parameters)
-    for name in ("alpha", "exponent", "labels_per_client", "distribution")
+    for name in ("alpha", "exponent", "sigma", "num_groups", "labels_per_client", "distribution")
 }
 MAPPINGS = ("vmap", "chunked", "sharded", "pmap", "auto")
 MONITORED = ("accuracy", "worst_client_accuracy", "loss", "train_loss")
@@ -66,8 +66,10 @@ class Data:
       examples_per_client: training examples per client; default: all there are.
       test_fraction: share of examples held out where there is no official test set.
       partition: how the examples of a cluster are dealt to its clients; 'jfcl list partitions'.
-      alpha: concentration of --partition dirichlet.
+      alpha: concentration of --partition dirichlet, quantity and label_groups.
       exponent: exponent of --partition power_law.
+      sigma: standard deviation of the logarithms of sizes of --partition lognormal.
+      num_groups: number of groups of labels of --partition label_groups.
       labels_per_client: labels per client of --partition label and pathological.
       distribution: csv file of --partition distribution: a row per client, a column per label.
       reuse: use of an image: once per cluster (cluster) or once in all (none); auto: once in all if enough.
@@ -99,6 +101,8 @@ class Data:
     partition: Annotated[str, OneOf(data.PARTITIONS)] = "iid"
     alpha: Annotated[float, Needs("partition", OF_PARTITION["alpha"])] = 0.5
     exponent: Annotated[float, Needs("partition", OF_PARTITION["exponent"])] = 1.0
+    sigma: Annotated[float, Needs("partition", OF_PARTITION["sigma"])] = 1.0
+    num_groups: Annotated[int, Range(1), Needs("partition", OF_PARTITION["num_groups"])] = 3
     labels_per_client: Annotated[int, Range(1), Needs("partition", OF_PARTITION["labels_per_client"])] = 2
     distribution: Annotated[str | None, Needs("partition", OF_PARTITION["distribution"])] = None
     reuse: Annotated[str, OneOf(("auto", "cluster", "none"))] = "auto"
