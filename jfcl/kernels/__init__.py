@@ -42,6 +42,7 @@ from jfcl.kernels.bipartition_of_updates import bipartition_of_updates
 from jfcl.kernels.dendrogram import complete_linkage_tree, cut, single_linkage_tree
 from jfcl.kernels.distances import gram, squared_distances
 from jfcl.kernels.kmeans import KMeans, kmeans
+from jfcl.kernels.knee import knee
 from jfcl.kernels.linkage import LINKAGES, linkage_tree
 from jfcl.kernels.operators import OPERATORS, Operator, orthonormal
 from jfcl.kernels.profiles import profile_distances
@@ -80,6 +81,7 @@ __all__ = [
     "geometric_median",
     "gram",
     "kmeans",
+    "knee",
     "krum",
     "least_cost_assignment",
     "linkage_tree",
