@@ -211,6 +211,8 @@ def runnable() -> list:
     "methods/fesem, short",
     "methods/flhc",
     "methods/flhc, short",
+    "methods/flux",
+    "methods/flux, short",
     "methods/hypcluster",
     "methods/hypcluster, short",
     "methods/ifca",

@@ -263,6 +263,7 @@ MORE = {
     "momentum_clustering": {"quantile": 0.5},
     "one_shot": {"local_rounds": 1},
     "pacfl": {"by_label": False},
+    "flux": {"by_label": False},
 }
 
 

@@ -38,6 +38,7 @@ OPTIONS = {
     "clove": {"num_clusters": 2},
     "pacfl": {"num_clusters": 2, "num_vectors": 2, "by_label": False},
     "fedgroup": {"num_clusters": 2, "pretrain_steps": 3},
+    "flux": {"num_clusters": 2, "by_label": False, "rounds_before": 2},
     "stocfl": {"max_clusters": 4, "observe_epochs": 2},
     "fedem": {"num_clusters": 2},
     "fedrc": {"num_clusters": 2},

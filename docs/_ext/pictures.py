@@ -310,6 +310,26 @@ def pacfl(p: Picture) -> None:
     p.say(320, 203, "then FedAvg in each cluster")
 
 
+def flux(p: Picture) -> None:
+    p.model(75, 110, GREY)
+    for y, color, middle in ((75, BLUE, 195), (155, ORANGE, 255)):
+        p.client(130, y, color)
+        path = f"M{middle - 40} {y + 15}Q{middle - 15} {y + 10} {middle} {y - 25}T{middle + 40} {y + 15}"
+        p.append(f'<path d="{path}" fill="none" stroke="{color}" stroke-width="2"/>')
+    p.say(190, 32, "1. mean and deviation of features")
+    p.arrow(315, 115, 355, 115)
+    for x, y, color in ((400, 75, BLUE), (425, 88, BLUE), (408, 100, BLUE), (470, 140, ORANGE), (492, 155, ORANGE)):
+        p.append(f'<circle cx="{x}" cy="{y}" r="6" fill="{color}"/>')
+    p.ring(411, 88, 32, BLUE)
+    p.ring(481, 148, 32, ORANGE)
+    p.say(450, 32, "2. clusters of them")
+    p.client(590, 100, GREY)
+    p.arrow(572, 105, 516, 135, ORANGE, 2, "5 4")
+    p.say(580, 145, "3. a newcomer")
+    p.say(580, 163, "without labels")
+    p.say(320, 203, "FedAvg before, then FedAvg in each cluster")
+
+
 def fedgroup(p: Picture) -> None:
     p.model(110, 150, GREY)
     for angle, color in ((-1.4, BLUE), (-1.15, BLUE), (-1.7, BLUE), (-0.3, ORANGE), (-0.05, ORANGE), (0.2, ORANGE)):
@@ -447,9 +467,8 @@ PICTURES: dict[str, Callable[[Picture], None]] = {
     f.__name__: f
     for f in (
         fedavg, local, oracle, ifca, hypcluster, clove, cfl, byzantine_cfl, federated_clustering, myopic_clustering,
-        momentum_clustering, fesem, fedem, fedrc, fedsoft, one_shot, flhc, pacfl, fedgroup, stocfl, feddrift, ditto,
-        knn_per, fedper, fedrep, lg_fedavg,
-        fedbn,
+        momentum_clustering, fesem, fedem, fedrc, fedsoft, one_shot, flhc, pacfl, flux, fedgroup, stocfl, feddrift,
+        ditto, knn_per, fedper, fedrep, lg_fedavg, fedbn,
     )
 }  # fmt: skip
 

@@ -21,6 +21,7 @@ from jfcl.methods.fedrc import fedrc
 from jfcl.methods.fedsoft import fedsoft
 from jfcl.methods.fesem import fesem
 from jfcl.methods.flhc import flhc
+from jfcl.methods.flux import flux
 from jfcl.methods.hypcluster import hypcluster
 from jfcl.methods.ifca import ifca
 from jfcl.methods.knn_per import knn_per
@@ -90,6 +91,7 @@ METHODS = {
     "clove": Method(clove, "clients are clustered by their losses under all models (Bhatia et al. 2025)"),
     "pacfl": Method(pacfl, "a dendrogram of angles between the clients' data, once (Vahidian et al. 2023)"),
     "fedgroup": Method(fedgroup, "groups by the directions of first updates (Duan et al. 2021); FlexCFL: --migrate"),
+    "flux": Method(flux, "k-means or DBSCAN of the moments of features, once (Fenoglio et al. 2025)"),
     "stocfl": Method(stocfl, "clusters of similar clients merge as they are seen (Zeng et al. 2023)"),
     "feddrift": Method(feddrift, "models are made where data drift, and merged (Jothimurugesan et al. 2023)"),
     "fesem": Method(fesem, "clients join the model nearest to their own (Xie et al. 2021)"),

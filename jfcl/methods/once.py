@@ -8,9 +8,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jfcl.core import Algorithm, Clients, check_at_most_clients, max_examples, num_bytes, num_clients
+from jfcl.core import Algorithm, Clients, check, check_at_most_clients, max_examples, num_bytes, num_clients
 from jfcl.methods.averaging import Averaging, averaging, with_models
 from jfcl.training import local
+
+
+def check_one_label(clients: Clients) -> None:
+    """Raises `ValueError` for examples without one label each, which a method compares by label."""
+    y = clients.examples.get("y")
+    single = y is not None and jnp.issubdtype(y.dtype, jnp.integer) and y.shape[1:] == (max_examples(clients),)
+    check(single, "by_label", True, "False for clients without one label for each example")
 
 
 def with_first_costs(
@@ -60,6 +67,7 @@ def clustered_once(
     *,
     messages: int,
     rounds: int,
+    within: bool = True,
     **costs: Any,
 ) -> Algorithm:
     """Returns FedAvg inside the clusters that `find` finds in `init`.
@@ -68,12 +76,13 @@ def clustered_once(
       rules: of FedAvg; its `init_params` are for `find`.
       find: `(key, clients) -> (params [K, ...], cluster [N], personal [N, ...])`, as in `AveragingState`; a fourth
         result is its `memory`.
+      within: whether there must be as many clients as models.
       messages, rounds, costs: its cost, as in `with_first_costs`.
     """
     inner = averaging(rules._replace(init_params=None))
 
     def init(key: jax.Array, clients: Clients):
-        check_at_most_clients("num_clusters", rules.num_clusters, num_clients(clients))
+        check_at_most_clients("num_clusters", rules.num_clusters if within else None, num_clients(clients))
         start_key, find_key = jax.random.split(key)
         state = inner.init(start_key, clients)
         params, cluster, own, *memory = find(find_key, clients)

@@ -8,14 +8,14 @@ import jax
 import jax.numpy as jnp
 
 from jfcl import mapping
-from jfcl.core import Algorithm, Clients, Served, Task, check, mask, max_examples
+from jfcl.core import Algorithm, Clients, Served, Task, check, mask
 from jfcl.core.options import Interval, OneOf, Range, Real
 from jfcl.kernels import ANGLES, LINKAGES, cut, linkage_tree, principal_vectors, subspace_angles
 from jfcl.kernels.dendrogram import number_by_first
 from jfcl.mapping.columns import on_every_device
 from jfcl.methods.averaging import Averaging, AveragingState
 from jfcl.methods.averaging import serve as serve_clusters
-from jfcl.methods.once import clustered_once
+from jfcl.methods.once import check_one_label, clustered_once
 from jfcl.methods.options import AVERAGING, SCOPES, Options, factory
 from jfcl.methods.round import initial_models, initial_scopes
 from jfcl.training import local
@@ -98,7 +98,9 @@ def pacfl(
             vectors = principal_vectors(x, num_vectors, mask=jnp.arange(len(x)) < size, **groups)
             return vectors.reshape(-1, x.shape[1])
 
-        _check_inputs(clients, by_label)
+        _check_inputs(clients)
+        if by_label:
+            check_one_label(clients)
         return on_every_device(client_axis, client_axis(client)(clients.examples, jnp.asarray(clients.size)))
 
     def find(key: jax.Array, clients: Clients):
@@ -147,14 +149,12 @@ def pacfl(
     return once._replace(step=step, adopt=adopt)
 
 
-def _check_inputs(clients: Clients, by_label: bool) -> None:
-    """Raises `ValueError` for inputs that are no vectors of real numbers, or examples without one label each."""
-    x, y = clients.examples["x"], clients.examples.get("y")
+def _check_inputs(clients: Clients) -> None:
+    """Raises `ValueError` for inputs that are no vectors of real numbers."""
+    x = clients.examples["x"]
     check(
         jnp.issubdtype(x.dtype, jnp.floating),
         'examples["x"]',
         x.dtype,
         "of a floating-point type: of words there is no angle",
     )
-    single = y is not None and jnp.issubdtype(y.dtype, jnp.integer) and y.shape[1:] == (max_examples(clients),)
-    check(single or not by_label, "by_label", True, "False for clients without one label for each example")
