@@ -69,7 +69,7 @@ if _compile is not None:  # it is not of JAX's public interface; without it, the
     compiler.backend_compile_and_load = _compile_once
 
 # Derandomised, so that a red test is red again; compilation makes single examples slow, hence no deadline.
-hypothesis.settings.register_profile("jfcl", deadline=None, max_examples=25, derandomize=True, database=None)
+hypothesis.settings.register_profile("jfcl", deadline=None, max_examples=15, derandomize=True, database=None)
 hypothesis.settings.load_profile("jfcl")
 
 

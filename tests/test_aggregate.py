@@ -21,7 +21,7 @@ def loop_cluster_mean(x, cluster, weights, k):
     return out
 
 
-@given(n=st.sampled_from([1, 2, 5, 12]), k=st.sampled_from([1, 2, 4]), seed=st.integers(0, 999))
+@given(n=st.sampled_from([1, 12]), k=st.sampled_from([1, 4]), seed=st.integers(0, 999))
 def test_cluster_mean_against_a_loop(n, k, seed):
     rng = np.random.default_rng(seed)
     x = rng.normal(size=(n, 3, 2)).astype(np.float32)

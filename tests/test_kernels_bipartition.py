@@ -24,7 +24,7 @@ from jfcl.kernels import (
 from jfcl.kernels.bipartition import bipartitions_of_clusters
 from jfcl.kernels.spanning_tree import float_of_key, weakest_joins
 
-SIZES = st.sampled_from([1, 2, 3, 7, 9])
+SIZES = st.sampled_from([1, 2, 3, 9])
 SEEDS = st.integers(0, 2**31)
 
 
@@ -88,7 +88,7 @@ def test_no_bipartition_is_better(count, seed, levels, some_inactive):
         assert not side.any() and cross == np.inf
 
 
-@given(st.sampled_from([3, 7, 9]), SEEDS)
+@given(st.sampled_from([3, 9]), SEEDS)
 def test_algorithm_1_of_the_paper(count, seed):
     similarity = similarities(count, seed)
     side, _ = optimal_bipartition(similarity)
@@ -105,7 +105,7 @@ def scipy_tree(similarity, method):
 
 @pytest.mark.slow_cases("single_linkage_tree-single")
 @pytest.mark.parametrize(("tree", "method"), [(single_linkage_tree, "single"), (complete_linkage_tree, "complete")])
-@given(st.sampled_from([2, 3, 9, 60]), SEEDS)
+@given(st.sampled_from([2, 60]), SEEDS)
 def test_dendrograms_are_scipys(tree, method, count, seed):
     similarity = similarities(count, seed)
     ours, theirs = np.asarray(tree(similarity), np.float64), scipy_tree(similarity, method)
@@ -132,7 +132,7 @@ def test_tied_single_linkage_has_scipys_heights(seed):
     np.testing.assert_array_equal(cophenet(ours), cophenet(theirs))
 
 
-@given(st.sampled_from([2, 3, 9, 60]), SEEDS)
+@given(st.sampled_from([2, 9]), SEEDS)
 def test_complete_linkage_variant_is_the_last_merge(count, seed):
     similarity = similarities(count, seed)
     side, cross = optimal_bipartition(similarity, linkage="complete")

@@ -11,7 +11,7 @@ from scipy.linalg import hadamard
 from jfcl.kernels import OPERATORS, orthonormal
 
 EVERY = pytest.mark.parametrize("name", OPERATORS)
-DIMS = st.sampled_from([1, 2, 5, 64, 130])
+DIMS = st.sampled_from([1, 64, 130])
 
 
 def vectors(seed, dim):

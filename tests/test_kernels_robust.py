@@ -576,6 +576,7 @@ def test_bad_input_is_named(run, words):
         run()
 
 
+@pytest.mark.slow_cases("10-3", "101-50", "5-0", "65537-32000")
 @pytest.mark.parametrize(("count", "f"), [(10, 3), (7, 2), (101, 50), (5, 0), (65_537, 32_000), (300_000, 140_000)])
 def test_adaptive_clip_counts_beyond_int32(count, f):
     """`floor(2 f (n - f) / n)` updates are clipped, to the norm of the next one; Python's integers have no bound."""

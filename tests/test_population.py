@@ -477,7 +477,7 @@ def test_no_stratum_is_left_out_for_good(sizes, count):
 # ---- Stopping and going on -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow_cases("*-ditto", "True-ifca")
+@pytest.mark.slow_cases("*-ditto", "True-*")
 @pytest.mark.parametrize("method", ["ifca", "local", "ditto"])
 @pytest.mark.parametrize("mapped", [False, True])
 def test_resuming_is_exact(method, mapped, tmp_path):
