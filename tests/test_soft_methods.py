@@ -385,7 +385,11 @@ def test_a_population_of_all_clients_is_the_simulation(name):
     found = jfcl.simulate(METHODS[name], people, key=KEY, num_rounds=4, eval_every=4)
     few = jfcl.Population(store, cohort=4, test_clients=store, evaluate=range(N))
     some = jfcl.simulate(METHODS[name], few, key=KEY, num_rounds=4, eval_every=4)
-    assert np.isfinite(found.records[-1]["loss"]) and np.isfinite(some.records[-1]["loss"])
+    whole = jfcl.simulate(METHODS[name], data, key=KEY, num_rounds=4, eval_every=4, test_clients=data)
+    for measure in ("loss", "train_loss", "mixture_entropy", "cluster_mass"):
+        np.testing.assert_allclose(found.records[-1][measure], whole.records[-1][measure], rtol=1e-5)
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), found.served.models, whole.served.models)
+    assert np.isfinite(some.records[-1]["loss"])
 
 
 @pytest.mark.parametrize(

@@ -165,9 +165,8 @@ def fedsoft(
         arguments = cohort.key, begin, trained.params, cohort.clients, present & finite, near.argmax(axis=1)
         sent, usable = attacked_models(adversary, *arguments)
         counts, all_one = counts * usable[:, None].astype(jnp.float32), jnp.zeros(len(usable), jnp.int32)
-        of_each = [cluster_mean(sent, all_one, counts[:, k], 1, client_axis) for k in range(num_clusters)]
-        means_of = jax.tree.map(lambda *mean: jnp.concatenate(mean), *of_each)
-        new = where_rows(counts.sum(axis=0) > 0, means_of, centres)
+        means_of = jax.vmap(lambda weights: cluster_mean(sent, all_one, weights, 1, client_axis), in_axes=1)(counts)
+        new = where_rows(counts.sum(axis=0) > 0, jax.tree.map(lambda mean: mean[:, 0], means_of), centres)
         model, n = float(num_bytes(jax.tree.map(lambda c: c[0], centres))), num_clients(clients)
         metrics = phases.round_metrics(present, trained.loss, usable, trained.num_steps, model, model)
         asked = is_due.astype(jnp.float32) * (size > 0).sum().astype(jnp.float32)
