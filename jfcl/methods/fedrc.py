@@ -54,8 +54,9 @@ def fedrc(
 
     Source: FedRC: Tackling Diverse Distribution Shifts Challenge in Federated Learning by Robust Clustering (Guo, Tang,
     Lin 2024), Algorithm 1. The authors' code averages models and counts labels over all `N` clients: those outside of
-    the cohort have the old models and their last sums. Here participants alone count. Its test for models of small
-    weight, to drop them, is commented out, and absent here.
+    the cohort have the old models and their last sums. Here participants alone count. Its floor is of sums over
+    examples, here of shares, so that it does not depend on their number. Its test for models of small weight, to drop
+    them, is commented out, and absent here.
 
     Example:
       >>> import jax, jfcl, optax
