@@ -8,7 +8,8 @@ import numpy as np
 import optax
 import pytest
 import scipy.cluster.hierarchy
-from sklearn.cluster import KMeans
+from sklearn.cluster import AgglomerativeClustering, KMeans
+from sklearn.metrics import silhouette_score
 from sklearn.neighbors import NearestNeighbors
 
 import jfcl
@@ -317,6 +318,18 @@ def test_one_shot_is_scikit_learns_k_means_of_local_models_then_fedavg():
         mean = sum(s * descend(models[k], clients, i, 2) for s, i in zip(share, members, strict=True))
         np.testing.assert_allclose(new.params["w"][k], mean, rtol=1e-4, atol=1e-5)
     assert metrics["client_steps"] == 8 * 2 * (5 + 1) and metrics["bytes_up"] == 2 * 8 * D * 4
+
+
+def test_one_shot_chooses_the_number_of_clusters_by_silhouettes():
+    clients = regression(4)
+    algorithm = jfcl.one_shot(LINEAR, TWO, num_clusters="auto", local_rounds=5, init_params=START)  # more than clients
+    state = jax.jit(algorithm.init)(jax.random.key(0), clients)
+    _, metrics = jax.jit(algorithm.step)(jax.random.key(1), state, clients)
+    local = np.stack([descend(START["w"].astype(np.float64), clients, i, 10) for i in range(8)])
+    scores = [silhouette_score(local, AgglomerativeClustering(k).fit_predict(local)) for k in range(2, 8)]
+    np.testing.assert_allclose(metrics["silhouettes"], [np.nan] * 2 + scores + [np.nan] * 8, rtol=1e-4)
+    assert metrics["clusters_found"] == 2 and scores[0] * 1.1 > max(scores)
+    np.testing.assert_array_equal(state.cluster == state.cluster[0], np.arange(8) % 2 == 0)
 
 
 @pytest.mark.slow_cases("complete-euclidean", "single-*")

@@ -106,6 +106,7 @@ def test_a_round_is_the_papers(k, square_root, cohort):
             model = 4 * D
             down = most * model if metrics["compared"] else model
             assert metrics["bytes_down"] == present * down
+            assert ("silhouettes" in metrics) == (k == "auto")
             assert metrics["bytes_up"] == present * (model + 4 * most * metrics["compared"])
         assert ((np.asarray(state.unchanged)[:12] == -1) == [i not in chosen for i in range(12)]).all()
 
@@ -175,6 +176,10 @@ def test_a_client_with_a_loss_that_is_not_finite_keeps_its_cluster():
     state = jax.jit(algorithm.init)(jax.random.key(0), clients)
     state, metrics = jax.jit(algorithm.step)(jax.random.key(1), state, clients)
     assert state.cluster[5] == 0 and metrics["nonfinite"] == 1 and np.isfinite(state.params["w"]).all()
+    assert metrics["nonfinite_losses"] == 1
+    warns = algorithm.entries.notes
+    assert warns({"nonfinite_losses": 1}, False)["losses"].startswith("1 client(s) had a loss that is not finite")
+    assert warns({"nonfinite_losses": 0}, False) == warns({"nonfinite_losses": 1}, True) == {}
 
 
 @pytest.mark.slow

@@ -10,7 +10,8 @@ import pytest
 import scipy.cluster.hierarchy
 from padded_clients import padded
 from scipy.spatial.distance import squareform
-from sklearn.cluster import KMeans
+from sklearn.cluster import AgglomerativeClustering, KMeans
+from sklearn.metrics import adjusted_rand_score, silhouette_score
 
 import jfcl
 from jfcl.core import Clients, Task, random_order
@@ -51,12 +52,22 @@ def cosine(a, b):
     return a @ b / np.linalg.norm(a) / np.linalg.norm(b)
 
 
+def embedding(updates, k):
+    principal = np.linalg.svd(updates.T)[0][:, :k].T
+    return np.array([[cosine(u, v) for v in principal] for u in updates])
+
+
 def grouped(updates, k, measure):
     """The groups of the pretrained clients."""
     if measure == "edc":
-        principal = np.linalg.svd(updates.T)[0][:, :k].T
-        embedded = np.array([[cosine(u, v) for v in principal] for u in updates])
-        return KMeans(k, n_init=20, random_state=0).fit_predict(embedded)
+        return KMeans(k, n_init=20, random_state=0).fit_predict(embedding(updates, k))
+    madc = profiles(updates)
+    tree = scipy.cluster.hierarchy.linkage(squareform(madc), "complete")
+    return scipy.cluster.hierarchy.fcluster(tree, k, "maxclust") - 1
+
+
+def profiles(updates):
+    """The mean differences of cosines."""
     similar = np.array([[cosine(u, v) for v in updates] for u in updates])
     n = len(updates)
     madc = np.zeros((n, n))
@@ -64,10 +75,7 @@ def grouped(updates, k, measure):
         for j in range(i):
             rest = [z for z in range(n) if z not in (i, j)]
             madc[i, j] = madc[j, i] = np.abs(similar[i, rest] - similar[j, rest]).mean()
-    return (
-        scipy.cluster.hierarchy.fcluster(scipy.cluster.hierarchy.linkage(squareform(madc), "complete"), k, "maxclust")
-        - 1
-    )
+    return madc
 
 
 @pytest.mark.slow_cases("*-6")
@@ -128,6 +136,31 @@ def test_the_groups_and_rounds_are_the_papers(measure, mixing, cohort):
             np.testing.assert_allclose(metrics["client_steps"], steps, rtol=1e-6)
         seen = np.asarray(state.unchanged) != UNSEEN
         assert seen[:12].tolist() == [i in group for i in range(12)]
+
+
+@pytest.mark.slow_cases("madc")
+@pytest.mark.parametrize("measure", ["edc", "madc"])
+def test_the_number_of_groups_is_that_of_the_largest_silhouette(measure):
+    clients, start = regression(0), START["w"].astype(np.float64)
+    options = {"pretrain_steps": STEPS, "measure": measure, "most_clusters": 4, "init_params": START}
+    algorithm = jfcl.fedgroup(LINEAR, TWO, num_clusters="auto", **options)
+    state = jax.jit(algorithm.init)(jax.random.key(0), clients)
+    _, metrics = jax.jit(algorithm.step)(jax.random.key(1), state, clients)
+    updates = np.array([descend(start, clients, i, STEPS) - start for i in range(12)])
+    if measure == "edc":
+        points, how = embedding(updates, 4), {"linkage": "ward"}
+        distances = np.linalg.norm(points[:, None] - points[None], axis=2)
+    else:
+        points = distances = profiles(updates)
+        how = {"linkage": "complete", "metric": "precomputed"}
+    cuts = [AgglomerativeClustering(k, **how).fit_predict(points) for k in (2, 3, 4)]
+    scores = [silhouette_score(distances, cut, metric="precomputed") for cut in cuts]
+    np.testing.assert_allclose(metrics["silhouettes"], [np.nan, np.nan, *scores], rtol=1e-3)
+    best = 0
+    for i, score in enumerate(scores):
+        best = i if score > 1.1 * scores[best] else best
+    assert metrics["clusters_found"] == best + 2 == {"edc": 3, "madc": 2}[measure]
+    assert adjusted_rand_score(state.cluster, cuts[best]) == 1
 
 
 @pytest.mark.slow
@@ -215,6 +248,15 @@ def labelled(labels, seed=0, m=12):
     return Clients({"x": x, "y": y}, np.full(len(labels), m, np.int32))
 
 
+def test_labels_that_are_no_integers_do_not_migrate():
+    task = jfcl.models.classification(jfcl.models.Linear(4), (4,), 4)
+    algorithm = jfcl.fedgroup(task, TWO, num_clusters=2, migrate=0.1)
+    for examples in ({"x": np.zeros((4, 3, 4), np.float32)}, regression(0).examples):
+        clients = Clients(examples, np.full(len(examples["x"]), 3, np.int32))
+        with pytest.raises(ValueError, match="the labels 'y' of the examples must be an integer for each example"):
+            jax.eval_shape(algorithm.init, jax.random.key(0), jax.tree.map(jnp.asarray, clients))
+
+
 @pytest.mark.slow
 def test_a_client_with_other_labels_migrates():
     task = jfcl.models.classification(jfcl.models.Linear(4), (4,), 4)
@@ -246,13 +288,14 @@ def test_options_conform(options):
     check_algorithm(method, kind=kind, padding_tolerance=1e-6, examples_tolerance=examples)
 
 
-@pytest.mark.slow_cases("options4-unknown measure")
+@pytest.mark.slow_cases("options5-unknown measure")
 @pytest.mark.parametrize(
     ("options", "words"),
     [
         ({"num_clusters": 13}, "num_clusters must be at most the 12 clients there are, got 13"),
         ({"num_clusters": 3, "pretrain_clients": 2}, "pretrain_clients must be at least the 3 groups, got 2"),
         ({"num_clusters": 2, "migrate": 0.1}, "migrate must be left out for a task without classes"),
+        ({"num_clusters": "auto", "most_clusters": 1}, "most_clusters must be"),
         ({"num_clusters": 2, "mixing": -1.0}, "mixing must be"),
         ({"num_clusters": 2, "measure": "cosine"}, "unknown measure"),
     ],

@@ -150,16 +150,16 @@ def _whole_numbers() -> MaxNLocator:
     return MaxNLocator(integer=True, steps=[1, 2, 5, 10])
 
 
-def _by_round(records: Records, metric: str) -> tuple[np.ndarray, np.ndarray]:
+def _by_round(records: Records, metric: str, over: str = "round") -> tuple[np.ndarray, np.ndarray]:
     """Returns `(rounds [E], values [E, R])`; NaN for a seed without a finite value at a round."""
-    rounds = _spaced(sorted({r["round"] for r in records}))
+    rounds = _spaced(sorted({r[over] for r in records}))
     seeds = sorted({r["seed"] for r in records})
     row, column = ({name: i for i, name in enumerate(names)} for names in (rounds, seeds))
     values = np.full((len(rounds), len(seeds)), np.nan)
     for r in records:
         value = r.get(metric)
-        if r["round"] in row and value is not None and math.isfinite(value):
-            values[row[r["round"]], column[r["seed"]]] = value
+        if r[over] in row and value is not None and math.isfinite(value):
+            values[row[r[over]], column[r["seed"]]] = value
     return np.array(rounds), values
 
 
@@ -170,11 +170,13 @@ def _spaced(values: Sequence[Any]) -> list[Any]:
     return [values[i] for i in np.linspace(0, len(values) - 1, MOST_POINTS).astype(int)]
 
 
-def curves(runs: Mapping[str, Records], metric: str = "accuracy", *, label: str | None = None) -> Figure:
+def curves(
+    runs: Mapping[str, Records], metric: str = "accuracy", *, label: str | None = None, over: str = "round"
+) -> Figure:
     """Plots one metric over rounds, a line per run: mean over seeds, and a band from the lowest to the highest seed.
 
-    Of more than 2,000 evaluated rounds, as many evenly spaced ones are drawn. Of drifting data, a dotted line marks the
-    rounds after which clients change their clusters.
+    With `over` it is over another entry of the records. Of more than 2,000 rounds, as many evenly spaced are drawn.
+    Of drifting data, a dotted line marks the rounds after which clients change their clusters.
 
     Example:
       >>> records = [{"seed": 0, "round": 1, "accuracy": 0.5}, {"seed": 0, "round": 2, "accuracy": 0.9}]
@@ -184,13 +186,13 @@ def curves(runs: Mapping[str, Records], metric: str = "accuracy", *, label: str 
     """
     figure, axes = _axes(LINES)
     for name, records in runs.items():
-        rounds, values = _by_round(records, metric)
+        rounds, values = _by_round(records, metric, over)
         (line,) = axes.plot(rounds, values.mean(axis=1), label=name, marker="." if len(rounds) < 30 else None)
         axes.fill_between(rounds, values.min(axis=1), values.max(axis=1), color=line.get_color(), alpha=0.15, lw=0)
     for at in sorted({at for records in runs.values() for at in _changes(records)}):
         axes.axvline(at, color="0.6", ls=":", lw=1, zorder=0)
     axes.xaxis.set_major_locator(_whole_numbers())
-    axes.set(xlabel="round", ylabel=label or {"accuracy": "mean client accuracy"}.get(metric, metric.replace("_", " ")))
+    axes.set(xlabel=over, ylabel=label or {"accuracy": "mean client accuracy"}.get(metric, metric.replace("_", " ")))
     axes.grid(alpha=0.3)
     axes.legend()
     return figure

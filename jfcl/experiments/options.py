@@ -144,7 +144,8 @@ class Training:
       augment: random changes to training images; 'jfcl list augmentations' shows them.
       keep: optimiser state that a client keeps for the next round: nothing (default), schedule, or everything, momentum
         too (default where clients send gradients).
-      num_models: number of models, or auto where the method chooses it (clove, flux); default: --clusters.
+      num_models: number of models, or auto where the method can choose it (clove, fedgroup, flux, one_shot); default:
+        --clusters.
       share: share the parameters with a path that starts with one of these, comma separated.
       personal: the same for parameters that each client keeps and never sends.
       init_from: warm start: folder of a run of the same --model that ended with one model, or with the number needed

@@ -232,12 +232,14 @@ def _costs(runs: dict[str, Results]) -> Table:
 def parts_of(run: Results, label: str) -> dict[str, Any]:
     """Returns what the page says of one run; `label`, empty for a single run, is the beginning of its parts' ids."""
     private = run.summary.get("privacy")
+    of_number = "Mean silhouette by the number of clusters, of the last round with any: mean and range of the seeds."
     return {
         "label": label,
         "results": run,
         "is_configured": is_configured(run.config),
         "privacy": [] if private is None else privacy_text(private).splitlines(),
         "clusters": _clusters(run, label),
+        "silhouettes": figure(run, "silhouettes", None, of_number, label),
         **_similarity_and_tree(run, label),
         "worst": _worst_clients(run, label),
         "seeds": _seeds(run, label),

@@ -47,6 +47,23 @@ def summarize_run(config: Config, history: History, parts: Setup) -> dict[str, A
     return finite_or_none(summary)
 
 
+def silhouettes_by_number(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Returns the silhouettes by the number of clusters as records, those of each seed's last round that has any.
+
+    Example:
+      >>> silhouettes_by_number([{"seed": 0, "round": 4, "silhouettes": [None, None, 0.5]}])
+      [{'seed': 0, 'number of clusters': 2, 'mean silhouette': 0.5}]
+    """
+    scores = {r["seed"]: found for r in records if (found := _numbered(r.get("silhouettes", ())))}
+    names = "number of clusters", "mean silhouette"
+    return [{"seed": seed} | dict(zip(names, pair, strict=True)) for seed in scores for pair in scores[seed]]
+
+
+def _numbered(scores: Any) -> list[tuple[int, float]]:
+    """Returns the scores that are finite, and their places."""
+    return [(k, score) for k, score in enumerate(scores) if score is not None and np.isfinite(score)]
+
+
 def write_results(out: Path, summary: dict[str, Any], history: History, parts: Setup) -> None:
     """Writes `clients.csv`, `params.npz`, the plots and, last, `summary.json`, which marks the run as finished.
 
@@ -87,5 +104,7 @@ def write_results(out: Path, summary: dict[str, Any], history: History, parts: S
             figures[label] = plots.tree(parameter_tree.nodes(tree), cluster)
     if "cluster" in records[0]:
         figures["clusters"] = plots.assignments(records, cluster)
+    if by_number := silhouettes_by_number(records):
+        figures["silhouettes"] = plots.curves({name: by_number}, "mean silhouette", over="number of clusters")
     contents |= {f"plots/{name}.png": plots.png(figure) for name, figure in figures.items()}
     folder.write_results(out, contents, summary)

@@ -3,17 +3,29 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Annotated, Literal, Unpack
+from typing import Annotated, Any, Unpack
 
 import jax
 import jax.numpy as jnp
 
-from jfcl.core import Algorithm, Clients, Cohort, Task, check, check_at_most_clients, num_clients, of_rest, random_order
+from jfcl.core import (
+    Algorithm,
+    Clients,
+    Cohort,
+    Entries,
+    Task,
+    check,
+    check_at_most_clients,
+    num_clients,
+    of_rest,
+    random_order,
+)
 from jfcl.core.clients import server_key
 from jfcl.core.options import MOST_ADDED, OneOf, Range
-from jfcl.kernels import cut_by_silhouette, kmeans, least_cost_assignment, squared_distances
+from jfcl.kernels import least_cost_assignment
 from jfcl.methods.assigned import Assignment, assigned, embedded
 from jfcl.methods.averaging import Averaging, AveragingState, bytes_sent
+from jfcl.methods.number import Most, Number, clusters_of, of_scores
 from jfcl.methods.options import AVERAGING, SCOPES, Options, factory
 from jfcl.methods.round import take_rows
 from jfcl.training import local
@@ -27,8 +39,8 @@ def clove(
     task: Task,
     training: local.LocalTraining,
     *,
-    num_clusters: Annotated[int | Literal["auto"], Range(1)],
-    most_clusters: Annotated[int, Range(2, 1000)] = 15,
+    num_clusters: Number,
+    most_clusters: Most = 15,
     first: Annotated[str, OneOf(FIRST)] = "random",
     square_root: bool = False,
     stable_rounds: Annotated[int | None, Range(1, MOST_ADDED)] = 3,
@@ -53,11 +65,12 @@ def clove(
 
     Returns:
       `Algorithm` with an `AveragingState`, and the further metrics `clusters_found`, `compared` (1 in a round that
-      clusters its clients, else 0) and, with `"auto"`, `silhouette` of the clusters. A client with a loss that is not
-      finite keeps its cluster. One that has not taken part, or was not in training, is served the model of lowest loss.
-      Cost of a round: `K` forward passes over each client's data plus its local training, k-means of `[C, K]`; memory
-      `O(chunk D + K D)`. Bytes: each client gets `K` models (shared layers once) and sends one and `K` losses; once its
-      cohort is stable, one and one.
+      clusters its clients, else 0), `nonfinite_losses` (clients with a loss that is not finite, which keep their
+      cluster) and, with `"auto"`, `silhouettes` `[most_clusters + 1]`, the mean ones by the number of clusters, NaN
+      where it was not tried. A client that has not taken part, or was not in training, is served the model of lowest
+      loss. Cost of a round: `K` forward passes over each client's data plus its local training, k-means of `[C, K]`;
+      memory `O(chunk D + K D)`. Bytes: each client gets `K` models (shared layers once) and sends one and `K` losses;
+      once its cohort is stable, one and one.
 
     Raises:
       ValueError: more clusters than clients in a round; as in `jfcl.fedavg`.
@@ -81,7 +94,7 @@ def clove(
     k, cohort = most_clusters if auto else num_clusters, options["cohort"]
     check(auto or cohort is None or k <= cohort, "num_clusters", k, f"at most the {cohort} clients of a cohort")
     rules = Averaging(task, training, k, **options)
-    find = partial(_found_auto if auto else _found, num_clusters=k, square_root=square_root)
+    find, untried = partial(_found, num_clusters=k, auto=auto, square_root=square_root), jnp.full(k + 1, jnp.nan)
 
     def assign(key: jax.Array, cohort: Cohort, state: AveragingState) -> Assignment:
         size = jnp.asarray(cohort.clients.size)
@@ -98,15 +111,15 @@ def clove(
         def keep():
             parts = jnp.argsort(random_order(server_key(cohort.key), cohort.clients)).astype(jnp.int32) % k
             cluster = jnp.where(state.round == 0, parts, last) if first == "random" else last
-            return cluster, jnp.full((), jnp.nan), jnp.zeros(())
+            return cluster, untried if auto else (), jnp.zeros((), jnp.int32), jnp.zeros(())
 
         due = jnp.ones((), bool) if first == "losses" else state.round > 0
         if stable_rounds is not None:
             due &= jnp.where(size > 0, unchanged, jnp.iinfo(jnp.int32).max).min() < stable_rounds
-        cluster, score, compared = jax.lax.cond(due, compare, keep)
+        cluster, scores, unknown, compared = jax.lax.cond(due, compare, keep)
         used = jnp.zeros(k, bool).at[jnp.where(size > 0, cluster, k)].set(True, mode="drop")
-        metrics = {"clusters_found": used.sum().astype(jnp.int32), "compared": compared}
-        metrics |= {"silhouette": score} if auto else {}
+        metrics = {"clusters_found": used.sum().astype(jnp.int32), "compared": compared, "nonfinite_losses": unknown}
+        metrics |= of_scores(scores)
         one, of_models = bytes_sent(rules, state.params, jnp.ones((), bool))
         costs = {"bytes_up": compared * 4.0 * k, "bytes_down": compared * (of_models - one)}
         return Assignment(cluster, state.memory, metrics=metrics, **costs)
@@ -118,31 +131,24 @@ def clove(
             check_at_most_clients("num_clusters", k, num_clients(clients))
         return algorithm.init(key, clients)
 
-    return algorithm._replace(init=init)
+    return algorithm._replace(init=init, entries=Entries(largest=("nonfinite_losses",), notes=notes))
 
 
-@partial(jax.jit, static_argnames=("num_clusters", "square_root"))
-def _found(losses, real, last, key, *, num_clusters, square_root):
-    """Returns `(model [C], NaN)` of k-means on losses `[C, K]`."""
-    vectors, known = _vectors(losses, real, square_root)
-    cluster = kmeans(vectors, num_clusters, key=key, mask=known).cluster
-    return _matched(losses, cluster, known, last), jnp.full((), jnp.nan)
-
-
-@partial(jax.jit, static_argnames=("num_clusters", "square_root"))
-def _found_auto(losses, real, last, key, *, num_clusters, square_root):
-    """Returns `(model [C], mean silhouette [])` of as many clusters as silhouettes choose."""
-    vectors, known = _vectors(losses, real, square_root)
-    distances = jnp.sqrt(squared_distances(vectors, mask=known))
-    chosen = cut_by_silhouette(distances, most=num_clusters, mask=known)
-    return _matched(losses, chosen.cluster, known, last), chosen.scores[chosen.num_clusters]
-
-
-def _vectors(losses, real, square_root):
-    """Returns the vectors to cluster, and the clients `[C]` bool that have one."""
+@partial(jax.jit, static_argnames=("num_clusters", "auto", "square_root"))
+def _found(losses, real, last, key, *, num_clusters, auto, square_root):
+    """Returns the models `[C]` of clients with losses `[C, K]`, the silhouettes, and how many have one not finite."""
     vectors = jnp.sqrt(losses) if square_root else losses
     known = real & jnp.isfinite(vectors).all(axis=1)
-    return jnp.where(known[:, None], vectors, 0.0), known
+    vectors = jnp.where(known[:, None], vectors, 0.0)
+    cluster, scores = clusters_of(vectors, key, known, num_clusters=num_clusters, auto=auto)
+    return _matched(losses, cluster, known, last), scores, (real & ~known).sum().astype(jnp.int32)
+
+
+def notes(record: dict[str, Any], is_last: bool) -> dict[str, str]:
+    """Returns the warning of losses that are not finite."""
+    count = record["nonfinite_losses"]
+    text = f"{count} client(s) had a loss that is not finite, of one of the models at least, and kept their cluster"
+    return {"losses": text} if count and not is_last else {}
 
 
 def _matched(losses, cluster, known, last):

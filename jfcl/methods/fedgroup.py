@@ -31,11 +31,12 @@ from jfcl.core import (
     trained_part,
 )
 from jfcl.core.options import MOST_REPEATED, Interval, OneOf, Range, Real
-from jfcl.kernels import cut, kmeans, linkage_tree, pairwise_cosine, principal_vectors, profile_distances
+from jfcl.kernels import cut, cut_by_silhouette, linkage_tree, pairwise_cosine, principal_vectors, profile_distances
 from jfcl.kernels.base import rows_of
 from jfcl.methods import round as phases
 from jfcl.methods.assigned import UNSEEN, Assignment, assigned, embedded
 from jfcl.methods.averaging import Averaging, AveragingState, with_models
+from jfcl.methods.number import Most, Number, clusters_of, of_scores
 from jfcl.methods.once import with_first_costs
 from jfcl.methods.options import AVERAGING, SCOPES, Options, factory
 from jfcl.robust.aggregate import cluster_mean, ravel_clients, shared_means, where_rows
@@ -48,11 +49,19 @@ NONE = -2.0  # in the place of the cosine of no update, or to a group without me
 
 
 class Groups(NamedTuple):
-    """The common start, the groups' directions `[K, D]`, and with `migrate` the shares of labels `[N, classes]`."""
+    """The memory of FedGroup.
+
+    Attributes:
+      start: the common start.
+      directions: `[K, D]`, the groups' mean first updates.
+      shares: `[N, classes]`, with `migrate` the shares of labels; else `()`.
+      scores: `[K + 1]`, with `"auto"` the mean silhouettes by the number of groups; else `()`.
+    """
 
     start: PyTree
     directions: jax.Array
     shares: jax.Array | tuple[()]
+    scores: jax.Array | tuple[()]
 
 
 @factory(*AVERAGING, *SCOPES)
@@ -60,7 +69,8 @@ def fedgroup(
     task: Task,
     training: local.LocalTraining,
     *,
-    num_clusters: Annotated[int, Range(1)],
+    num_clusters: Number,
+    most_clusters: Most = 15,
     pretrain_steps: Annotated[int, Range(1, MOST_REPEATED)] = 50,
     pretrain_clients: Annotated[int | None, Range(1)] = None,
     measure: Annotated[str, OneOf(MEASURES)] = "edc",
@@ -75,7 +85,9 @@ def fedgroup(
 
     Args:
       task, training: as in `jfcl.fedavg`.
-      num_clusters: `K`, the number of groups.
+      num_clusters: `K`, the number of groups; `"auto"`: that of the largest mean silhouette, in Ward's dendrogram of
+        the cosines, or that of `"madc"` (see `jfcl.kernels.cut_by_silhouette`).
+      most_clusters: the number of models with `"auto"`, and so the most groups.
       pretrain_steps: local steps from the common start.
       pretrain_clients: clients that are clustered before the first round; default: `20 K`, or all.
       measure: of the clustering. `"edc"`: k-means of the cosines of an update to the first `K` left singular vectors of
@@ -86,13 +98,14 @@ def fedgroup(
       init_params: one model, the common start.
 
     Returns:
-      `Algorithm` with an `AveragingState`, and the further metrics `cold_starts` and `migrations` of a round. A client
-      that has not taken part is served the model of lowest loss; one that was not in training starts cold; one whose
-      first update is not finite starts cold again. The first
-      models are the means of the pretrained ones, over clients alike. The pretraining is a round of `init`, with its
-      cost in the metrics of the first round. Cost of a round: FedAvg's, and `pretrain_steps` for each cold start (where
-      clients are mapped by `jax.vmap`, for all of the cohort in a round with one); memory `O(P D)` for `P` pretrained
-      clients in `init`. Bytes: a model down and up for each pretraining and cold start, beside FedAvg's.
+      `Algorithm` with an `AveragingState`, and the further metrics `cold_starts` and `migrations` of a round,
+      `clusters_found`, the groups that have been found, and with `"auto"` `silhouettes` `[most_clusters + 1]`, the mean
+      ones by the number of groups. A client that has not taken part is served the model of lowest loss; one that was
+      not in training starts cold; one whose first update is not finite starts cold again. The first models are the
+      means of the pretrained ones, over clients alike. The pretraining is a round of `init`, with its cost in the
+      metrics of the first round. Cost of a round: FedAvg's, and `pretrain_steps` for each cold start (where clients are
+      mapped by `jax.vmap`, for all of the cohort in a round with one); memory `O(P D)` for `P` pretrained clients in
+      `init`. Bytes: a model down and up for each pretraining and cold start, beside FedAvg's.
 
     Raises:
       ValueError: `K` larger than the number of clients, or of those that are pretrained; `migrate` for a task without
@@ -100,8 +113,8 @@ def fedgroup(
 
     Source: FedGroup: Efficient Clustered Federated Learning via Decomposed Data-Driven Measure (Duan, Liu, Ji, Wu,
     Liang, Chen, Tan, Ren 2021); Flexible Clustered Federated Learning for Client-Level Data Distribution Shift (Duan,
-    Liu, Ji, Wu, Liang, Chen, Tan 2022). The authors' code for migration compares counts of labels as if
-    they were values, so that permuted labels are no change.
+    Liu, Ji, Wu, Liang, Chen, Tan 2022). The authors' code for migration compares counts of labels as if they were
+    values, so that permuted labels are no change.
 
     Example:
       >>> import jax, jfcl, numpy as np, optax
@@ -113,12 +126,14 @@ def fedgroup(
       >>> np.round(state.params["b"][state.cluster], 1).tolist()
       [1.0, 5.0, 1.0, 5.0]
     """
-    k, wanted = num_clusters, 20 * num_clusters if pretrain_clients is None else pretrain_clients
-    check(wanted >= k, "pretrain_clients", pretrain_clients, f"at least the {k} groups")
+    auto = num_clusters == "auto"
+    k = most_clusters if auto else num_clusters
+    wanted = 20 * k if pretrain_clients is None else pretrain_clients
+    check(auto or wanted >= k, "pretrain_clients", pretrain_clients, f"at least the {k} groups")
     check(migrate is None or task.num_classes is not None, "migrate", migrate, "left out for a task without classes")
     options["client_axis"] = mapping.or_auto(options["client_axis"])
     cold = training._replace(num_steps=pretrain_steps, num_epochs=None, keep="nothing")
-    how = Grouping(Averaging(task, training, k, **options), cold, wanted, measure, migrate)
+    how = Grouping(Averaging(task, training, k, **options), auto, cold, wanted, measure, migrate)
     rules = how.rules._replace(init_params=None)
     grouped = assigned(rules, partial(_assign, how), remember=partial(_remember, how))
     grouped = grouped._replace(adopt=partial(_adopt, how))
@@ -144,6 +159,7 @@ class Grouping(NamedTuple):
     """The arguments of FedGroup: `cold` is the training of first updates, `count` clients have them in `init`."""
 
     rules: Averaging
+    auto: bool
     cold: local.LocalTraining
     count: int
     measure: str
@@ -176,7 +192,8 @@ def _cosines(how: Grouping, memory: Groups, key, examples, size, own, is_cold) -
 def _remember(how: Grouping, key: jax.Array, clients: Clients, state: AveragingState) -> AveragingState:
     """Returns the state with the groups of the first clients, and their models."""
     rules, k, n = how.rules, how.rules.num_clusters, num_clients(clients)
-    check_at_most_clients("num_clusters", k, n)
+    if not how.auto:
+        check_at_most_clients("num_clusters", k, n)
     order_key, means_key, start_key, train_key = jax.random.split(key, 4)
     start, first = phases.initial_models(rules.task, start_key, 1, rules.init_params), jnp.zeros(n, jnp.int32)
     start, own = phases.initial_scopes(rules.personal, start, first)
@@ -185,10 +202,13 @@ def _remember(how: Grouping, key: jax.Array, clients: Clients, state: AveragingS
     # Train some clients from the common start, and cluster their updates.
     rows = random_order(order_key, clients)[: min(how.count, n)]
     cohort = Cohort(take_clients(clients, rows), rows, train_key)
+    shares = ()
+    if how.migrate is not None:
+        shares = jnp.zeros((n, rules.task.num_classes)).at[rows].set(_shares(cohort.clients, rules.task))
     train = partial(_first_update, how, start)
     updates, usable = embedded(rules, train, cohort, phases.take_rows(cohort, own))
     flat = ravel_clients(trained_part(rules.task, updates))
-    group = _groups(flat, means_key, usable, num_clusters=k, measure=how.measure)
+    group, scores = _groups(flat, means_key, usable, num_clusters=k, auto=how.auto, measure=how.measure)
 
     # A group without clients starts at the mean of all.
     counts, in_order = usable.astype(jnp.float32), mapping.chunked(1)
@@ -201,11 +221,8 @@ def _remember(how: Grouping, key: jax.Array, clients: Clients, state: AveragingS
 
     state = with_models(rules, state, models, first.at[rows].set(jnp.where(usable, group, 0)), own)
     seen = jnp.full(n, UNSEEN, jnp.int32).at[rows].set(jnp.where(usable, 0, UNSEEN))
-    shares = ()
-    if how.migrate is not None:
-        shares = jnp.zeros((n, rules.task.num_classes)).at[rows].set(_shares(cohort.clients, rules.task))
     directions = cluster_mean(flat, group, counts, k, in_order)
-    return state._replace(unchanged=seen, memory=Groups(start, directions, shares))
+    return state._replace(unchanged=seen, memory=Groups(start, directions, shares, scores))
 
 
 def _assign(how: Grouping, key: jax.Array, cohort: Cohort, state: AveragingState) -> Assignment:
@@ -228,9 +245,11 @@ def _assign(how: Grouping, key: jax.Array, cohort: Cohort, state: AveragingState
         memory = memory._replace(shares=phases.put_rows(cohort, memory.shares, kept))
     each = is_cold.astype(jnp.float32)
     model, steps = each * float(num_bytes(memory.start)), each * float(how.cold.num_steps)
-    metrics = {"cold_starts": is_cold.sum().astype(jnp.int32), "migrations": moved.sum().astype(jnp.int32)}
-    found = joins | (unchanged != UNSEEN)
-    return Assignment(cluster, memory, assigned=found, bytes_up=model, bytes_down=model, steps=steps, metrics=metrics)
+    found = (memory.directions != 0).any(axis=1)
+    counts = {"cold_starts": is_cold, "migrations": moved, "clusters_found": found}
+    metrics = {name: which.sum().astype(jnp.int32) for name, which in counts.items()} | of_scores(memory.scores)
+    known = joins | (unchanged != UNSEEN)
+    return Assignment(cluster, memory, assigned=known, bytes_up=model, bytes_down=model, steps=steps, metrics=metrics)
 
 
 def _adopt(how: Grouping, state: AveragingState, clients: Clients) -> Served:
@@ -244,26 +263,28 @@ def _adopt(how: Grouping, state: AveragingState, clients: Clients) -> Served:
     return Served(state.params, to, None if how.rules.personal is None else own)
 
 
-@partial(jax.jit, static_argnames=("num_clusters", "measure"))
-def _groups(updates, key, usable, *, num_clusters, measure):
-    """Returns the group `[P]` int32 of each pretrained client, by its update `[P, D]`."""
+@partial(jax.jit, static_argnames=("num_clusters", "auto", "measure"))
+def _groups(updates, key, usable, *, num_clusters, auto, measure):
+    """Returns the group `[P]` int32 of each pretrained client, by its update `[P, D]`, and the silhouettes."""
     if measure == "edc":
         principal = principal_vectors(updates, num_clusters, mask=usable)[0]
         both = pairwise_cosine(jnp.concatenate([updates, principal.astype(updates.dtype)]))
-        return jnp.maximum(kmeans(both[: len(updates), len(updates) :], num_clusters, key=key, mask=usable).cluster, 0)
+        cosines = both[: len(updates), len(updates) :]
+        group, scores = clusters_of(cosines, key, usable, num_clusters=num_clusters, auto=auto)
+        return jnp.maximum(group, 0), scores
     distances = profile_distances(pairwise_cosine(updates, mask=usable), mask=usable)
-    return cut(linkage_tree(distances, "complete", mask=usable), num_clusters=min(num_clusters, len(updates)))
+    if auto:
+        chosen = cut_by_silhouette(distances, most=num_clusters, linkage="complete", mask=usable)
+        return chosen.cluster, chosen.scores
+    return cut(linkage_tree(distances, "complete", mask=usable), num_clusters=min(num_clusters, len(updates))), ()
 
 
 def _shares(clients: Clients, task: Task) -> jax.Array:
     """Returns each client's shares of labels, `[C, classes]`."""
-    y = clients.examples["y"]
-    check(
-        jnp.issubdtype(y.dtype, jnp.integer) and y.ndim == 2,
-        "migrate",
-        y.shape,
-        "left out without one label an example",
-    )
+    y = clients.examples.get("y") if isinstance(clients.examples, dict) else None
+    fits = y is not None and jnp.issubdtype(y.dtype, jnp.integer) and y.ndim == 2
+    found = "none" if y is None else f"{y.dtype} {y.shape}"
+    check(fits, "the labels 'y' of the examples", found, "an integer for each example: migrate compares their shares")
     counts = jax.nn.one_hot(y, task.num_classes) * mask(clients)[:, :, None].astype(jnp.float32)
     counts = counts.sum(axis=1)
     return counts / jnp.maximum(counts.sum(axis=1), 1)[:, None]

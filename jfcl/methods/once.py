@@ -91,3 +91,10 @@ def clustered_once(
 
     cost = {"messages": messages, "rounds": rounds} | costs
     return with_first_costs(inner._replace(init=init), rules.training, **cost)
+
+
+def clusters_in_use(state: Any, clients: Clients) -> jax.Array:
+    """Returns the number of clusters `[]` int32 that have clients with examples."""
+    k, real = len(jax.tree.leaves(state.params)[0]), jnp.asarray(clients.size) > 0
+    used = jnp.zeros(k, bool).at[jnp.where(real, state.cluster, k)].set(True, mode="drop")
+    return used.sum().astype(jnp.int32)

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from functools import partial
-from typing import Unpack
+from typing import Any, Unpack
 
 import jax
 import jax.numpy as jnp
 
 from jfcl import mapping
 from jfcl.core import Algorithm, Clients, PyTree, Task, divided, trained_part
-from jfcl.kernels import kmeans
 from jfcl.kernels.base import DENSE_UP_TO
 from jfcl.mapping.columns import over_columns
-from jfcl.methods.averaging import Averaging
-from jfcl.methods.once import clustered_once
+from jfcl.methods.averaging import Averaging, AveragingState
+from jfcl.methods.number import Most, Number, clusters_of, of_scores
+from jfcl.methods.once import clustered_once, clusters_in_use
 from jfcl.methods.options import AVERAGING, SCOPES, Options, Rounds, factory
 from jfcl.methods.personal import initial_state, train_alone
 from jfcl.methods.round import weights_of
@@ -27,7 +26,8 @@ def one_shot(
     task: Task,
     training: local.LocalTraining,
     *,
-    num_clusters: int,
+    num_clusters: Number,
+    most_clusters: Most = 15,
     local_rounds: Rounds = 10,
     **options: Unpack[Options],
 ) -> Algorithm:
@@ -35,15 +35,18 @@ def one_shot(
 
     Args:
       task, training: as in `jfcl.fedavg`.
-      num_clusters: `K`.
+      num_clusters: `K`; `"auto"`: the number of clusters is that of the largest mean silhouette in Ward's dendrogram
+        of the models (see `jfcl.kernels.cut_by_silhouette`).
+      most_clusters: the number of models with `"auto"`, and so the most clusters.
       local_rounds: rounds (of `training`) that clients train alone before that, from one common model. They happen in
         `init`: a simulation counts them before its own, and their cost is in the metrics of its first round.
       init_params: one model that all start from.
 
     Returns:
-      `Algorithm` with an `AveragingState`. Statistics are not compared. The models start at the means of their
-      clients', where shared at those of all. Cost of `init`: `local_rounds` local trainings of all, k-means of `N`
-      points, `O(N D)` memory; of a round: FedAvg's.
+      `Algorithm` with an `AveragingState`, and the further metrics `clusters_found` and, with `"auto"`, `silhouettes`
+      `[most_clusters + 1]`, the mean ones by the number of clusters. Statistics are not compared. The models start at
+      the means of their clients', where shared at those of all. Cost of `init`: `local_rounds` local trainings of all,
+      k-means of `N` points, `O(N D)` memory, with `"auto"` `O(N²)` more; of a round: FedAvg's.
 
     Raises:
       ValueError: `K` larger than the number of clients, and as in `jfcl.fedavg`.
@@ -59,23 +62,25 @@ def one_shot(
       ([1.0, 5.0], True)
     """
     options["client_axis"] = mapping.or_auto(options["client_axis"])
-    rules = Averaging(task, training, num_clusters, **options)
+    auto = num_clusters == "auto"
+    rules = Averaging(task, training, most_clusters if auto else num_clusters, **options)
 
     def find(key: jax.Array, clients: Clients):
-        return cluster_local_models(rules, key, clients, local_rounds)
+        return cluster_local_models(rules, key, clients, local_rounds, auto=auto)
 
-    return clustered_once(rules, find, messages=1, rounds=local_rounds)
+    once = clustered_once(rules, find, messages=1, rounds=local_rounds, within=not auto)
 
+    def step(key: jax.Array, state: AveragingState, clients: Clients):
+        found = {"clusters_found": clusters_in_use(state, clients)} | of_scores(state.memory)
+        state, metrics = once.step(key, state, clients)
+        return state, metrics | found
 
-@partial(jax.jit, static_argnames="num_clusters")
-def _clusters(points: jax.Array, key: jax.Array, usable: jax.Array, *, num_clusters: int) -> jax.Array:
-    """Returns the k-means cluster `[N]` of each point; compiled, where too few points leave clusters empty."""
-    return kmeans(points, num_clusters, key=key, mask=usable).cluster
+    return once._replace(step=step)
 
 
 def cluster_local_models(
-    rules: Averaging, key: jax.Array, clients: Clients, num_rounds: int
-) -> tuple[PyTree, jax.Array, PyTree]:
+    rules: Averaging, key: jax.Array, clients: Clients, num_rounds: int, *, auto: bool = False
+) -> tuple[PyTree, jax.Array, PyTree, Any]:
     """Clusters the clients by k-means (Lloyd) on the parameters of models that they train alone.
 
     Statistics are not compared. Clients without examples, or with a last round that has no finite model, are left out,
@@ -84,9 +89,10 @@ def cluster_local_models(
     Args:
       rules: the method's, with a `client_axis`.
       num_rounds: rounds of local training, in which each client trains its model.
+      auto: as in `clusters_of`.
 
     Returns:
-      `(means [K, ...], cluster [N], personal [N, ...])`, the last `()` where a client keeps nothing.
+      `(means [K, ...], cluster [N], personal [N, ...], scores)`; `personal` is `()` where a client keeps nothing.
     """
     task, client_axis, num_clusters = rules.task, rules.client_axis, rules.num_clusters
     start_key, rounds_key, means_key = jax.random.split(key, 3)
@@ -103,11 +109,12 @@ def cluster_local_models(
 
     def cluster_models(models, key, usable):
         points = ravel_clients(trained_part(task, models))
-        return (), _clusters(points, key, usable, num_clusters=num_clusters)
+        return (), clusters_of(points, key, usable, num_clusters=num_clusters, auto=auto)
 
     if len(size) <= DENSE_UP_TO:
         cluster_models = over_columns(client_axis, cluster_models)
-    cluster = jnp.maximum(cluster_models(models, means_key, usable)[1], 0)
+    cluster, scores = cluster_models(models, means_key, usable)[1]
+    cluster = jnp.maximum(cluster, 0)
     counts = weights_of(rules.weights, clients) * usable.astype(jnp.float32)
     in_order = client_axis if isinstance(client_axis, mapping.sharded) else mapping.chunked(1)
     means = cluster_mean(models, cluster, counts, num_clusters, in_order)
@@ -116,4 +123,4 @@ def cluster_local_models(
     everyone = jax.tree.map(lambda m, b: jnp.where((counts > 0).any(), m, b[:1]), everyone, begin)
     filled = jax.ops.segment_sum((counts > 0).astype(jnp.int32), cluster, num_clusters) > 0
     means = where_rows(filled, means, jax.tree.map(lambda e, m: jnp.broadcast_to(e, m.shape), everyone, means))
-    return shared_means(rules.shared, means, models, counts, in_order), cluster, own
+    return shared_means(rules.shared, means, models, counts, in_order), cluster, own, scores

@@ -15,7 +15,7 @@ from jfcl.kernels.dendrogram import number_by_first
 from jfcl.mapping.columns import on_every_device
 from jfcl.methods.averaging import Averaging, AveragingState
 from jfcl.methods.averaging import serve as serve_clusters
-from jfcl.methods.once import check_one_label, clustered_once
+from jfcl.methods.once import check_one_label, clustered_once, clusters_in_use
 from jfcl.methods.options import AVERAGING, SCOPES, Options, factory
 from jfcl.methods.round import initial_models, initial_scopes
 from jfcl.training import local
@@ -127,11 +127,10 @@ def pacfl(
     once = clustered_once(rules, find, messages=0, rounds=0, sent=sent)
 
     def step(key: jax.Array, state: AveragingState, clients: Clients):
-        real = jnp.asarray(clients.size) > 0
-        used = jnp.zeros(num_clusters, bool).at[jnp.where(real, state.cluster, num_clusters)].set(True, mode="drop")
         found = {"angle_within": state.memory.within, "angle_between": state.memory.between}
+        found |= {"clusters_found": clusters_in_use(state, clients)}
         state, metrics = once.step(key, state, clients)
-        return state, metrics | found | {"clusters_found": used.sum().astype(jnp.int32)}
+        return state, metrics | found
 
     def adopt(state: AveragingState, clients: Clients) -> Served:
         known = (state.memory.bases != 0).any(axis=(1, 2))
@@ -156,5 +155,5 @@ def _check_inputs(clients: Clients) -> None:
         jnp.issubdtype(x.dtype, jnp.floating),
         'examples["x"]',
         x.dtype,
-        "of a floating-point type: of words there is no angle",
+        "of a floating-point type, as images / 255 are: between words there is no angle",
     )

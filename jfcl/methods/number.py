@@ -1,0 +1,45 @@
+"""The number of clusters, given or chosen by silhouettes, and clusters of points in that number."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Annotated, Any, Literal
+
+import jax
+import jax.numpy as jnp
+
+from jfcl.core.options import Range
+from jfcl.kernels import cut_by_silhouette, kmeans, squared_distances
+
+Number = Annotated[int | Literal["auto"], Range(1)]
+Most = Annotated[int, Range(2, 1000)]  # clusters that "auto" may choose, and so the number of models
+
+
+@partial(jax.jit, static_argnames=("num_clusters", "auto"))
+def clusters_of(
+    points: jax.Array, key: jax.Array, usable: jax.Array, *, num_clusters: int, auto: bool
+) -> tuple[jax.Array, Any]:
+    """Clusters points by k-means, or with `auto` by Ward's dendrogram in as many clusters as silhouettes choose.
+
+    It is compiled, where too few points leave clusters empty.
+
+    Args:
+      points: `[N, D]`.
+      key: of k-means.
+      usable: `[N]` bool, points that count.
+      num_clusters: `K`; with `auto` the most there may be.
+
+    Returns:
+      `(cluster [N], scores)`, of points that do not count -1, or with `auto` that of the first one that does. `scores`
+      `[K + 1]` are the mean silhouettes by the number of clusters, NaN where it is not tried; `()` without `auto`.
+    """
+    if not auto:
+        return kmeans(points, num_clusters, key=key, mask=usable).cluster, ()
+    distances = jnp.sqrt(squared_distances(points, mask=usable))
+    chosen = cut_by_silhouette(distances, most=num_clusters, mask=usable)
+    return chosen.cluster, chosen.scores
+
+
+def of_scores(scores: Any) -> dict[str, jax.Array]:
+    """Returns the metric `silhouettes` of what `clusters_of` returns; none without `auto`."""
+    return {} if isinstance(scores, tuple) else {"silhouettes": scores}
