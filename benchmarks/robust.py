@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 from functools import partial
-from typing import Any
 
 import jax
 import numpy as np
@@ -26,29 +25,36 @@ ATTACKS = ("optimal_alie", "optimal_ipm", "min_max", "min_sum", "fang")
 AGGREGATORS = ("mean", "caf", "smea", "monna", "dnc", "clipped_clustering", "sign_guard")
 
 
-def accuracy(attack: str | None, aggregator: str, args: argparse.Namespace) -> float:
-    """Returns the accuracy in percent of the benign clients after the last round, the mean of the seeds."""
+def accuracies(aggregator: str, args: argparse.Namespace) -> np.ndarray:
+    """Returns the accuracy in percent of the benign clients after the last round, without an attack and with each."""
     malicious = np.arange(CLIENTS) >= CLIENTS - MALICIOUS
     fed = jfcl.data.build("digits", num_clients=CLIENTS)
+    real = (np.arange(fed.test.examples["y"].shape[1]) < fed.test.size[:, None]) & ~malicious[:, None]
+    test = {name: x[real] for name, x in fed.test.examples.items()}
     task = jfcl.models.classification(jfcl.models.MLP(10, hidden=(32,)), fed.input_shape, fed.num_classes)
     training = jfcl.local_training(optax.sgd(0.1), num_steps=5)
     known = {} if "num_malicious" not in kernels.aggregator_options(aggregator) else {"num_malicious": MALICIOUS}
     combine = kernels.make_aggregator(aggregator, **known)
-    adversary = None
-    if attack is not None:
-        make = attacks.UPDATE_ATTACKS[attack]
-        make = partial(make, combine) if attack.startswith("optimal") else make
-        adversary = jfcl.Adversary(make(), malicious)
-    algorithm = jfcl.fedavg(task, training, adversary=adversary, aggregator=combine, client_axis=jax.vmap)
-    real = np.arange(fed.test.examples["y"].shape[1]) < fed.test.size[:, None]
-    test = {name: x[real & ~malicious[:, None]] for name, x in fed.test.examples.items()}
+    makes = [attacks.UPDATE_ATTACKS[name] for name in ATTACKS]
+    sent = [make(combine) if make.__name__.startswith("optimal") else make() for make in makes]
+    sent.insert(0, lambda key, updates, malicious, usable: updates)
 
-    def run(key):
+    def run(case):  # one program for all attacks
+        key, number = case
+
+        def attack(key, updates, malicious, usable):
+            return jax.lax.switch(number, sent, key, updates, malicious, usable)
+
+        adversary = jfcl.Adversary(attack, malicious)
+        algorithm = jfcl.fedavg(task, training, adversary=adversary, aggregator=combine, client_axis=jax.vmap)
         state = jfcl.rollout(algorithm, fed.train, key=key, num_rounds=args.rounds)[0]
         model = jax.tree.map(lambda x: x[0], state.params)
         return task.correct(task.apply(model, test["x"]), test).mean()
 
-    return 100 * float(jax.jit(partial(jax.lax.map, run))(jax.random.split(jax.random.key(0), args.seeds)).mean())
+    keys = jax.random.split(jax.random.key(0), args.seeds)
+    numbers = np.repeat(np.arange(len(sent), dtype=np.int32), args.seeds)
+    found = jax.jit(partial(jax.lax.map, run))((keys[np.tile(np.arange(args.seeds), len(sent))], numbers))
+    return 100 * np.asarray(found).reshape(len(sent), args.seeds).mean(axis=1)
 
 
 def main() -> None:
@@ -56,17 +62,15 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--aggregators", nargs="+", default=[*AGGREGATORS])
-    parser.add_argument("--attacks", nargs="+", default=["none", *ATTACKS])
     args = parser.parse_args()
-    rows: list[dict[str, Any]] = []
+    rows = []
     for aggregator in args.aggregators:
-        rows.append({"aggregator": aggregator})
-        for attack in args.attacks:
-            rows[-1][attack] = round(accuracy(None if attack == "none" else attack, aggregator, args), 1)
+        found = dict(zip(("none", *ATTACKS), accuracies(aggregator, args).round(1).tolist(), strict=True))
+        rows.append({"aggregator": aggregator} | found)
         print(rows[-1], flush=True)
-    whole = len(args.aggregators) == len(AGGREGATORS) and len(args.attacks) == 1 + len(ATTACKS)
     title = f"Accuracy % on digits, {MALICIOUS} of {CLIENTS} clients hostile"
-    report("robust", title, ["aggregator", *args.attacks], rows, "python benchmarks/robust.py", partial=not whole)
+    partial_run = args.aggregators != [*AGGREGATORS]
+    report("robust", title, ["aggregator", "none", *ATTACKS], rows, "python benchmarks/robust.py", partial=partial_run)
 
 
 if __name__ == "__main__":

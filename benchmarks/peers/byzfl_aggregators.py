@@ -23,6 +23,7 @@ def main(case: dict) -> dict:
         "multi_krum": lambda: byzfl.MultiKrum(f=f),
         "geometric_median": lambda: byzfl.GeometricMedian(T=case["iterations"]),
         "centered_clip": lambda: byzfl.CenteredClipping(m=None, L=case["iterations"], tau=case["radius"]),
+        "monna": lambda: byzfl.MoNNA(f=f),
         "nearest_neighbour_mixing": lambda: byzfl.NNM(f=f),
         "adaptive_clip": lambda: byzfl.ARC(f=f),
     }
