@@ -106,23 +106,16 @@ def bipartition(quick: bool) -> list[Row]:
         )
         rows += rows_of("bipartition", f"N={count}", seconds)
         if count <= 5000:
-            seconds = in_turn(
-                {
-                    "SciPy linkage(complete)": lambda c=condensed: linkage(c, "complete"),
-                    "complete_linkage_tree": lambda s=similarity: kernels.complete_linkage_tree(s),
-                },
-                repeats=3,
-            )
-            rows += rows_of("complete linkage", f"N={count}", seconds)
             apart = 1.0 - similarity
-            seconds = in_turn(
-                {
-                    "SciPy linkage(average)": lambda c=condensed: linkage(c, "average"),
-                    "linkage_tree(average)": lambda d=apart: kernels.linkage_tree(d, "average"),
-                },
-                repeats=3,
-            )
-            rows += rows_of("average linkage", f"N={count}", seconds)
+            for name in ("complete", "average"):
+                seconds = in_turn(
+                    {
+                        f"SciPy linkage({name})": lambda c=condensed, name=name: linkage(c, name),
+                        f"linkage_tree({name})": lambda d=apart, name=name: kernels.linkage_tree(d, name),
+                    },
+                    repeats=3,
+                )
+                rows += rows_of(f"{name} linkage", f"N={count}", seconds)
     return rows
 
 

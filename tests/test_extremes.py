@@ -147,7 +147,7 @@ def test_bulyan_of_few_is_one_of_them():
 
 def test_one_client_is_a_dendrogram_without_merges():
     one = jnp.ones((1, 1))
-    for tree in (kernels.single_linkage_tree(one), kernels.complete_linkage_tree(one)):
+    for tree in (kernels.single_linkage_tree(one), kernels.linkage_tree(1 - one)):
         assert tree.shape == (0, 4)
         assert kernels.cut(tree, num_clusters=1).tolist() == [0]
     assert not kernels.optimal_bipartition(one, linkage="complete").side.any()

@@ -39,7 +39,7 @@ from jfcl.kernels.aggregators import (
 from jfcl.kernels.assignment import least_cost_assignment
 from jfcl.kernels.bipartition import Bipartition, optimal_bipartition, separation_gap
 from jfcl.kernels.bipartition_of_updates import bipartition_of_updates
-from jfcl.kernels.dendrogram import complete_linkage_tree, cut, single_linkage_tree
+from jfcl.kernels.dendrogram import cut, single_linkage_tree
 from jfcl.kernels.distances import gram, squared_distances
 from jfcl.kernels.kmeans import KMeans, kmeans
 from jfcl.kernels.knee import knee
@@ -73,7 +73,6 @@ __all__ = [
     "centered_clip",
     "clip_norms",
     "clipped_clustering",
-    "complete_linkage_tree",
     "coordinate_median",
     "cut",
     "cut_by_silhouette",

@@ -16,7 +16,8 @@ import jax.numpy as jnp
 from jfcl.core.checks import check, check_count
 from jfcl.core.platforms import by_platform
 from jfcl.kernels.base import row_mask
-from jfcl.kernels.dendrogram import complete_linkage
+from jfcl.kernels.dendrogram import cut
+from jfcl.kernels.linkage import linkage_tree
 from jfcl.kernels.similarity import as_clusters, as_similarity
 from jfcl.kernels.spanning_tree import cut_with_size, float_of_key, join_order, order_key, spanning_tree, weakest_joins
 
@@ -132,9 +133,11 @@ def bipartitions_of_clusters(
 
 def _last_merge(similarity: jax.Array, active: jax.Array) -> Bipartition:
     """Returns the two clusters of the last merge of complete linkage."""
-    side = complete_linkage(similarity, active)[0]
+    # Negative, not less than 1, so that rounding makes no two of them equal.
+    distances = jnp.where(jnp.isfinite(similarity), -similarity, jnp.ones_like(similarity))
     two = active.sum() >= 2
-    side = jnp.where(side[jnp.argmax(active)], ~side, side) & active & two
+    tree = linkage_tree(distances, "complete", mask=active)
+    side = (cut(tree, num_clusters=2) == 1) & active & two
     across = (side[:, None] & (~side & active)[None, :]) & two
     cross = jnp.where(across, float_of_key(order_key(similarity)), -jnp.inf).max()
     return Bipartition(side, jnp.where(two, cross, jnp.inf).astype(cross.dtype))

@@ -1,4 +1,4 @@
-"""Dendrograms of single and complete linkage, and the flat clusters that they contain."""
+"""Dendrograms of single linkage, and the flat clusters that a dendrogram contains."""
 
 from __future__ import annotations
 
@@ -8,11 +8,13 @@ import jax.numpy as jnp
 from jfcl.core.checks import check
 from jfcl.kernels.base import check_whole, sum_dtype
 from jfcl.kernels.similarity import as_similarity
-from jfcl.kernels.spanning_tree import first_max, float_of_key, join_order, key_limits, order_key
+from jfcl.kernels.spanning_tree import float_of_key, join_order
 
 
 def single_linkage_tree(similarity: jax.Array) -> jax.Array:
     """Returns the single-linkage dendrogram of symmetric similarities `[N, N]`, at the cost of the optimal bipartition.
+
+    For other linkages see `linkage_tree`, of `1 - similarity`.
 
     It is `[N-1, 4]` in SciPy's `linkage` format: the two merged clusters (`0 .. N-1` are clients, `N + i` is the result
     of merge `i`), their distance `1 - similarity`, and the size of the result; ordered by distance. For
@@ -48,109 +50,6 @@ def _single_linkage_tree(similarity):
 
     carry = (steps, steps, at_step, jnp.zeros((count - 1, 3), jnp.int32))
     return _tree(jax.lax.fori_loop(0, count - 1, merge, carry)[3], float_of_key(gaps[order]))
-
-
-def complete_linkage_tree(similarity: jax.Array) -> jax.Array:
-    """Returns the complete-linkage dendrogram (the variant of the CFL authors' public code), as `single_linkage_tree`.
-
-    The distance of two clusters is that of their least similar clients. Cost: at most `3 N` steps of `O(N)`, and a copy
-    of the similarities.
-
-    Example:
-      >>> import jax.numpy as jnp
-      >>> a = jnp.array([[1.0, 0.5, 0.25], [0.5, 1.0, 0.0], [0.25, 0.0, 1.0]])
-      >>> complete_linkage_tree(a).tolist()
-      [[0.0, 1.0, 0.5, 2.0], [2.0, 3.0, 1.0, 3.0]]
-    """
-    return _complete_linkage_tree(as_similarity(similarity))
-
-
-@jax.jit
-def _complete_linkage_tree(similarity):
-    count = len(similarity)
-    if count == 1:
-        return jnp.zeros((0, 4), similarity.dtype)
-    _, pairs, heights = complete_linkage(similarity, jnp.ones(count, bool))
-    # Chains merge out of order. Heights never fall from a cluster to the one that contains it, so sorting is enough.
-    order = jnp.argsort(heights, descending=True, stable=True)
-    pairs = pairs[order]
-
-    def merge(i, carry):
-        name_of, size_of, merges = carry  # of slots
-        a, b = pairs[i, 0], pairs[i, 1]
-        size = size_of[a] + size_of[b]
-        merges = merges.at[i].set(_merge(name_of[a], name_of[b], size))
-        return name_of.at[b].set(count + i), size_of.at[b].set(size), merges
-
-    carry = (jnp.arange(count, dtype=jnp.int32), jnp.ones(count, jnp.int32), jnp.zeros((count - 1, 3), jnp.int32))
-    return _tree(jax.lax.fori_loop(0, count - 1, merge, carry)[2], float_of_key(heights[order]))
-
-
-def complete_linkage(similarity: jax.Array, active: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Merges the active clients by complete linkage, with nearest-neighbour chains (Murtagh 1983).
-
-    In a chain of clusters each is the most similar one of its predecessor. It ends in two that are each other's most
-    similar cluster, which merge. Ties go to the lowest index.
-
-    Returns:
-      `side` `[N]` bool: one of the two clusters of the last merge; `pairs` `[N-1, 2]`: the slots of the merged
-      clusters, in order of merging (the second slot holds the result); `heights` `[N-1]`: the integer keys of their
-      similarities. Only the first `active.sum() - 1` rows of the last two are valid.
-    """
-    count = len(similarity)
-    keys = order_key(similarity)
-    out = key_limits(keys.dtype)[0]
-    usable = active[:, None] & active[None, :] & ~jnp.eye(count, dtype=bool)
-    keys = jnp.where(usable, keys, out)
-    num_merges = active.sum() - 1
-
-    def tip_of(chain, length, alive):
-        """Returns the last two clusters of the chain; a new chain begins with the first cluster."""
-        first = jnp.argmax(alive).astype(jnp.int32)
-        return jnp.where(length == 0, first, chain[jnp.maximum(length - 1, 0)]), chain[jnp.maximum(length - 2, 0)]
-
-    def walk(_, carry):
-        keys, rows, alive, chain, length, member_of, merged, pairs, heights, side = carry
-        going = merged < num_merges
-        tip, before = tip_of(chain, length, alive)
-        row, row_before = rows
-        highest, nearest = first_max(row)
-        back = row[before] == highest  # of equals, the previous one is preferred, so that chains end
-        merge = going & back & (length >= 2)
-
-        # Merge `a` into `b`: the similarity of the new cluster is that of the less similar of the two.
-        a, b = jnp.minimum(before, tip), jnp.maximum(before, tip)
-        joint = jnp.minimum(row, row_before).at[a].set(out).at[b].set(out)
-        row_a = jnp.where(merge, out, jnp.where(a == tip, row, row_before))
-        row_b = jnp.where(merge, joint, jnp.where(b == tip, row, row_before))
-        for slot, values in ((a, row_a), (b, row_b)):
-            zero = jnp.zeros_like(slot)
-            keys = jax.lax.dynamic_update_slice(keys, values[None, :], (slot, zero))
-            keys = jax.lax.dynamic_update_slice(keys, values[:, None], (zero, slot))
-        side = jnp.where(merge, member_of == a, side)
-        place = jnp.where(merge, merged, count)  # out of range: dropped
-        pairs = pairs.at[place].set(jnp.stack([a, b]), mode="drop")
-        heights = heights.at[place].set(highest, mode="drop")
-        alive = alive.at[a].set(jnp.where(merge, False, alive[a]))
-        member_of = jnp.where(merge & (member_of == a), b, member_of)
-
-        # Otherwise extend the chain.
-        push = going & ~merge
-        chain = chain.at[jnp.where(push, length, count)].set(jnp.where(length == 0, tip, nearest), mode="drop")
-        length = length + jnp.where(push, 1, 0) - jnp.where(merge, 2, 0)
-        # Read the rows of the next step here, after the last write. Read before the next write, XLA would copy the
-        # whole matrix in every step.
-        rows = tuple(keys[i] for i in tip_of(chain, length, alive))
-        merged = merged + merge.astype(merged.dtype)
-        return keys, rows, alive, chain, length, member_of, merged, pairs, heights, side
-
-    slots = jnp.arange(count, dtype=jnp.int32)
-    start = jnp.argmax(active).astype(jnp.int32)
-    chain = slots, jnp.zeros((), jnp.int32), slots
-    merges = jnp.zeros((), num_merges.dtype), jnp.zeros((count - 1, 2), jnp.int32), jnp.full(count - 1, out)
-    carry = (keys, (keys[start], keys[0]), active, *chain, *merges, jnp.zeros(count, bool))
-    *_, pairs, heights, side = jax.lax.fori_loop(0, 3 * count, walk, carry)
-    return side, pairs, heights
 
 
 def _merge(left: jax.Array, right: jax.Array, size: jax.Array) -> jax.Array:
