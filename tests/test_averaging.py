@@ -132,7 +132,7 @@ def test_an_identity_batch_of_everything_is_everything(stable_rounds):
         np.testing.assert_allclose(state.params["w"], states[0].params["w"], rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.slow_cases("3-*", "None-None")
+@pytest.mark.slow
 @pytest.mark.parametrize("stable_rounds", [None, 2])
 @pytest.mark.parametrize("identity_batch", [None, 3])
 def test_an_augmentation_that_changes_nothing_changes_no_choice(identity_batch, stable_rounds):
@@ -167,6 +167,7 @@ def test_padding_changes_no_changed_examples(padding):
     assert state.cluster.tolist() == [0, 1]
 
 
+@pytest.mark.slow
 def test_models_are_compared_on_examples_of_their_own():
     """Between two equal models, one change of all examples of a client decides at random, for each client anew."""
     clients = regression(4, n=400)
@@ -502,6 +503,7 @@ def test_non_finite_updates_are_left_out_and_counted(bad):
     assert results[0][1]["nonfinite"].tolist() == [1, 1] and results[1][1]["nonfinite"].tolist() == [0, 0]
 
 
+@pytest.mark.slow
 def test_learning_rates_sweep_in_one_program():
     clients = regression(15)
     traces = []

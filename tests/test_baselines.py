@@ -64,6 +64,7 @@ def test_ditto_is_algorithm_1(lam):
     assert metrics["client_steps"][0] == 2 * 2 * 8 and metrics["bytes_up"][0] == 8 * D * 4
 
 
+@pytest.mark.slow
 def test_ditto_without_a_pull_is_local_training_and_a_cohort_moves_alone():
     clients = regression(1)
     key = jax.random.key(5)
@@ -157,15 +158,15 @@ def test_knn_per_is_its_mixture(scale):
     state, _ = jfcl.rollout(algorithm, clients, key=jax.random.key(0), num_rounds=3)
     x = np.random.default_rng(1).normal(size=(20, 2)).astype(np.float32)
     w = np.asarray(state.common.params["w"][0], np.float64)
+    task = algorithm.task
+    scores = jax.jit(lambda p, b: (task.apply(p, b["x"]), task.loss(p, b), task.scores(task.correct, p, b)))
     for i in range(5):
         mine = jax.tree.map(lambda p, i=i: p[i], state.params)
         truth = mixture64(w, clients, i, int(clients.size[i]), x, 0.6, 3, scale or 2.0)
-        np.testing.assert_allclose(np.exp(algorithm.task.apply(mine, x)), truth, atol=1e-5)
         y = (truth[:, 0] > 0.5).astype(np.int32)
-        np.testing.assert_allclose(
-            algorithm.task.loss(mine, {"x": x, "y": y}), -np.log(truth[np.arange(20), y]), atol=1e-4
-        )
-        right = algorithm.task.scores(algorithm.task.correct, mine, {"x": x, "y": y})
+        outputs, losses, right = scores(mine, {"x": x, "y": y})
+        np.testing.assert_allclose(np.exp(outputs), truth, atol=1e-5)
+        np.testing.assert_allclose(losses, -np.log(truth[np.arange(20), y]), atol=1e-4)
         assert right.tolist() == (truth.argmax(axis=1) == y).tolist()
 
 
@@ -344,12 +345,11 @@ def test_flhc_is_scipys_dendrogram_of_the_updates(distance, linkage):
         w = sum(share[i] * descend(w, clients, i, 2) for i in range(9))
     updates = np.stack([descend(w, clients, i, 2) - w for i in range(9)])
     tree = scipy.cluster.hierarchy.linkage(updates, linkage, metric=distance)
-    for count in (2, 4):
-        state = jfcl.flhc(LINEAR, TWO, num_clusters=count, **options).init(jax.random.key(0), clients)
-        truth = scipy.cluster.hierarchy.fcluster(tree, count, "maxclust")
-        cluster = np.asarray(state.cluster)
-        assert ((cluster[:, None] == cluster[None]) == (truth[:, None] == truth[None])).all()
-        np.testing.assert_allclose(state.params["w"], np.tile(w, (count, 1)), rtol=1e-4, atol=1e-5)
+    state = jfcl.flhc(LINEAR, TWO, num_clusters=4, **options).init(jax.random.key(0), clients)
+    truth = scipy.cluster.hierarchy.fcluster(tree, 4, "maxclust")
+    cluster = np.asarray(state.cluster)
+    assert ((cluster[:, None] == cluster[None]) == (truth[:, None] == truth[None])).all()
+    np.testing.assert_allclose(state.params["w"], np.tile(w, (4, 1)), rtol=1e-4, atol=1e-5)
     cut = (tree[-2, 2] + tree[-3, 2]) / 2  # three clusters
     many = jfcl.flhc(LINEAR, TWO, num_clusters=5, distance_threshold=cut, **options)
     assert len(set(many.init(jax.random.key(0), clients).cluster.tolist())) == 3
@@ -377,7 +377,7 @@ def test_flhc_finds_the_clusters_of_short_updates(scale):
     assert scale < 1 or alone.init(jax.random.key(0), clients).cluster.tolist() == [0, 1, 2, 3]
 
 
-@pytest.mark.slow_cases("one_shot")
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [jfcl.one_shot, jfcl.fesem])
 def test_empty_clusters_start_at_the_mean_of_all(make):
     task = Task(
@@ -446,6 +446,7 @@ def test_costs_of_the_clustering_are_those_of_the_clients_with_examples():
         np.testing.assert_allclose(paid, [part * 4 * D * 4, part * 4 * D * 4, part * 5 * (2 + 7)], rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_restarts_pay_for_what_every_start_trains():
     clients = regression()
     one = jfcl.hypcluster(LINEAR, TWO, num_clusters=2, warm_rounds=5, init_params=START)

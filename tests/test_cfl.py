@@ -106,6 +106,7 @@ def test_is_algorithm_5(rounds, gamma_max):
         assert len(clusters) == 3
 
 
+@pytest.mark.slow
 def test_congruent_clients_are_never_split():
     clients = regression([[1, -1, 2]], np.zeros(8, int), noise=0.0)
     algorithm = jfcl.cfl(TASK, TRAINING, eps_1=0.05, eps_2=0.1)
@@ -547,6 +548,7 @@ def test_byzantine_variant_is_its_algorithm():
     assert set(excluded) >= {3, 5}
 
 
+@pytest.mark.slow
 def test_byzantine_variant_that_excludes_no_client_is_fedavg_to_the_bit():
     clients = regression([[1, -1, 2]], np.zeros(8, int), noise=0.1)
     ours, fedavg = (

@@ -229,7 +229,7 @@ def test_many_bipartitions_at_once():
 # From the updates.
 
 
-@pytest.mark.slow_cases("150", "2", "40")
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [1, 2, 40, 150])
 @given(SEEDS, st.sampled_from([7, 64]), st.sampled_from(["random", "clusters", "signs", "active"]))
 def test_from_updates_it_is_the_same(count, seed, block_size, kind):
@@ -311,7 +311,7 @@ def weakest_edge(similarity, active, min_size):
     return np.zeros(len(active), bool), np.inf
 
 
-@pytest.mark.slow_cases("9")
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [4, 9])
 @given(SEEDS, st.sampled_from([None, 1, 3]), st.booleans())
 def test_min_size_removes_the_weakest_edge_with_enough_on_both_sides(count, seed, levels, some_inactive):

@@ -30,6 +30,8 @@ CALLS = {
     "geometric_median",
     "kmeans",
     "multi_krum",
+    "separation_gap",
+    "single_linkage_tree",
     "squared_distances",
     "threshold_clustering",
 )
