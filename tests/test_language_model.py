@@ -92,10 +92,15 @@ def test_loss_and_accuracy_against_a_loop_with_padding():
     x = np.concatenate([x, [[3, 0, 0, 0, 0, 0], [0] * L]]).astype(np.int32)  # nothing to predict
     assert (x[:12] == 0).any() and (x[:12, -1] != 0).any()
     losses, shares = loop_scores(params, x)
-    np.testing.assert_allclose(jax.jit(task.loss)(params, {"x": x}), losses, rtol=1e-4, atol=1e-5)
-    np.testing.assert_allclose(jax.jit(lambda p: task.scores(task.correct, p, {"x": x}))(params), shares, rtol=1e-6)
+
+    def total(p):
+        found = task.loss(p, {"x": x})
+        return found.sum(), (found, task.scores(task.correct, p, {"x": x}))
+
+    gradient, (found, found_shares) = jax.jit(jax.grad(total, has_aux=True))(params)
+    np.testing.assert_allclose(found, losses, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(found_shares, shares, rtol=1e-6)
     assert losses[-1] == 0 and shares.sum() > 0
-    gradient = jax.jit(jax.grad(lambda p: task.loss(p, {"x": x}).sum()))(params)
     assert all(bool(jnp.isfinite(g).all()) for g in jax.tree.leaves(gradient))
 
 

@@ -7,7 +7,7 @@ import numpy as np
 import optax
 import pytest
 import scipy.stats
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import jfcl
@@ -63,6 +63,7 @@ def test_full_batch_steps_against_float64(momentum, prox):
     assert out.num_steps == 5
 
 
+@settings(max_examples=6)  # each is traced anew
 @given(size=st.integers(1, 16), batch=st.sampled_from([1, 5]), epochs=st.just(2))
 def test_an_epoch_visits_every_example_once(size, batch, epochs):
     training = local_training(optax.sgd(1.0), num_epochs=epochs, batch_size=batch)
@@ -83,6 +84,7 @@ def test_an_epoch_visits_every_example_once(size, batch, epochs):
         np.testing.assert_allclose(np.round(shares).sum(), epochs * last)
 
 
+@settings(max_examples=6)
 @given(size=st.integers(1, 16), batch=st.sampled_from([1, 5]), steps=st.just(6))
 def test_steps_deal_examples_out_evenly(size, batch, steps):
     training = local_training(optax.sgd(1.0), num_steps=steps, batch_size=batch)

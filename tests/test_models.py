@@ -182,7 +182,7 @@ def test_other_convolutions_go_to_lax():
     assert patches(x, (3, 3), (1, 1), ((0, 0), (0, 0))).shape == (1, 4, 4, 18)
 
 
-@pytest.mark.slow_cases("cpu-*")
+@pytest.mark.slow_cases("cpu-*", "gpu-3-*")
 @pytest.mark.parametrize(("window", "shape", "ties"), [(2, (2, 8, 8, 3), False), (3, (1, 7, 5, 2), True)])
 def test_max_pool_is_flaxs(shape, window, ties, form):
     draws = np.random.default_rng(0).normal(size=shape).astype(np.float32)
@@ -543,7 +543,7 @@ def test_what_is_read_and_how_many_outputs_there_are_at_once():
     task = line._replace(inputs=lambda batch: (batch["x"], batch["z"]), reads=("x", "y", "z"))
     want = (batch["x"] * batch["z"]).astype(np.float64).sum(axis=1) ** 2
     np.testing.assert_allclose(task.loss(jnp.ones(3), batch), want, rtol=1e-5)
-    for most in (1, 3, 7):
+    for most in (3, 7):
         parts = task._replace(at_once=most)
         losses, grads = (f(parts) for f in (lambda t: t.loss(jnp.ones(3), batch), lambda t: gradient(t, batch)))
         np.testing.assert_allclose(losses, want, rtol=1e-5)
