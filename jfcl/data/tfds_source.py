@@ -1,8 +1,7 @@
 """tensorflow-datasets (TFDS) as a source: reads prepared sets without TensorFlow, prepares others with it.
 
-Two properties of TFDS need care. Its extraction cache names unpacked files by their file name alone, and would silently
-mix MNIST and Fashion-MNIST, which have the same file names; so each data set has its own download directory. And TFDS
-tries an unreachable address for minutes; so a short request is made first.
+The extraction cache of TFDS names unpacked files by their file name alone, and would silently mix MNIST and
+Fashion-MNIST, which have the same file names; so each data set has its own download directory.
 """
 
 from __future__ import annotations
@@ -10,10 +9,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import io
-import json
 import os
-import urllib.error
-import urllib.request
 from collections.abc import Iterable, Iterator
 from functools import partial
 from pathlib import Path
@@ -26,7 +22,6 @@ from jfcl.core.names import value_hint
 from jfcl.data.columns import SPLITS, Columns, Table, as_dataset
 from jfcl.data.dataset import Dataset
 
-_TIMEOUT = 5.0  # seconds to reach a download host
 _TEXTS = ("title", "text", "description")  # features that are joined
 _OFFICIAL = "Or set data_dir (or JFCL_DATA_DIR) to a folder with the official files"
 
@@ -100,10 +95,10 @@ def _rows(builder: Any, split: str) -> list[dict[str, Any]]:
 
 
 @contextlib.contextmanager
-def _readable(folder: Path, builder: Any = None) -> Iterator[Any]:
+def _readable(folder: Path, builder: Any = None, otherwise: str = "") -> Iterator[Any]:
     """Yields the builder of a folder; raises `ValueError` for the errors of its readers, which are several libraries.
 
-    `builder` prepares the folder; the default reads a prepared one.
+    `builder` prepares the folder; the default reads a prepared one. `otherwise` is another way to get the data.
     """
     import tensorflow_datasets as tfds
 
@@ -113,7 +108,7 @@ def _readable(folder: Path, builder: Any = None) -> Iterator[Any]:
         raise
     except Exception as error:
         why = f"{type(error).__name__}: {error}"
-        raise ValueError(f"{folder} cannot be prepared or read by tensorflow-datasets ({why})") from error
+        raise ValueError(f"{folder} cannot be prepared or read by tensorflow-datasets ({why}).{otherwise}") from error
 
 
 def _folder(name: str, data_dir, known: Iterable[str] = (), official: str = "") -> Path:
@@ -138,8 +133,7 @@ def _folder(name: str, data_dir, known: Iterable[str] = (), official: str = "") 
         raise ValueError(f"data set {name!r} is not prepared ({searched}), and {needs}.{otherwise}")
     downloads = root / "downloads" / name.replace("/", "_")
     builder = tfds.builder(name, data_dir=str(root), file_format="array_record")
-    check_reachable(name, builder.url_infos or {}, downloads, otherwise)
-    with _readable(root / name, builder):
+    with _readable(root / name, builder, otherwise):
         builder.download_and_prepare(download_dir=str(downloads), file_format="array_record")
     folder = prepared_folder(root, name)
     check(folder is not None, str(root / name), "none", "a folder with array_record files, prepared by TFDS")
@@ -156,19 +150,3 @@ def prepared_folder(root: Path, name: str) -> Path | None:
     if len(configs) > 1:
         raise ValueError(f"data set {name!r} is prepared in several configs: name one, {configs}")
     return max(folders, key=lambda folder: list(map(int, folder.name.split("."))), default=None)
-
-
-def check_reachable(name: str, urls: Iterable[str], downloads: Path, otherwise: str = "") -> None:
-    """Raises `ValueError` unless the hosts of files (16 at most) that are not downloaded yet answer within seconds.
-
-    `otherwise` ends the message: another way to get the data.
-    """
-    have = {url for info in downloads.glob("*.INFO") for url in json.loads(info.read_text()).get("urls", [])}
-    for url in [url for url in urls if url not in have][:16]:
-        request = urllib.request.Request(url, method="HEAD", headers={"User-Agent": "jfcl"})
-        try:
-            with contextlib.suppress(urllib.error.HTTPError):  # some hosts refuse HEAD, but are reachable
-                urllib.request.urlopen(request, timeout=_TIMEOUT).close()
-        except (OSError, ValueError) as error:
-            what = f"{url} cannot be reached ({getattr(error, 'reason', error)})"
-            raise ValueError(f"data set {name!r}: {what}. Check the network.{otherwise}") from None
