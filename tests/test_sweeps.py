@@ -442,7 +442,6 @@ def test_options_that_are_declared_as_tracers_are(method, name, monkeypatch):
         (["--grid", "num_models=2", "--grid", "num_clusters=2"], "grid must be given once: num_models has two axes"),
         (["--grid", "lr=0.1", "--lr", "0.2"], "lr must be given once: as a flag, or in --grid, got 0.2"),
         (["--grid", "eps_1=0.1"], "method fedavg has no option eps_1 (only cfl)"),
-        (["--grid", "clusters=2,4"], "grid must be num_models, the number of models"),
         (["--grid", "lr=0.1", "0.3"], "unexpected argument '0.3'"),
         (["--grid", "clients=4,8"], "grid must be an option that may differ between cells; give --clients for all"),
         (["--grid", "seeds=1,2"], "give --seeds for all of them"),

@@ -20,7 +20,7 @@ from jfcl import mapping
 from jfcl.analysis import plots
 from jfcl.cli import tables
 from jfcl.core import check, check_choice, platform
-from jfcl.core.options import is_text, options_of
+from jfcl.core.options import options_of
 from jfcl.experiments import bench, comparison, plan, report, run, sweeps, trackers
 from jfcl.experiments.config import Config, default_precision, read_config
 from jfcl.experiments.options import all_options
@@ -297,9 +297,7 @@ COMMANDS = {
 
 
 def run_command(args: argparse.Namespace, console: Console) -> None:
-    """Runs the command of `args`, after a check of the names of folders."""
-    for one in getattr(args, "runs", []):
-        check(is_text(one), "runs", one, "the name of a folder, in UTF-8")
+    """Runs the command of `args`."""
     data_dir = getattr(args, "data_dir", None)
     check(data_dir is None or not Path(data_dir).is_file(), "data_dir", data_dir, "a folder, and not a file")
     COMMANDS[args.command](args, console)

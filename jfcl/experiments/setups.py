@@ -14,7 +14,6 @@ import numpy as np
 from jfcl import data, kernels, mapping, models
 from jfcl.core import Adversary, Algorithm, PyTree, Task, check, is_concrete, max_examples, platform, shown
 from jfcl.core.clients import check_labels, client_ids
-from jfcl.core.parameters import named_leaves
 from jfcl.data.heterogeneity import SELECTIVE
 from jfcl.data.tables import is_file
 from jfcl.experiments import lookup
@@ -23,6 +22,7 @@ from jfcl.experiments.optimizers import SERVER_OPTIMIZERS, beginnings, make_trai
 from jfcl.experiments.options import AS_DECLARED, OF_PARTITION, PRECISIONS, method_options
 from jfcl.experiments.privacy import mechanism
 from jfcl.experiments.results import load_params
+from jfcl.models.pretrained import fitting
 from jfcl.robust import attacks
 from jfcl.simulation import probe
 from jfcl.training.local import LocalTraining
@@ -133,13 +133,11 @@ def make_aggregator(config: Config) -> Callable:
 def _warm_start(config: Config, task: Task) -> PyTree:
     """Returns the models of `--init-from`: `[K, ...]`, or one without that axis, from which all clients start."""
     params = load_params(config.init_from)
-    shapes = {name: leaf.shape[1:] for name, leaf in named_leaves(params).items()}
-    like = jax.eval_shape(task.init, jax.random.key(0))
-    wanted = {name: leaf.shape for name, leaf in named_leaves(like).items()}
-    names = [name for name in shapes | wanted if shapes.get(name) != wanted.get(name)]
-    differ = "; ".join(f"{n} is {shapes.get(n, 'absent')}, not {wanted.get(n, 'there')}" for n in names[:2])
-    accepted = f"a run that ended with models {config.model!r} of these sizes ({differ})"
-    check(not names, "init_from", config.init_from, accepted)
+    try:
+        fitting(task, jax.tree.map(lambda leaf: leaf[0], params))
+    except ValueError as error:
+        accepted = f"a run that ended with models {config.model!r} of these sizes ({error})"
+        raise ValueError(f"init_from must be {accepted}, got {config.init_from!r}") from None
     if any(len(leaf) > 1 for leaf in jax.tree.leaves(params)):
         return params
     choose = lookup.find_method(config.method).chooses and not config.warm_rounds and config.num_models != 1

@@ -55,8 +55,6 @@ def read_grid(texts: Sequence[str] | None, flags: dict[str, Any], method: str | 
         name = "num_models" if name == "num_clusters" else name  # as the factories call it
         if name not in known:
             raise ValueError(f"grid: unknown option {flag[:100]!r}{option_hint(name, known)}")
-        accepted = "num_models, the number of models; --clusters, that of the hidden clusters, is one for all cells"
-        check(name != "clusters", "grid", flag, accepted)
         accepted = f"an option that may differ between cells; give {flag_of(name)} for all of them"
         check(name not in OF_ALL_CELLS, "grid", flag, accepted)
         check(name not in grid, "grid", flag, f"given once: {name} has two axes")
