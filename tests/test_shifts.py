@@ -246,6 +246,7 @@ def test_a_run_records_how_well_the_mixtures_are_found():
         ({"mixture": 1.0, "reuse": "cluster"}, "reuse must be none .or auto. with mixture"),
         ({"mixture": 1.0, "newcomer_examples": 5}, "newcomer_examples must be left out with mixture"),
         ({"mixture": 1.0, "num_clients": 20, "examples_per_client": 100}, "must be at most 1438"),
+        ({"strength": "half"}, r"strength must be in \[0, 1\], got 'half'"),
         ({"strength": 1.5}, r"strength must be in \[0, 1\], got 1.5"),
         ({"strength": -0.1}, r"strength must be in \[0, 1\], got -0.1"),
         ({"heterogeneity": "none", "num_clusters": 1, "strength": 0.5}, "strength must be left out with 'none'"),

@@ -16,6 +16,7 @@ from jfcl.core import (
     check_choice,
     check_count,
     free_host_memory,
+    is_number,
     padded_zeros,
     stack_clients,
 )
@@ -241,7 +242,8 @@ def _mixed(
 
     A client has the same shares in training (`part` 0) and tests (1), up to rounding.
     """
-    check(0 < concentration <= LARGEST, "mixture", concentration, "positive and finite, a concentration")
+    fits = is_number(concentration) and 0 < concentration <= LARGEST
+    check(fits, "mixture", concentration, "positive and finite, a concentration")
     check(rules.heterogeneity != "none", "mixture", concentration, "left out with 'none': clusters do not differ")
     count, drawn = rules.num_clusters, np.random.default_rng((rules.seed, MIXTURE))
     shares = [dirichlet_draw(drawn, concentration, count) for _ in rows]

@@ -18,7 +18,16 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jfcl.core import Clients, check, check_at_most_clients, check_choice, check_count, client_ids, stack_clients
+from jfcl.core import (
+    Clients,
+    check,
+    check_at_most_clients,
+    check_choice,
+    check_count,
+    client_ids,
+    is_number,
+    stack_clients,
+)
 from jfcl.data.dataset import Dataset, labels_of, normalised
 from jfcl.data.heterogeneity import HETEROGENEITY, OF_CLASSES, OF_PLANE, SELECTIVE, VARIANTS, shifts_of
 from jfcl.data.partition import OF_LABELS, PARTITIONS, as_distribution, parts_of
@@ -104,7 +113,8 @@ def split_dataset(dataset: Dataset | str, rules: Rules, partitions: Iterable[str
     """Checks the arguments that `build` and `generate_store` share, and splits the examples into two pools."""
     heterogeneity, partition, each = rules.heterogeneity, rules.partition, rules.examples_per_client
     names = shifts_of(heterogeneity)
-    check(0 <= rules.strength <= 1, "strength", rules.strength, "in [0, 1]")
+    fits = is_number(rules.strength) and 0 <= rules.strength <= 1
+    check(fits, "strength", rules.strength, "in [0, 1]")
     check(names or rules.strength == 1, "strength", rules.strength, "left out with 'none', which has no strength")
     check_choice("partition", partition, partitions)
     check_count("num_clusters", rules.num_clusters)
