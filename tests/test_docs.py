@@ -152,6 +152,7 @@ def runnable() -> list:
     "howto/attacks",
     "howto/data",
     "howto/data, short",
+    "howto/drift, short",
     "howto/debug",
     "howto/gpus",
     "howto/kernels",

@@ -176,6 +176,7 @@ def run(make, fed, num_rounds=7, **options):
     return jfcl.simulate(make, fed, key=jax.random.key(3), num_rounds=num_rounds, **options)
 
 
+@pytest.mark.slow_cases("None")
 @pytest.mark.parametrize("window", [None, 1])
 def test_a_run_is_that_of_its_steps_one_after_another(window):
     """The steps of 7 rounds are 2, 2 and 3; the oracle calls `step` in a plain loop and evaluates in NumPy."""
@@ -212,7 +213,7 @@ def test_a_run_is_that_of_its_steps_one_after_another(window):
     np.testing.assert_array_equal(history.clients["accuracy"][0], accuracy(state, fed.test).astype(np.float32))
 
 
-@pytest.mark.slow_cases("1", "6")
+@pytest.mark.slow_cases("1", "2", "6")
 @pytest.mark.parametrize("done", [1, 2, 3, 6])
 def test_a_run_that_is_killed_in_any_step_goes_on_bit_for_bit(tmp_path, done):
     task, fed = task_and_data(window=2)
@@ -233,11 +234,8 @@ def test_a_run_that_is_killed_in_any_step_goes_on_bit_for_bit(tmp_path, done):
         run(algorithm, fed, num_rounds=9, out=tmp_path, resume=True)
 
 
-QUICK = ("fedem", "oracle", "pacfl")
-OTHERS = [pytest.param(name, marks=pytest.mark.slow) for name in METHODS if name not in QUICK]
-
-
-@pytest.mark.parametrize("name", [*QUICK, *OTHERS])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", METHODS)
 def test_every_method_runs_on_drifting_data(name):
     rng, kind = np.random.default_rng(0), KIND.get(name, "classification")
     x = rng.normal(size=(300, 4)).astype(np.float32)
@@ -252,6 +250,7 @@ def test_every_method_runs_on_drifting_data(name):
     assert history.records[-1]["changed"] == 2
 
 
+@pytest.mark.slow
 def test_the_oracle_follows_the_clusters():
     task, fed = task_and_data(window=1)
     algorithm = jfcl.oracle(task, TRAINING, cluster=fed.drift.cluster)

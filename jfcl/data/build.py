@@ -215,7 +215,7 @@ def build(
         steps = Drift(pattern, each[0]._replace(examples=stacked), drift_window)
         of_test, cluster = steps.tests(len(pattern) - 1), pattern[-1]
         description += f", drift in {len(pattern)} steps"
-        settings += [pattern.tolist(), drift_window]
+        settings.append(pattern.tolist())
     return Federation(
         train=of_train,
         test=of_test,
