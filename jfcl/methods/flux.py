@@ -18,6 +18,7 @@ from jfcl.methods.averaging import serve as serve_clusters
 from jfcl.methods.once import check_one_label, clustered_once
 from jfcl.methods.options import AVERAGING, Options, factory
 from jfcl.training import local
+from jfcl.training.losses import indexable
 
 MISSING = -1.0  # mean and deviation of a label with fewer than two examples, as in the authors' code
 
@@ -176,7 +177,7 @@ def flux(
 
 def _features(task: Task, model: PyTree, examples: PyTree) -> jax.Array:
     """Returns `[M, H]`."""
-    features = (task.represent or task.apply)(model, task.inputs_of(examples))
+    features = (task.represent or task.apply)(indexable(model), task.inputs_of(examples))
     return features.reshape(len(features), -1).astype(jnp.float32)
 
 
