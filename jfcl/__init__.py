@@ -28,6 +28,7 @@ from jfcl.mapping.axis import auto, chunked, client_mesh, pmapped, sharded, use_
 from jfcl.methods import (
     byzantine_cfl,
     cfl,
+    cfl_gp,
     clove,
     ditto,
     fedavg,
@@ -98,6 +99,7 @@ __all__ = [
     "byzantine_cfl",
     "callbacks",
     "cfl",
+    "cfl_gp",
     "chunked",
     "clear_programs",
     "client_mesh",

@@ -186,6 +186,8 @@ def runnable() -> list:
     "methods/byzantine_cfl, short",
     "methods/cfl",
     "methods/cfl, short",
+    "methods/cfl_gp",
+    "methods/cfl_gp, short",
     "methods/clove",
     "methods/clove, short",
     "methods/ditto",

@@ -36,6 +36,7 @@ OPTIONS = {
     "flhc": {"num_clusters": 2},
     "fesem": {"num_clusters": 2, "local_rounds": 3},
     "clove": {"num_clusters": 2},
+    "cfl_gp": {"num_clusters": 2},
     "pacfl": {"num_clusters": 2, "num_vectors": 2, "by_label": False},
     "fedgroup": {"num_clusters": 2, "pretrain_steps": 3},
     "flux": {"num_clusters": 2, "by_label": False, "rounds_before": 2},

@@ -123,6 +123,25 @@ def clove(p: Picture) -> None:
     p.say(320, 203, "alike in all losses, not only in the lowest one")
 
 
+def cfl_gp(p: Picture) -> None:
+    for x, turns in ((70, (-1.35, -0.2)), (205, (-0.3, -1.5))):
+        p.model(x, 135, GREY)
+        for color, turn in zip((BLUE, BLUE, ORANGE), (turns[0], turns[0] + 0.25, turns[1]), strict=True):
+            u, v = math.cos(turn), math.sin(turn)
+            p.arrow(x + 20 * u, 135 + 20 * v, x + 75 * u, 135 + 75 * v, color)
+    p.say(160, 32, "1. gradients at each model in turn,")
+    p.say(160, 50, "and their means over rounds")
+    p.arrow(320, 125, 365, 125)
+    for y, color in ((95, BLUE), (155, ORANGE)):
+        for i in range(3):
+            p.client(415 + 26 * i, y, color)
+        p.arrow(487, y, 517, y, color)
+        p.model(545, y, color)
+    p.say(475, 32, "2. singular vectors and k-means")
+    p.say(475, 50, "of all means of a client")
+    p.say(320, 203, "clusters keep their numbers from round to round")
+
+
 def cfl(p: Picture) -> None:
     p.box(20, 70, 150, 90)
     for (x, y), color in zip([(50, 100), (95, 95), (140, 105), (60, 135), (105, 138), (145, 135)], HIDDEN, strict=True):
@@ -466,9 +485,9 @@ def fedbn(p: Picture) -> None:
 PICTURES: dict[str, Callable[[Picture], None]] = {
     f.__name__: f
     for f in (
-        fedavg, local, oracle, ifca, hypcluster, clove, cfl, byzantine_cfl, federated_clustering, myopic_clustering,
-        momentum_clustering, fesem, fedem, fedrc, fedsoft, one_shot, flhc, pacfl, flux, fedgroup, stocfl, feddrift,
-        ditto, knn_per, fedper, fedrep, lg_fedavg, fedbn,
+        fedavg, local, oracle, ifca, hypcluster, clove, cfl, cfl_gp, byzantine_cfl, federated_clustering,
+        myopic_clustering, momentum_clustering, fesem, fedem, fedrc, fedsoft, one_shot, flhc, pacfl, flux, fedgroup,
+        stocfl, feddrift, ditto, knn_per, fedper, fedrep, lg_fedavg, fedbn,
     )
 }  # fmt: skip
 

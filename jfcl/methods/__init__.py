@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from jfcl.core import Algorithm
 from jfcl.core.options import Option, first_sentence, options_of
 from jfcl.methods.cfl import byzantine_cfl, cfl
+from jfcl.methods.cfl_gp import cfl_gp
 from jfcl.methods.clove import clove
 from jfcl.methods.ditto import ditto
 from jfcl.methods.fedavg import fedavg, fedbn, fedper, fedrep, lg_fedavg
@@ -89,6 +90,7 @@ METHODS = {
     "one_shot": Method(one_shot, "k-means of models trained alone, then FedAvg in each cluster (Ghosh et al. 2019)"),
     "flhc": Method(flhc, "a dendrogram of updates, then FedAvg in each cluster (Briggs et al. 2020)"),
     "clove": Method(clove, "clients are clustered by their losses under all models (Bhatia et al. 2025)"),
+    "cfl_gp": Method(cfl_gp, "clients are clustered by their mean gradients at all models (Kim et al. 2024)"),
     "pacfl": Method(pacfl, "a dendrogram of angles between the clients' data, once (Vahidian et al. 2023)"),
     "fedgroup": Method(fedgroup, "groups by the directions of first updates (Duan et al. 2021); FlexCFL: --migrate"),
     "flux": Method(flux, "k-means or DBSCAN of the moments of features, once (Fenoglio et al. 2025)"),

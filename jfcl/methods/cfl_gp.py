@@ -1,0 +1,164 @@
+"""CFL-GP (Kim, Kim, de Veciana 2024): clusters of clients by their gradients at all models, averaged over rounds."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Annotated, NamedTuple, Unpack
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jfcl.core import (
+    Algorithm,
+    Clients,
+    Cohort,
+    Task,
+    check,
+    check_at_most_clients,
+    client_ids,
+    num_bytes,
+    num_clients,
+    trained_part,
+)
+from jfcl.core.clients import server_key
+from jfcl.core.options import MOST_ADDED, Range
+from jfcl.kernels import kmeans, least_cost_assignment, principal_vectors
+from jfcl.kernels.dendrogram import number_by_first
+from jfcl.methods.assigned import UNSEEN, Assignment, assigned, embedded
+from jfcl.methods.averaging import Averaging, AveragingState
+from jfcl.methods.options import AVERAGING, Options, factory
+from jfcl.methods.round import put_rows, take_rows
+from jfcl.robust.aggregate import ravel_clients
+from jfcl.training import local
+from jfcl.training.losses import indexable
+
+
+class Profiles(NamedTuple):
+    """The mean gradients of each client at each model, `[N, K, D]`, and the number of gradients in them, `[N, K]`."""
+
+    gradients: jax.Array
+    count: jax.Array
+
+
+@factory(*AVERAGING)
+def cfl_gp(
+    task: Task,
+    training: local.LocalTraining,
+    *,
+    num_clusters: Annotated[int, Range(1)],
+    period: Annotated[int, Range(1, MOST_ADDED)] = 2,
+    clustered_rounds: Annotated[int, Range(1, MOST_ADDED)] = 10,
+    **options: Unpack[Options],
+) -> Algorithm:
+    """Clusters the clients by their gradients at all models, averaged over rounds; FedAvg runs in each cluster.
+
+    In every second of the first rounds, all clients of the cohort send their gradient at the same model; the models
+    take turns. The mean gradients at all models are a client's profile. Profiles are reduced to `K` numbers and
+    clustered by k-means, and the clusters get the models by which most clients keep theirs.
+
+    Args:
+      task, training: as in `jfcl.fedavg`.
+      num_clusters: `K`, the number of models.
+      period: every so many rounds, the first among them, clients are clustered.
+      clustered_rounds: the round from which on they are not any more.
+      init_params: a model for each cluster, stacked, or one; default: random ones.
+
+    Returns:
+      `Algorithm` with an `AveragingState`, and the further metrics `clustered` (1 in a round that clusters its clients,
+      else 0) and `moved`, the number of clients with another cluster than before. A client that has not been clustered
+      when it takes part trains no model, and is served the one of lowest loss, as are clients that were not in
+      training; one whose gradient is not finite keeps its cluster. Cost of a round: FedAvg's; with clustering, a
+      gradient of each client and `C² K D` multiplications more. Memory `O(N K D)`. Bytes: with clustering, a gradient
+      up, and a model down for clients of other clusters than that of the model in turn.
+
+    Raises:
+      ValueError: more clusters than clients in a round; as in `jfcl.fedavg`.
+
+    Source: Clustered Federated Learning via Gradient-based Partitioning (ICML 2024). The paper's text was not
+    available; this is the authors' code (github.com/Heasung-Kim/clustered-federated-learning-via-gradient-based-
+    partitioning, 0b1b4dd) and their poster. In the code the model in turn is always the first, and the gradient of a
+    client is at the model of its own cluster; here all clients are asked for the same one, as on the poster, and the
+    models take turns, as the weights of the code's mean ask for. A gradient is of all examples, there of a batch.
+    Absentees keep their profile and cluster.
+
+    Example:
+      >>> import jax, jfcl, numpy as np, optax
+      >>> task = jfcl.models.task(lambda key: {"b": jax.random.normal(key)}, lambda p, x: x + p["b"], kind="regression")
+      >>> y = np.repeat(np.float32([1, 5, 1, 5]), 4).reshape(4, 4)
+      >>> clients = jfcl.Clients({"x": np.zeros((4, 4), np.float32), "y": y}, np.full(4, 4, np.int32))
+      >>> algorithm = jfcl.cfl_gp(task, jfcl.local_training(optax.sgd(0.5), num_steps=1), num_clusters=2)
+      >>> state, _ = jfcl.rollout(algorithm, clients, key=jax.random.key(0), num_rounds=2)
+      >>> np.round(state.params["b"][state.cluster], 1).tolist()
+      [1.0, 5.0, 1.0, 5.0]
+    """
+    k, size = num_clusters, options["cohort"]
+    check(size is None or k <= size, "num_clusters", k, f"at most the {size} clients of a cohort")
+    rules = Averaging(task, training, k, **options)
+    one_step = local.local_training(optax.sgd(1.0), num_steps=1)  # its update is the gradient, with the other sign
+
+    def remember(key: jax.Array, clients: Clients, state: AveragingState) -> AveragingState:
+        n = num_clients(clients)
+        check_at_most_clients("num_clusters", k, n)
+        dim = ravel_clients(trained_part(task, state.params)).shape[1]
+        return state._replace(memory=Profiles(jnp.zeros((n, k, dim)), jnp.zeros((n, k), jnp.int32)))
+
+    def assign(key: jax.Array, cohort: Cohort, state: AveragingState) -> Assignment:
+        real, ids = jnp.asarray(cohort.clients.size) > 0, client_ids(cohort.clients)
+        last, unchanged, profiles = take_rows(cohort, (state.cluster, state.unchanged, state.memory))
+        turn = (state.round // period) % k
+        in_turn = jax.tree.map(lambda p: p[turn], state.params)
+        known = real & (unchanged != UNSEEN)
+
+        def gradient(key, examples, size):
+            model = indexable(in_turn)
+            trained = local.train(task, one_step, key, model, examples, size, (), jnp.zeros((), jnp.int32))
+            moved = jax.tree.map(lambda a, b: (a - b)[None], trained.params, model)
+            return ravel_clients(trained_part(task, moved))[0].astype(profiles.gradients.dtype)
+
+        def cluster_them():
+            sent = embedded(rules, gradient, cohort)
+            usable = real & jnp.isfinite(sent).all(axis=1)
+            share = 1.0 / (profiles.count[:, turn] + 1).astype(sent.dtype)
+            before = profiles.gradients[:, turn]
+            mean = before + share[:, None] * (jnp.where(usable[:, None], sent, before) - before)
+            gradients = profiles.gradients.at[:, turn].set(mean)
+            count = profiles.count.at[:, turn].add(usable.astype(jnp.int32))
+            found = _clusters(gradients, usable, known, last, ids, server_key(cohort.key), num_clusters=k)
+            return Profiles(gradients, count), found, usable
+
+        def keep():
+            return profiles, jnp.where(known, last, -1), jnp.zeros_like(known)
+
+        due = (state.round % period == 0) & (state.round < clustered_rounds)
+        profiles, cluster, clustered = jax.lax.cond(due, cluster_them, keep)
+        compared = due.astype(jnp.float32)
+        metrics = {"clustered": compared, "moved": (known & (cluster != last)).sum().astype(jnp.int32)}
+        return Assignment(
+            cluster,
+            put_rows(cohort, state.memory, profiles),
+            assigned=known | clustered,
+            bytes_up=compared * float(num_bytes(trained_part(task, in_turn))),
+            bytes_down=compared * float(num_bytes(in_turn)) * (cluster != turn).astype(jnp.float32),
+            steps=compared,
+            metrics=metrics,
+        )
+
+    return assigned(rules, assign, remember=remember)
+
+
+@partial(jax.jit, static_argnames="num_clusters")
+def _clusters(gradients, usable, known, last, ids, key, *, num_clusters):
+    """Returns the cluster `[C]` of each client; `known` `[C]` bool: those with a cluster `last`, which others keep."""
+    # Clients stand in the order of their ids, by which clusters are numbered too: the draws of k-means follow it.
+    order = jnp.argsort(jnp.where(usable, ids, jnp.iinfo(jnp.int32).max))
+    points = jnp.where(usable[:, None], gradients.reshape(len(gradients), -1), 0.0)[order]
+    vectors = principal_vectors(points, num_clusters, mask=usable[order])[0]
+    reduced = jnp.matmul(points, vectors.T, precision=jax.lax.Precision.HIGHEST)
+    found = jnp.maximum(kmeans(reduced, num_clusters, key=key, mask=usable[order]).cluster, 0)
+    found = jnp.zeros_like(found).at[order].set(number_by_first(found, num_clusters))
+    # Permute the numbers to those that most clients have.
+    same = usable & known
+    new, old = (jax.nn.one_hot(jnp.where(same, x, -1), num_clusters) for x in (found, last))
+    model = least_cost_assignment(-jnp.matmul(new.T, old, precision=jax.lax.Precision.HIGHEST))[found]
+    return jnp.where(usable, model, jnp.where(known, last, -1)).astype(jnp.int32)
