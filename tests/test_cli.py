@@ -231,6 +231,8 @@ def test_list_and_help_name_everything(capsys):
         (["run", "ifca", "--clients", "9999"], "num_clients must be at most 1438, the training examples"),
         (["run", "ifca", "--cohort", "41"], "cohort must be at most the 40 clients, got 41"),
         (["run", "ifca", "--num-models", "41"], "num_clusters must be at most the 40 clients"),
+        (["run", "ifca", "--num-models", "auto"], "num_clusters must be of type int, got 'auto'"),
+        (["run", "fedavg", "--num-models", "auto"], "method fedavg has no option num_models"),
         (["run", "fedavg", "--restarts", "2"], "method fedavg has no option"),
         (["run", "ifca", "--model", "cnn_mnist"], "images are too small"),
         (["run", "ifca", "--partition", "writer"], "partition must be another one for 'digits', without writer ids"),
@@ -692,7 +694,9 @@ def test_mnist_by_writer_and_other_official_files(data_dir, tmp_path):
         ),
         pytest.param("momentum_clustering", ["--momentum", "0.8", "--threshold-rounds", "3"], marks=pytest.mark.slow),
         pytest.param("hypcluster", ["--warm-rounds", "1"], marks=pytest.mark.slow),
-        pytest.param("one_shot", ["--local-rounds", "2"], marks=pytest.mark.slow),
+        pytest.param(
+            "one_shot", ["--local-rounds", "2", "--num-models", "auto", "--most-clusters", "2"], marks=pytest.mark.slow
+        ),
         pytest.param(
             "flhc", ["--rounds-before", "0", "--linkage", "single", "--distance", "euclidean"], marks=pytest.mark.slow
         ),
@@ -711,6 +715,7 @@ def test_the_methods_of_federated_clusterings_paper_run(method, options, tmp_pat
     steps = 1 if "clustering" in method else 10
     assert (config["keep"], config["local_steps"]) == ("everything" if steps == 1 else "nothing", steps)
     assert summary["client_steps_per_second"] * summary["seconds"] >= 2 * 8 * steps * 0.99
+    assert (tmp_path / method / "plots" / "silhouettes.png").exists() == ("auto" in options)
 
 
 @pytest.mark.slow
