@@ -54,7 +54,7 @@ def accuracies(aggregator: str, args: argparse.Namespace) -> np.ndarray:
     keys = jax.random.split(jax.random.key(0), args.seeds)
     numbers = np.repeat(np.arange(len(sent), dtype=np.int32), args.seeds)
     found = jax.jit(partial(jax.lax.map, run))((keys[np.tile(np.arange(args.seeds), len(sent))], numbers))
-    return 100 * np.asarray(found).reshape(len(sent), args.seeds).mean(axis=1)
+    return 100 * np.asarray(found, np.float64).reshape(len(sent), args.seeds).mean(axis=1)
 
 
 def main() -> None:
