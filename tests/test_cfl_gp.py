@@ -69,7 +69,11 @@ def test_the_rounds_are_those_of_the_loop(cohort):
                 cluster[present] = wanted
             else:
                 orders = [np.array(order)[found] for order in permutations(range(K))]
-                cluster[present] = max(orders, key=lambda ids: (ids == cluster[present]).sum())
+                kept = [(ids == cluster[present]).sum() for ids in orders]
+                best = [ids for ids, same in zip(orders, kept, strict=True) if same == max(kept)]
+                wanted = np.asarray(state.cluster)[present]
+                assert any((ids == wanted).all() for ids in best), "one of the permutations that keep most clients"
+                cluster[present] = wanted
         np.testing.assert_array_equal(np.asarray(state.cluster)[present], cluster[present])
         np.testing.assert_allclose(state.memory.gradients[:N], gradients, atol=1e-5)
         new = np.copy(models)
@@ -89,7 +93,8 @@ def test_the_rounds_are_those_of_the_loop(cohort):
         others = (cluster[present] != t // 2 % K).sum() if due else 0
         assert metrics["bytes_up"] == 4 * F * len(present) * (1 + due)
         assert metrics["bytes_down"] == float(4 * F * (len(present) + others))
-    assert adjusted_rand_score(cluster[cluster >= 0], (np.arange(N) % 2)[cluster >= 0]) == 1
+    if cohort is None:  # else some profiles lack a model at which others have a gradient
+        assert adjusted_rand_score(cluster, np.arange(N) % 2) == 1
 
 
 @pytest.mark.slow
