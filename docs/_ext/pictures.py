@@ -59,6 +59,14 @@ def clients(p: Picture, y: float = 165, left: float = 120, step: float = 80, col
     return places
 
 
+def clusters(p: Picture, left: float) -> None:
+    """Draws two rows of clients, each with the model of its cluster."""
+    for y, color in ((95, BLUE), (155, ORANGE)):
+        clients(p, y, left, 26, [color] * 3)
+        p.arrow(left + 72, y, left + 102, y, color)
+        p.model(left + 122, y, color)
+
+
 def fedavg(p: Picture) -> None:
     p.model(320, 45, GREY)
     for (x, y), color in zip(clients(p), HIDDEN, strict=True):
@@ -113,11 +121,7 @@ def clove(p: Picture) -> None:
             p.append(f'<rect {at} {size} fill="{GREY}"/>')
     p.say(220, 45, "1. each client's losses under all models")
     p.arrow(385, 125, 430, 125)
-    for y, color in ((95, BLUE), (155, ORANGE)):
-        for i in range(3):
-            p.client(470 + 26 * i, y, color)
-        p.arrow(542, y, 572, y, color)
-        p.model(592, y, color)
+    clusters(p, 470)
     p.say(535, 45, "2. cluster the vectors,")
     p.say(535, 65, "3. a model for each")
     p.say(320, 203, "alike in all losses, not only in the lowest one")
@@ -132,11 +136,7 @@ def cfl_gp(p: Picture) -> None:
     p.say(160, 32, "1. gradients at each model in turn,")
     p.say(160, 50, "and their means over rounds")
     p.arrow(320, 125, 365, 125)
-    for y, color in ((95, BLUE), (155, ORANGE)):
-        for i in range(3):
-            p.client(415 + 26 * i, y, color)
-        p.arrow(487, y, 517, y, color)
-        p.model(545, y, color)
+    clusters(p, 415)
     p.say(475, 32, "2. singular vectors and k-means")
     p.say(475, 50, "of all means of a client")
     p.say(320, 203, "clusters keep their numbers from round to round")
