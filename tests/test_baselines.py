@@ -377,7 +377,7 @@ def test_flhc_finds_the_clusters_of_short_updates(scale):
     assert scale < 1 or alone.init(jax.random.key(0), clients).cluster.tolist() == [0, 1, 2, 3]
 
 
-@pytest.mark.slow
+@pytest.mark.slow_cases("one_shot")
 @pytest.mark.parametrize("make", [jfcl.one_shot, jfcl.fesem])
 def test_empty_clusters_start_at_the_mean_of_all(make):
     task = Task(

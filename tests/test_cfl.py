@@ -106,7 +106,6 @@ def test_is_algorithm_5(rounds, gamma_max):
         assert len(clusters) == 3
 
 
-@pytest.mark.slow
 def test_congruent_clients_are_never_split():
     clients = regression([[1, -1, 2]], np.zeros(8, int), noise=0.0)
     algorithm = jfcl.cfl(TASK, TRAINING, eps_1=0.05, eps_2=0.1)

@@ -324,7 +324,7 @@ def test_a_run_on_an_own_store_says_what_is_known_of_it(folder, capsys):
 FEW = {"clients": 8, "clusters": 2, "rounds": 2, "model": "linear", "malicious": 0.25, "examples_per_client": 5}
 
 
-@pytest.mark.slow
+@pytest.mark.slow_cases("after a pre-aggregator", "aggregator", "on updates")
 @pytest.mark.parametrize(
     ("own", "known"),
     [
