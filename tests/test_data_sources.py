@@ -22,6 +22,7 @@ from sklearn.datasets import load_digits
 import jfcl
 from jfcl.data import DATASETS, Dataset, build, from_tfds, load, tokenize
 from jfcl.data import tfds_source as source
+from jfcl.data.concepts import CONCEPTS
 
 
 def idx(path):
@@ -199,7 +200,7 @@ def test_environment_names_the_folder(data_dir, tmp_path, monkeypatch):
     assert load("tiny_shakespeare", data_dir).name == "tiny_shakespeare"  # the argument goes first
 
 
-@pytest.mark.parametrize("name", [name for name in DATASETS if name != "digits"])
+@pytest.mark.parametrize("name", [name for name in DATASETS if name not in ("digits", *CONCEPTS)])
 def test_missing_files_are_named(name, tmp_path):
     with pytest.raises(ValueError, match=r"does not hold .*looked for .*To get it: .*http|\.com|\.gov") as error:
         load(name, tmp_path)

@@ -6,6 +6,7 @@ Only the data set is held in memory as a whole; `jfcl.data.store` describes the 
 from __future__ import annotations
 
 import itertools
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -86,6 +87,7 @@ def generate_store(
     dataset = split.dataset
     nested = [name for name, part in dataset.train.items() if not isinstance(part, np.ndarray)]
     check(not nested, "dataset", nested, "of single arrays, since each is a file of the store")
+    _check_room(Path(path), split)
     settings = {name: value for name, value in rules._asdict().items() if name != "distribution"}
     known = {
         "num_classes": dataset.num_classes,
@@ -138,6 +140,16 @@ def _deals(split: pools.Split, cluster: int, num_clients: int, of_test: bool) ->
         num_clients -= count
         if num_clients <= 0:
             return
+
+
+def _check_room(path: Path, split: pools.Split) -> None:
+    """Raises `ValueError` for a store larger than the disk, at a byte for each number of its base and each row."""
+    there, rules = next(folder for folder in path.absolute().parents if folder.exists()), split.rules
+    copies = 0 if rules.selects else rules.num_clusters
+    values = copies * split.dataset.train["x"].size // 2  # at least, without tests
+    needed, free = values + rules.num_clients * (8 + rules.examples_per_client), shutil.disk_usage(there).free
+    accepted = f"at most what {there} holds: the store needs {needed / 1e9:.1f} GB, of which {free / 1e9:.1f} are free"
+    check(needed <= free, "num_clients", rules.num_clients, accepted)
 
 
 def open_stores(path: str | Path) -> tuple[ClientStore, ClientStore]:
