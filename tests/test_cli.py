@@ -740,10 +740,11 @@ def test_a_refused_resume_leaves_a_population_without_a_store_as_it_was(tmp_path
         ("knn_per", ["--num-neighbours", "17"], "num_neighbours must be at most 16"),
     ],
 )
-def test_what_a_population_cannot_have_is_refused_and_leaves_nothing(method, options, said, tmp_path, capsys):
+def test_what_a_population_cannot_have_is_refused_before_data_are_dealt(method, options, said, tmp_path, capsys):
     command = ["run", method, "--population", "30", "--cohort", "4", *options, "--out", str(tmp_path / "run")]
     assert cli.main(command) == 2
-    assert said in capsys.readouterr().err and not (tmp_path / "run").exists()
+    printed = capsys.readouterr().err
+    assert said in printed and "dealing" not in printed and not (tmp_path / "run").exists()
 
 
 def test_a_refused_run_removes_its_own_store_alone(tmp_path):

@@ -18,14 +18,16 @@ from rich.console import Console
 from jfcl import data
 from jfcl.core import Clients, check, check_labels
 from jfcl.data import ClientStore, Population
+from jfcl.data.heterogeneity import shifts_of
+from jfcl.data.pools import with_channels
 from jfcl.experiments.config import Config, check_options
 from jfcl.experiments.lookup import find_attack, find_method, is_import_path, is_on_data
 from jfcl.experiments.options import OF_PARTITION
-from jfcl.experiments.setups import Setup, assemble, dealt, load_dataset, malicious_clients, mapping_of
+from jfcl.experiments.setups import Setup, assemble, dealt, load_dataset, malicious_clients, mapping_of, true_clusters
 from jfcl.models import LANGUAGE_MODELS
 from jfcl.robust import attacks
 from jfcl.simulation.folder import differences
-from jfcl.simulation.state_split import Start
+from jfcl.simulation.state_split import Start, check_algorithm
 
 EVALUATED = 1000  # clients, at most
 # Options, and their names in the description of a store; the last two are those of texts.
@@ -129,6 +131,7 @@ def _make_or_open(
     if not folder.exists():
         check(config.population is not None, "population", None, f"given, as there is no store {folder} yet")
         dataset, vocab_size = load_dataset(config, data_dir)
+        _rehearse(config, dataset, vocab_size)
     if folder.exists():  # perhaps another process has made it meanwhile
         store, tests = data.open_stores(folder)
         for part in (store, tests):
@@ -174,6 +177,23 @@ def _as_dealt(store: ClientStore) -> dict[str, Any]:
 
 # ---------------------------------------------------------------------------------------------------------------
 # The method.
+
+
+def _rehearse(config: Config, dataset: data.Dataset, vocab_size: int | None) -> None:
+    """Raises `ValueError` for options that the method refuses, before the data are dealt, which takes long."""
+    most, largest_id = config.examples_per_client, config.clients - 1
+    dataset = with_channels(dataset, shifts_of(config.heterogeneity) if config.strength else ())
+
+    def cohorts(count):  # of the same example, without a copy
+        examples = {n: np.broadcast_to(v[:1], (count, most, *v.shape[1:])) for n, v in dataset.train.items()}
+        return Clients(examples, np.full(count, most, np.int32), largest_id - np.arange(count, dtype=np.int32)[::-1])
+
+    cluster = (np.arange(min(config.clients, EVALUATED)) % true_clusters(config)).astype(np.int32)
+    about = (true_clusters(config), dataset.num_classes, tuple(dataset.train["x"].shape[1:]), "", "")
+    parts, join = _assembled(config, data.Federation(cohorts(1), cohorts(1), cluster, *about), vocab_size, most)
+    check_algorithm(parts.algorithm, config.clients, config.cohort, join, config.remember, cohorts)
+    if parts.algorithm.check is not None:
+        parts.algorithm.check(cohorts(config.cohort))
 
 
 def _setup(
