@@ -358,6 +358,34 @@ def test_flhc_is_scipys_dendrogram_of_the_updates(distance, linkage):
 
 
 @pytest.mark.slow
+def test_flhc_compares_chosen_layers_as_fedclust_the_weights_of_the_last_one():
+    clients, rng = regression(5, n=9), np.random.default_rng(13)
+    start = {"body": rng.normal(size=(D, 3)).astype(np.float32), "head": rng.normal(size=3).astype(np.float32)}
+    task = LINEAR._replace(init=lambda _: start, apply=lambda p, x: x @ p["body"] @ p["head"])
+    models = []
+    for i in range(9):
+        body, head = (np.float64(p) for p in start.values())
+        x, y = (np.float64(clients.examples[name][i, : clients.size[i]]) for name in "xy")
+        for _ in range(2):
+            residual = (x @ body @ head - y) / len(x)
+            slopes = np.outer(x.T @ residual, head), body.T @ x.T @ residual
+            body, head = body - 0.05 * slopes[0], head - 0.05 * slopes[1]
+        models.append([*head, *body.ravel()])
+    of = lambda rows: scipy.cluster.hierarchy.linkage(rows, "average")  # noqa: E731
+    trees = of(np.array(models)[:, :3]), of(models)
+    truth, whole = (scipy.cluster.hierarchy.fcluster(tree, 3, "maxclust") for tree in trees)
+    options = {"rounds_before": 0, "distance": "euclidean", "linkage": "average"}
+    training = jfcl.local_training(optax.sgd(0.05), num_steps=2)
+    algorithm = jfcl.flhc(task, training, num_clusters=3, layers=lambda path: path == "head", **options)
+    state = algorithm.init(jax.random.key(0), clients)
+    same = truth[:, None] == truth[None]
+    np.testing.assert_array_equal(state.cluster[:, None] == state.cluster[None], same)
+    assert ((whole[:, None] == whole[None]) != same).any(), "all layers give the same clusters here"
+    costs = algorithm.init_costs(state, clients)
+    assert costs["bytes_up"] == 9 * 4 * 3 and costs["bytes_down"] == 9 * 4 * (3 * D + 3)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("scale", [1.0, 1e-9])
 def test_flhc_finds_the_clusters_of_short_updates(scale):
     task = Task(
@@ -507,6 +535,7 @@ LABELLED, LABELS = classification()
         (lambda: jfcl.one_shot(LINEAR, TWO, num_clusters=0), "num_clusters must be an integer"),
         (lambda: jfcl.flhc(LINEAR, TWO, num_clusters=2, linkage="singel"), "did you mean 'single'"),
         (lambda: jfcl.flhc(LINEAR, TWO, num_clusters=2, distance="cosinus"), "did you mean 'cosine'"),
+        (lambda: jfcl.flhc(LINEAR, TWO, num_clusters=2, layers=lambda path: path == "head"), "layers must be true for"),
         (lambda: jfcl.fesem(LINEAR, TWO._replace(keep="everything"), num_clusters=2), "training.keep must be"),
     ],
 )

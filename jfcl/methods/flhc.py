@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Annotated, Unpack
 
 import jax
 import jax.numpy as jnp
 
 from jfcl import mapping
-from jfcl.core import Algorithm, Clients, Task, attack_key, client_ids, is_finite, trained_part
+from jfcl.core import Algorithm, Clients, Task, attack_key, client_ids, is_finite
 from jfcl.core.options import MOST_REPEATED, Interval, OneOf, Range, Real
+from jfcl.core.parameters import check_predicate, divided, num_bytes, parameter_names, trained_part
 from jfcl.kernels import LINKAGES, cut, linkage_tree, pairwise_cosine, squared_distances
 from jfcl.mapping.columns import over_columns
 from jfcl.methods import round as phases
@@ -32,6 +34,7 @@ def flhc(
     rounds_before: Annotated[int, Range(0, MOST_REPEATED)] = 1,
     distance: Annotated[str, OneOf(DISTANCES)] = "cosine",
     linkage: Annotated[str, OneOf(LINKAGES)] = "complete",
+    layers: Callable[[str], bool] | None = None,
     **options: Unpack[Options],
 ) -> Algorithm:
     """Clusters the clients once, by a dendrogram of their updates after some FedAvg; then runs FedAvg in each cluster.
@@ -45,6 +48,9 @@ def flhc(
         simulation counts them before its own, and their cost is in the metrics of its first round.
       distance: `"cosine"` (1 − similarity) or `"euclidean"`.
       linkage: the distance of two groups, as in `jfcl.kernels.linkage_tree`: `"complete"`, `"single"`, `"average"`, ...
+      layers: takes a parameter's path, such as `"Dense_1/kernel"`; true for those whose updates are sent and compared.
+        Those of the last layer, `distance="euclidean"` and `rounds_before=0` are FedClust's clustering (Islam et al.
+        2024). Default: all.
       init_params: one model that all start from.
 
     Returns:
@@ -65,7 +71,15 @@ def flhc(
     """
     options["client_axis"] = client_axis = mapping.or_auto(options["client_axis"])
     rules, personal_steps = Averaging(task, training, num_clusters, **options), options["personal_steps"]
+    if layers is not None:
+        shapes = jax.eval_shape(task.init, jax.random.key(0))
+        compared = parameter_names(divided(options["personal"], trained_part(task, shapes))[0])
+        check_predicate("layers", layers, compared, some=compared, rest=None)
     common = averaging(rules._replace(num_clusters=1, shared=None, cohort=None))
+
+    def chosen(params):
+        """Returns the part of a model or an update that is compared."""
+        return params if layers is None else divided(layers, params)[1]
 
     def cluster_updates(updates, real):
         """Returns `((), cluster [N])` of the dendrogram of updates `[N, ...]`; `real` `[N]` bool: clients with one."""
@@ -95,6 +109,7 @@ def flhc(
             begin = jax.tree.map(lambda p: p[cluster], state.params)
             rest = examples, size, opt_state, state.round
             _, update, own = phases.train_scopes(task, training, personal_steps, key, begin, own, *rest)
+            update = chosen(update)
             return update, own, is_finite((update, own)) & (size > 0)
 
         last_key = jax.random.fold_in(rounds_key, rounds_before)
@@ -107,5 +122,10 @@ def flhc(
         models = jax.tree.map(lambda p: jnp.broadcast_to(p, (num_clusters, *p.shape[1:])), state.params)
         return models, cluster, own
 
+    def not_sent(state):  # with `layers`, of the last of the models that a client would send
+        model = jax.tree.map(lambda p: p[0], state.params)
+        return float(num_bytes(chosen(model)) - num_bytes(model))
+
     rounds = rounds_before + 1
-    return clustered_once(rules, find, messages=rounds, rounds=rounds, more_steps=personal_steps)
+    costs = {"more_steps": personal_steps} | ({} if layers is None else {"sent": not_sent})
+    return clustered_once(rules, find, messages=rounds, rounds=rounds, **costs)
