@@ -105,6 +105,8 @@ def read_results(folder: str | Path, records: list[dict[str, Any]] | None = None
     config, checkpoints = saved_config(folder), RunFolder(folder).rounds()
     if (folder / "summary.json").exists():
         summary = verify_results(folder, None if records is None else [])
+        if not (summary.get("per_seed") and summary.get("mean")):
+            raise ValueError(f"{folder / 'summary.json'} is damaged: it has no results in per_seed and mean")
         records = RunFolder(folder).records() if records is None else records
         clients = _columns(folder, summary) if "clients.csv" in summary["files"] else {}
         return Results(folder, config, summary, records, clients, True, checkpoints)
@@ -198,10 +200,16 @@ def _instead(folder: Path) -> str:
 
 def _columns(folder: Path, summary: dict[str, Any]) -> dict[str, np.ndarray]:
     """Returns the columns of `clients.csv`: integers, or numbers that may be NaN."""
-    lines = io.StringIO(read_verified(folder, summary, "clients.csv").decode(), newline="")
-    head, *rows = csv.reader(lines)
-    columns = zip(head, zip(*rows, strict=True), strict=True)
-    return {name: np.array(values, np.int64 if name in COUNTS else np.float64) for name, values in columns}
+    lines = io.StringIO(read_verified(folder, summary, "clients.csv").decode(errors="replace"), newline="")
+    try:
+        head, *rows = csv.reader(lines)
+        pairs = zip(head, zip(*rows, strict=True), strict=True)
+        columns = {name: np.array(values, np.int64 if name in COUNTS else np.float64) for name, values in pairs}
+        missing = [name for name in ("seed", "client", "examples", "cluster") if name not in columns]
+        check(not missing, "the table", list(columns), f"one with {', '.join(missing)}")
+    except (ValueError, OverflowError, csv.Error) as error:
+        raise ValueError(f"{folder / 'clients.csv'} is damaged: {error}") from None
+    return columns
 
 
 def _so_far(config: dict[str, Any], records: list[dict[str, Any]], init_rounds: int) -> dict[str, Any]:
@@ -230,4 +238,5 @@ def _init_rounds(folder: Path, checkpoints: list[int]) -> int:
     """Returns the rounds of the method's start, which a checkpoint has; 0 without one."""
     if not checkpoints:
         return 0
-    return read_json(folder / "checkpoints" / str(checkpoints[0]) / "about.json")["totals"].get("init_rounds", 0)
+    about = read_json(folder / "checkpoints" / str(checkpoints[0]) / "about.json")
+    return about.get("totals", {}).get("init_rounds", 0)
