@@ -119,7 +119,8 @@ def split_dataset(dataset: Dataset | str, rules: Rules, partitions: Iterable[str
     check_choice("partition", partition, partitions)
     check_count("num_clusters", rules.num_clusters)
     check_count("seed", rules.seed, least=0, most=2**63 - 1)
-    check(0 < rules.test_fraction < 1, "test_fraction", rules.test_fraction, "strictly between 0 and 1")
+    fits = is_number(rules.test_fraction) and 0 < rules.test_fraction < 1
+    check(fits, "test_fraction", rules.test_fraction, "strictly between 0 and 1")
     if each is not None:
         check_count("examples_per_client", each)
     if isinstance(dataset, str):
