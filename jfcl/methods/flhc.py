@@ -118,7 +118,7 @@ def flhc(
         updates, own, real = phases.train_clients(client_axis, client, cohort, *kept)
         own = where_rows(real, own, state.personal)
         updates, real = attacked(rules.adversary, attack_key(last_key), updates, client_ids(clients), real)
-        cluster = over_columns(client_axis, cluster_updates)(updates, real)[1]
+        cluster = over_columns(client_axis, jax.jit(cluster_updates))(updates, real)[1]
         models = jax.tree.map(lambda p: jnp.broadcast_to(p, (num_clusters, *p.shape[1:])), state.params)
         return models, cluster, own
 
