@@ -851,6 +851,11 @@ def test_momentum_of_zero_is_zero():
     assert not np.array_equal(losses[0], losses[2])
 
 
+def test_a_flag_that_is_on_by_default_can_be_turned_off():
+    args = parse(["run", "flux", "--no-by-label"])
+    assert Config(**commands.given_options(args)).by_label is False
+
+
 @pytest.mark.parametrize(
     ("options", "wanted"),
     [([], [6]), (["--clients", "4"], [4]), (["--mapping", "vmap"], []), (["--devices", "3"], [3])],

@@ -266,7 +266,8 @@ def _add(group: argparse._ArgumentGroup, options: Iterable[Option], *, has_defau
         more: dict[str, Any] = {"help": first_sentence(option.text).replace("%", "%%")}
         more["default"] = option.default if has_default else argparse.SUPPRESS
         if option.kind is bool:
-            group.add_argument(flag_of(option.name), action="store_true", **more)
+            action = argparse.BooleanOptionalAction if option.default else "store_true"  # --no-NAME turns it off
+            group.add_argument(flag_of(option.name), action=action, **more)
             continue
         choices = [name for accepts in option.metadata if isinstance(accepts, OneOf) for name in accepts.choices]
         name = METAVARS.get(option.name, METAVARS[option.kind])
