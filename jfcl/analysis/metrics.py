@@ -180,7 +180,7 @@ def cluster_recovery(found: np.ndarray, true: np.ndarray) -> dict[str, float]:
     Args:
       found: `[N]` integers, the clusters of a method: `state.cluster`, or `History.clients["cluster"][seed]`.
       true: `[N]` integers; clients with the true cluster -1 do not count. Name both arguments: with the two exchanged,
-        `purity` and `clusters_in_use` are others.
+        `purity` and `clusters_in_use` differ.
 
     Returns:
       `cluster_accuracy`: the share of clients in the right cluster under the best one-to-one matching (Hungarian
@@ -311,7 +311,7 @@ def rounds_to_recovery(rounds: list[int], cluster_accuracy: list[float], *, leve
 
 
 def drift_results(records: Sequence[dict]) -> dict[str, list]:
-    """Returns the course of one seed's run on drifting data, by steps of time.
+    """Summarises one seed's run on drifting data, step by step.
 
     Args:
       records: those of one seed, as in `History.records`, of classification.

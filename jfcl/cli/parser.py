@@ -37,7 +37,7 @@ EXAMPLES = """examples:
 """
 COMMANDS = {  # the first three have the options of a run
     "run": "run one method and keep its results in a folder",
-    "plan": "compile a run for a TPU or GPU that is not there: does it fit, and how long may a round take",
+    "plan": "compile a run for a TPU or GPU that you do not have: does it fit, and how long may a round take",
     "sweep": "run one method with all combinations of some options, and choose the best on held-out examples",
     "compare": "table and plots of finished runs side by side",
     "report": "one page of HTML on a run, or on several side by side; also unfinished ones",
@@ -68,10 +68,10 @@ class Processes:
     """Options of several processes.
 
     Attributes:
-      coordinator: of process 0; auto on Cloud TPU and Slurm, without the next two.
+      coordinator: address of process 0; auto on Cloud TPU and Slurm, without the next two.
       num_processes: number of processes.
       process_id: number of this process, from 0.
-      connect_seconds: time to wait until all processes are there.
+      connect_seconds: seconds to wait for the other processes.
     """
 
     coordinator: str | None = None
@@ -84,7 +84,7 @@ class Bench:
     """Options of `jfcl bench` that are no arguments of `bench.sweep`.
 
     Attributes:
-      devices: divide the CPU into so many; see 'sharded(chunked(1))' among the mappings.
+      devices: divide the CPU into this number of devices; see 'sharded(chunked(1))' among the mappings.
       out: folder for results.
       quiet: no progress bar.
     """

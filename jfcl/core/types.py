@@ -55,7 +55,7 @@ class DenseStart(NamedTuple):
         task in bfloat16, the products have it too.
       apply: `(params, products, x) -> outputs`, with `products` `[B, H]` or `[B]` for `inputs(x) @ kernel`, without a
         bias.
-      whole: the task's `apply`; a task with another `apply` has no dense start any more.
+      whole: the task's `apply`; a task with another `apply` has no dense start.
       bias: the path of a bias, `[H]` or `[]`, that `apply` adds to the products and uses nowhere else, trained with the
         kernel as the weight of an input that is always 1. `None`: none is known.
 
@@ -194,17 +194,17 @@ def serve_clusters(state: Any, clients: Clients | None = None) -> Served:
 
 
 class Entries(NamedTuple):
-    """What records hold of the metrics of a method, and what a user is told of them.
+    """How records summarise the metrics of a method, and the notes that a user gets.
 
-    A record has the value of the last round of each metric, except for these.
+    A record has each metric's value in the last round, except for those named here.
 
     Attributes:
-      sums: metrics of which it has the sum over all rounds so far (as of `bytes_up`, `bytes_down`, `client_steps` and
+      sums: metrics that are summed over all rounds so far (as `bytes_up`, `bytes_down`, `client_steps` and
         `nonfinite` of every method).
-      largest: metrics, integers, of which it has the largest value since the previous record.
-      ended: why a run ends whose metric `ended` is true for all seeds.
-      notes: `(record, is_last) -> texts by kind`, each kind a warning once in a run: of every record, and with
-        `is_last` once more of the last one, at the end of the run.
+      largest: integer metrics, recorded as their largest value since the previous record.
+      ended: the reason why a run ends when the metric `ended` is true for all seeds.
+      notes: `(record, is_last) -> texts by kind`. Each kind is shown once in a run, as a warning. It is called with
+        every record, and with `is_last` again at the end of the run.
     """
 
     sums: tuple[str, ...] = ()
@@ -225,14 +225,14 @@ class Algorithm(NamedTuple):
       refresh: `(state, clients) -> state`, computes again the parts of the state of each client that follow from the
         shared ones. It is called for clients of a population, most of which were not in the last round's cohort.
       serve: `(state, clients) -> Served`, what each client is served after a round. `clients` are those in training,
-        for methods in which a client chooses by its examples (IFCA: the model of lowest loss now); None where it is to
-        be what the state says. Default: the model `params[cluster[i]]` of the state.
+        for methods in which a client chooses by its examples (IFCA: the model of lowest loss now); with None, what the
+        state says. Default: the model `params[cluster[i]]` of the state.
       adopt: `(state, clients) -> Served` for clients that were not in training. Default: the model of lowest loss on
         their examples, with the mean of the personal parameters.
       init_costs: `(state, clients) -> metrics`, the communication and computation of `init`, which `step` adds to those
         of the first round; left out where `init` has none.
       init_rounds: the number of rounds of training in `init`. A simulation numbers its own rounds after them.
-      entries: what records hold of the metrics, and what a user is told of them.
+      entries: how records summarise the metrics, and the notes that a user gets.
       last_updates: `(state) -> [N]` int32, an array of the state: the round of each client's last update, of a method
         that keeps it and compares the clients of a cohort with others by it. None: it keeps none.
 

@@ -28,15 +28,15 @@ def from_arrays(clients: Iterable[Any], *, channels_first: bool | None = None, p
     Returns:
       `Clients` with examples `{"x": [N, M, ...], "y": [N, M]}` on the host, and the further arrays under their names.
       Inputs: single numbers and floats become float32, rows of integers (token ids) int32. Images become float32 in
-      `[0, 1]` with a channel axis: `[m, H, W]` or `[m, H, W, C]` of bytes, 16-bit integers or truths, and lists of
+      `[0, 1]` with a channel axis: `[m, H, W]` or `[m, H, W, C]` of bytes, 16-bit integers or booleans, and lists of
       images of PIL in any mode, of which grey, colour and transparency (a further channel) may be mixed. Targets:
       integers int32, floats float32; images of PIL are maps of labels. Further arrays keep their values, in 32 bits at
       most.
 
     Raises:
       ValueError: no clients; a client that is no such pair, or has no examples; different numbers of inputs and
-        targets; inputs of different shapes; missing values; numbers that float32 or int32 cannot hold; images of
-        unknown white, such as integers of 32 bits; a shape that does not show where the channels are; a column of
+        targets; inputs of different shapes; missing values; numbers that float32 or int32 cannot hold; images whose
+        white is unknown, such as integers of 32 bits; a shape that does not show where the channels are; a column of
         frames that numbers the rows, such as the index in a saved csv (`Unnamed: 0`).
 
     Example:

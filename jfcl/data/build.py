@@ -120,7 +120,7 @@ def build(
       reuse: "none": an example of the data set belongs to one client. "cluster": every cluster divides the whole data
         set, so that each example occurs `K` times, under `K` transformations (IFCA: `m n = 60000 K`). "auto": "none" if
         there are `N * examples_per_client` examples, else "cluster".
-      newcomer_examples: if given, the test pool is also divided among new clients with so many examples each:
+      newcomer_examples: if given, the test pool is also divided among new clients with this number of examples each:
         `floor(test / newcomer_examples)` in every cluster (IFCA: 10000 K / n test clients). They share examples with
         `test`, never with `train`. With "writer" they are the writers of the official test split that are not in
         training.
@@ -144,9 +144,9 @@ def build(
 
     Raises:
       ValueError: an unknown name; more clusters than clients; several clusters that do not differ; too few examples;
-        labels out of range; NaN; a heterogeneity or partition the data set does not support; of a drift, another number
-        of clients or clusters than it has, a client with fewer examples than steps, clusters that select examples,
-        `reuse="cluster"`, newcomers; of a mixture, another than a positive number, and the last three.
+        labels out of range; NaN; a heterogeneity or partition the data set does not support; a drift
+        with another number of clients or clusters, or with fewer examples of a client than steps; a mixture that is
+        not positive; either with clusters that select examples, `reuse="cluster"` or newcomers.
 
     Example:
       >>> fed = build("digits", num_clients=40, num_clusters=4, heterogeneity="rotation")

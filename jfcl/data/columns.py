@@ -63,8 +63,8 @@ def from_frame(
         columns but `by`, `y`, `extra`, and those that number the rows: the index in a saved csv (`Unnamed: 0`) and
         integers from 0 or 1 on, which would tell the order of the rows.
       y: the column of the targets. Default: the one named "y", "label" or another usual name. Several columns of
-        numbers or truths become targets `[n, T]` float32, for a regression or a task of your own.
-      kind: what the targets are: "classification" or "regression". Default: integers, strings and truths are labels,
+        numbers or booleans become targets `[n, T]` float32, for a regression or a task of your own.
+      kind: what the targets are: "classification" or "regression". Default: integers, strings and booleans are labels,
         and numbers with fractions are of a regression; whole numbers that are floats, such as 0.0 and 1.0, need it.
       scale: whether inputs that are single numbers are scaled to mean 0 and deviation 1 over the training table.
       extra: columns that become further arrays of the examples under their names, such as weights or masks.
@@ -72,7 +72,7 @@ def from_frame(
 
     Returns:
       `Dataset`, with inputs as of `from_arrays`. Maps of labels `[H, W]` become int32 targets, with `num_classes=None`;
-      otherwise integers from 0 stay labels, strings, truths and negative integers are numbered in their order, and
+      otherwise integers from 0 stay labels, strings, booleans and negative integers are numbered in their order, and
       floats are those of a regression. Texts need no targets. `writer_names` are the different values of `by`, sorted.
       `table` says how columns were read (`description` in words), so that `jfcl.data.read_rows` reads further rows.
       Cost: a copy of the columns that are used.

@@ -76,7 +76,7 @@ class Data:
       drift: how the clusters of clients change with time; 'jfcl list drifts'.
       drift_steps: steps of time, among which the rounds are divided; default: 10.
       drift_window: steps of which clients keep the examples; default: all up to now.
-      newcomer_examples: add new clients with so many test examples each, evaluated with the model of lowest loss.
+      newcomer_examples: test examples of each new client; new clients are evaluated with the model of lowest loss.
       population: number of clients on the host, in place of --clients; a --cohort [100] is on the device at a time,
         with --examples-per-client [20] each.
       store: folder of the population's data, made if it does not exist; default: store in --out. An existing one is
@@ -130,12 +130,12 @@ class Training:
       lr: local learning rate.
       momentum: local momentum; default: none, or 0.9 with --optimizer momentum and nesterov (momentum_clustering: 0.9,
         of the clients' gradients).
-      schedule: course of the learning rate over the local steps of the whole run, counted for the client with the most
+      schedule: learning-rate schedule over the local steps of the whole run, counted for the client with the most
         examples; 'jfcl list schedules'.
-      lr_end: share of the learning rate that is left at the end of --schedule cosine and warmup_cosine.
+      lr_end: final share of the learning rate, of --schedule cosine and warmup_cosine.
       warmup: share of the local steps in which --schedule warmup_cosine rises.
-      step_rounds: rounds between two falls of --schedule step; default: a third of --rounds.
-      step_factor: factor of each fall of --schedule step.
+      step_rounds: rounds between two drops of --schedule step; default: a third of --rounds.
+      step_factor: factor of each drop of --schedule step.
       lr_decay: factor on the learning rate after every round, for clients with equal numbers of steps.
       weight_decay: weight decay added to the gradient; decoupled with --optimizer adamw and lion.
       decay_only: weight decay for the parameters with a path that starts with one of these, comma separated.
@@ -219,8 +219,8 @@ class Privacy:
       dp_noise: noise multiplier: Gaussian noise of this multiple of --dp-clip on every cluster's sum of updates.
       dp_quantile: the clipping norm follows this quantile of the norms of updates, from --dp-clip on.
       dp_min_size: smallest size of a cluster in a round, noise included, with which its model changes.
-      dp_sampling: how --cohort is drawn: each client by itself (poisson, the default), or so many clients (fixed, the
-        default with --population).
+      dp_sampling: how --cohort is drawn: each client by itself (poisson, the default), or exactly this number (fixed,
+        the default with --population).
       dp_delta: delta of the epsilon that is reported; default: clients ** -1.1.
     """
 
@@ -239,7 +239,8 @@ class Run:
       seeds: run with seeds 0..R-1, together.
       seed: run with this seed alone.
       eval_every: rounds between evaluations; default: about 50 evaluations.
-      patience: end the run once --monitor has not improved for so many rounds, in any seed; default: run all rounds.
+      patience: end the run after this number of rounds without an improvement of --monitor, in any seed; default: run
+        all rounds.
       monitor: metric of --patience.
       serve: model that a client is tested with, where clients choose: that of lowest loss on its training examples at
         the evaluation (loss), or the one chosen in its last round (state).
@@ -250,7 +251,7 @@ class Run:
       chunk: clients trained at once; default: 1 on a CPU, all on an accelerator.
       mapping: vmap, chunked, sharded (clients divided among devices; default with several devices), pmap, or auto: the
         fastest in a short probe.
-      devices: devices to use; a CPU is divided into so many. Default: all. A CPU has one for each core, and a single
+      devices: number of devices; a CPU is divided into them. Default: all. A CPU has one for each core, and a single
         one with --mapping vmap or chunked.
       precision: of matrix products in training; by default that of JAX: float32 on a CPU, tf32 on a GPU, bfloat16 on a
         TPU. On a GPU, bfloat16 is the whole model in it, not its parameters. No effect on a CPU.

@@ -1,4 +1,4 @@
-"""`jfcl plan`: the run of a `Config`, compiled for an accelerator that is not there."""
+"""`jfcl plan`: the run of a `Config`, compiled for an absent accelerator."""
 
 from __future__ import annotations
 

@@ -60,8 +60,8 @@ def cfl_gp(
     Args:
       task, training: as in `jfcl.fedavg`.
       num_clusters: `K`, the number of models.
-      period: every so many rounds, the first among them, clients are clustered.
-      clustered_rounds: the round from which on they are not any more.
+      period: clients are clustered in the first round, and in every `period`-th after it.
+      clustered_rounds: the number of rounds after which clients are no longer clustered.
       init_params: a model for each cluster, stacked, or one; default: random ones.
 
     Returns:

@@ -60,7 +60,7 @@ def clove(
       first: clusters of the first round: `"random"`, equal parts of its clients, from which the models begin to differ;
         `"losses"`, as in every round.
       square_root: compare the square roots of losses, as the paper's theory does.
-      stable_rounds: while every client of a cohort has kept its cluster in the last so many of its rounds, clients get
+      stable_rounds: while every client of a cohort has kept its cluster in its last `stable_rounds` rounds, clients get
         their own model only, and are not clustered. Default: 3, as in the authors' code; None: never.
 
     Returns:

@@ -39,7 +39,7 @@ def fedem(
 
     Returns:
       `Algorithm` with an `AveragingState`: `params["models"]` `[1, K, ...]`, `personal["mixture"]` `[N, K]`, which a
-      client outside of the cohort keeps; equal weights at first. What is served is the `K` models and the mixtures. Its
+      client outside the cohort keeps; equal weights at first. What is served is the `K` models and the mixtures. Its
       further metrics are `mixture_entropy` `[]`, the mean over clients, and `cluster_mass` `[K]`, the mean of the
       mixtures by sizes. Cost of a round: `K` trainings of each client, as products with a further axis of `K`, and `K`
       forward passes over its examples. Memory `O(chunk K D)`, and the activations of `K` models. Bytes: each client
@@ -50,7 +50,7 @@ def fedem(
         refuses a task without `mix`, unless `hard`.
 
     Source: Federated Multi-Task Learning under a Mixture of Distributions (Marfoq, Neglia, Bellet, Kameni, Vidal 2021),
-    Algorithm 1 and its E- and M-step. The authors' code averages all `N` clients, where those outside of the cohort
+    Algorithm 1 and its E- and M-step. The authors' code averages all `N` clients, where those outside the cohort
     count with the old models, so that a step is shorter with smaller cohorts; here participants alone are averaged. It
     keeps momentum from round to round, which is `keep="everything"` of the training.
 

@@ -41,7 +41,7 @@ class ThresholdOptions(Options, total=False):
         within a cluster and the separation of clusters. A number, `[K]` or `[threshold_rounds, K]` for `K` centres (one
         in Federated-Clustering), or "three_means".
       quantile: instead of `radius`: of the distances of all gradients to the centre, in each threshold round; about a
-        cluster's share of the clients, or less. Default of the two: `quantile=0.2`, the paper's, for one centre, and
+        cluster's share of the clients, or less. Default: `quantile=0.2`, the paper's, for one centre, and
         `1 / (2 K)` for several.
       threshold_rounds: rounds of Threshold-Clustering, `L`.
       quantile_rule: see `jfcl.kernels.threshold_clustering`.

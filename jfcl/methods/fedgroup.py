@@ -102,7 +102,7 @@ def fedgroup(
       `clusters_found`, the groups that have been found, and with `"auto"` `silhouettes` `[most_clusters + 1]`, the mean
       ones by the number of groups. A client that has not taken part is served the model of lowest loss; one that was
       not in training starts cold; one whose first update is not finite starts cold again. The first models are the
-      means of the pretrained ones, over clients alike. The pretraining is a round of `init`, with its cost in the
+      means of the pretrained ones, with equal weights. The pretraining is a round of `init`, with its cost in the
       metrics of the first round. Cost of a round: FedAvg's, and `pretrain_steps` for each cold start (where clients are
       mapped by `jax.vmap`, for all of the cohort in a round with one); memory `O(P D)` for `P` pretrained clients in
       `init`. Bytes: a model down and up for each pretraining and cold start, beside FedAvg's.

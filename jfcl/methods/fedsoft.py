@@ -99,7 +99,7 @@ def fedsoft(
       `τ` rounds all clients get the `K` centres, and send `K` numbers.
 
     Raises:
-      ValueError: `selection` above the number of clients; numbers outside of their ranges; unknown `weights`.
+      ValueError: `selection` above the number of clients; numbers outside their ranges; unknown `weights`.
 
     Source: FedSoft: Soft Clustered Federated Learning with Proximal Local Updating (Ruan, Joe-Wong 2022), Algorithms 1
     and 2. The published code does not run at the estimation of `u`, and its accuracies are those of training examples.

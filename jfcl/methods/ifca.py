@@ -55,9 +55,9 @@ def ifca(
         updates or not (line 14 of Algorithm 2). `"participants"`: the round's clients with an update in a sum, of all
         clusters. With `weights="size"` it is the number of their examples. In a population
         (`jfcl.simulate`) a round has the clients of the cohort alone, and `"all"` are those that answered.
-      stable_rounds: the shortcut of section 4.3: while every client has kept its cluster in the last so many rounds
-        that it took part in, clients get their own model only and do not compare the others. In a population, it is
-        decided in each round for its cohort. Default: never.
+      stable_rounds: the shortcut of section 4.3: while every client has kept its cluster in its last `stable_rounds`
+        rounds, clients get their own model only and do not compare the others. In a population, this is decided in
+        each round for its cohort. Default: never.
       identity_batch: number of examples, drawn in each round, on which a client compares the models; default: all of
         its own (the paper). With `num_steps` and the same batch size they are the first batch of its training.
       identity_augment: a client compares the models on examples that the training's augmentation changes, with other

@@ -29,14 +29,14 @@ class Options(TypedDict, total=False):
     """Options of methods in which clients send updates to be averaged. `SENDING` and `AVERAGING` are common parts.
 
     Attributes:
-      weights: the weight of a client in a mean: `"size"`, its number of examples, or `"equal"`; or an array `[N]`, that
-        of each client by its id.
+      weights: the weight of a client in a mean: `"size"`, its number of examples, or `"equal"`. An array `[N]` has
+        the weight of each client, by its id.
       shared: takes a parameter's path, such as `"Dense_0/kernel"`; true for those that are averaged over all clients
         instead of those of a cluster (weight sharing, section 4.3 of IFCA).
       personal: takes a parameter's path; true for those that each client keeps, trains and never sends, nor compares.
         `jfcl.fedper`, `fedrep`, `fedbn` and `lg_fedavg` are choices of them.
-      personal_steps: local steps of each round on the personal parameters alone, before the others are trained with
-        these as they are. Default: all parameters are trained at once.
+      personal_steps: local steps in each round on the personal parameters alone; the others are then trained with
+        these fixed. Default: all parameters are trained at once.
       server_optimizer: takes the mean update as a descent direction, and the mean training loss of the round where it
         needs it (`value`): `optax.sgd(1.0, momentum=0.9)` is FedAvgM, `optax.adam(1e-2, b2=0.99, eps=1e-3)` FedAdam,
         with Adam's correction of the first steps. Default: the mean of the clients' models.

@@ -1,1 +1,1 @@
-"""Compiles and prices a run for an accelerator that is not there."""
+"""Compiles and prices a run for an accelerator that this machine does not have."""

@@ -1,4 +1,4 @@
-"""Plans: a method compiled for an accelerator that is not there, with its memory, communication and predicted time.
+"""Plans: a method compiled for an accelerator that is absent, with its memory, communication and predicted time.
 
 `plan` compiles `init` and `step` of a method with the real compiler of a target, for several mappings of the clients,
 and runs nothing. It needs `libtpu` for TPUs and the CUDA plugin of JAX for GPUs (`docs/plan.md`).
@@ -51,7 +51,7 @@ class Plan(NamedTuple):
 
     Attributes:
       target: its name.
-      mapping, chunk: those with the fastest rounds that fit: `"vmap"`, or `"chunked"` with so many clients at a time.
+      mapping, chunk: those with the fastest rounds that fit: `"vmap"`, or `"chunked"` with `chunk` clients at a time.
         `"as made"`, None for an `Algorithm` that was made with its mapping.
       fits: whether `needed_bytes` are at most `limit_bytes`.
       argument_bytes, output_bytes, temp_bytes: of a round, as the compiler counts them.
@@ -133,7 +133,7 @@ def plan(
     name: str = "this method",
     tick: Tick | None = None,
 ) -> Plan:
-    """Compiles a method for a target that is not there, and returns what it needs and how long a round may take.
+    """Compiles a method for an absent accelerator; returns what it needs and how long a round may take.
 
     Args:
       algorithm: a function `(client_axis) -> Algorithm`, of which several mappings are compared. An `Algorithm` is

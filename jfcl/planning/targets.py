@@ -1,4 +1,4 @@
-"""Accelerators that are not there: their published figures, and devices to compile for.
+"""Accelerators that this machine does not have: their published figures, and devices to compile for.
 
 The compilers of XLA for TPUs (`libtpu`) and for GPUs (the CUDA plugin of JAX) need no device. `mesh("v5e:2x2")` is a
 mesh of four chips that cannot run anything, and for which everything compiles as for real ones.

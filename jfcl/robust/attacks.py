@@ -165,12 +165,12 @@ def far() -> UpdateAttack:
 
 
 def sign_flip(scale: float = 1.0) -> UpdateAttack:
-    """Returns the attack that sends the own update times `-scale`."""
+    """Returns the attack that sends `-scale` times the client's own update."""
     return _send(lambda key, x, malicious, good, ids: -scale * x)
 
 
 def scaled(scale: float = 10.0) -> UpdateAttack:
-    """Returns the attack that sends the own update times `scale`."""
+    """Returns the attack that sends `scale` times the client's own update."""
     return _send(lambda key, x, malicious, good, ids: scale * x)
 
 
@@ -369,7 +369,7 @@ def force_split() -> UpdateAttack:
 
 
 def hijack(scale: float = 10.0) -> UpdateAttack:
-    """Returns an attack on clustering by cosine: the good mean of the own cluster, `scale` times as long.
+    """Returns an attack on clustering by cosine: the good mean of the client's cluster, `scale` times as long.
 
     Its direction is that of good updates, and the cluster's model moves too far.
     """

@@ -90,7 +90,7 @@ def simulate(
       key: one key, or `[R]` of them: seeds, run together in one program. The cohort of round `t` depends on `key` and
         `t` alone.
       num_rounds: `T`. The rounds of a method's start (restarts, warm rounds, training before the clients are clustered)
-        come before them and count: the run ends with round `T` and so many more (`History.init_rounds`).
+        come before them and count: the run ends after `T` further rounds (`History.init_rounds`).
       test_clients: test examples, row `i` of client `i`; evaluated under the model that the client is served.
       newcomers: clients that are not in training, each evaluated under the model of lowest loss on its examples
         (IFCA's test-time inference); adds `newcomer_loss`, `newcomer_accuracy`.

@@ -92,7 +92,7 @@ def local_training(
         `"always"`, or a `ValueError` with the reason why it is not possible.
 
     Raises:
-      ValueError: for arguments outside of these ranges.
+      ValueError: for arguments outside these ranges.
 
     Warns:
       UserWarning: the optimiser has a learning-rate schedule, which `keep="nothing"` restarts in every round.
