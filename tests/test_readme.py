@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from jfcl.cli.parser import COMMANDS, parse
+from jfcl.methods import METHODS
 
 ROOT = Path(__file__).resolve().parent.parent
 TEXT = (ROOT / "README.md").read_text()
@@ -44,6 +45,10 @@ def test_the_page_on_newcomers(capsys, tmp_path, monkeypatch):
     for code in others:
         exec(code, names)
     assert capsys.readouterr().out.endswith("(40,)\n")
+
+
+def test_it_counts_the_methods():
+    assert set(re.findall(r"(\d+)(?:%20| )methods", TEXT.partition("## Why not")[0])) == {str(len(METHODS))}
 
 
 def test_it_is_short_and_shows_a_picture_at_once():
