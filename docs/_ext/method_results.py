@@ -22,10 +22,14 @@ PAGES = Path(__file__).resolve().parent.parent / "methods"
 STYLES = {"oracle": (PALETTE[2], ":"), "fedavg": (PALETTE[1], "--"), "local": (PALETTE[4], "-."), "": (PALETTE[0], "-")}
 NAMES = {"oracle": "oracle", "fedavg": "FedAvg", "local": "local training"}
 BASELINES = {"byzantine_cfl": ["fedavg"], "fedbn": ["fedavg", "local"], "stocfl": ["oracle", "fedavg"]}
+DATA = {"digits": "the handwritten digits", "sine": "the points `sine`, whose labels drift in ten steps"}
 CAPTION = """\
-*Three seeds of the handwritten digits. Left: the mean over clients, with a band of a standard deviation over seeds.
+*Three seeds of {data}. Left: the mean over clients, with a band of a standard deviation over seeds.
 Right: the clients of the first seed at the end. The baselines run with the same flags.*"""
-OF_METHODS = {"lam", "warm-rounds", "rounds-before", "personal-steps", "keep"}  # flags that the baselines do not have
+# Flags that the baselines do not have.
+OF_METHODS = {"lam", "warm-rounds", "rounds-before", "personal-steps", "keep", "drift-threshold"}
+# Further flags of a baseline: the examples of one step are of one cluster.
+FURTHER = {("feddrift", "oracle"): ["--drift-window", "1"]}
 ONE_STEP = {"momentum_clustering", "myopic_clustering"}  # a round is one step, also of the baselines
 
 
@@ -50,12 +54,13 @@ def runs_of(name: str, page: str, folder: Path) -> dict[str, Path]:
     for file, code in re.findall(r"<!-- file (\w+\.py) -->\n```python\n(.*?)```", page, flags=re.DOTALL):
         (folder / file).write_text(code)
     of_method = command(page)
-    shared = " ".join(of_method[2:])
+    shared = " " + " ".join(of_method[2:])
     for flag in OF_METHODS:
         shared = re.sub(rf" --{flag} \S+", "", shared)
-    shared = shared + " --local-steps 1" * (name in ONE_STEP)
+    shared += " --local-steps 1" * (name in ONE_STEP)
     baselines = [b for b in BASELINES.get(name, ["oracle", "fedavg", "local"]) if b != name]
-    return {name: run(of_method, folder)} | {b: run(["run", b, *shared.split()], folder) for b in baselines}
+    arguments = {b: ["run", b, *shared.split(), *FURTHER.get((name, b), [])] for b in baselines}
+    return {name: run(of_method, folder)} | {b: run(arguments[b], folder) for b in baselines}
 
 
 def draw(name: str, title: str, folders: dict[str, Path]) -> plt.Figure:
@@ -70,12 +75,13 @@ def draw(name: str, title: str, folders: dict[str, Path]) -> plt.Figure:
         values = np.array([[100 * r["accuracy"] for r in records if r["round"] == t] for t in rounds])
         mean, std = values.mean(axis=1), values.std(axis=1, ddof=1)
         label = title if of == name else NAMES[of]
-        curves.plot(rounds, mean, color=color, ls=line, lw=2.2 if of == name else 1.6, label=label)
+        front = 3 if of == "oracle" else 2  # its dots show on a line that they meet
+        curves.plot(rounds, mean, color=color, ls=line, lw=2.2 if of == name else 1.6, label=label, zorder=front)
         curves.fill_between(rounds, mean - std, mean + std, color=color, alpha=0.15, lw=0)
         with (folder / "clients.csv").open() as file:
             rows = [row for row in csv.DictReader(file) if row["accuracy"] not in ("", "nan")]
         first = sorted((100 * float(row["accuracy"]) for row in rows if row["seed"] == rows[0]["seed"]), reverse=True)
-        clients.plot(range(1, len(first) + 1), first, color=color, ls=line, lw=2.2 if of == name else 1.6)
+        clients.plot(range(1, len(first) + 1), first, color=color, ls=line, lw=2.2 if of == name else 1.6, zorder=front)
     curves.set(xlabel="round", ylabel="accuracy, %")
     curves.legend(frameon=False, fontsize=8.5, reverse=True)
     clients.set(xlabel="clients from the best to the worst", ylabel="accuracy, %", ylim=(-3, 103))
@@ -103,6 +109,26 @@ def table(name: str, title: str, folders: dict[str, Path]) -> str:
     return "\n".join(lines)
 
 
+def drift_table(name: str, title: str, folders: dict[str, Path]) -> str:
+    """Returns the table of runs on drifting data: means over the steps."""
+    columns = {"accuracy": "accuracy %", "next_stable_accuracy": "before adapting, clients that stay %"}
+    columns |= {"next_accuracy": "before adapting, all %", "adjusted_rand": "adjusted Rand"}
+    heads = [*columns.values(), "MB up", "MB down"]
+    lines = ["| | " + " | ".join(heads) + " |", "|---|" + "---:|" * len(heads)]
+    for of, folder in folders.items():
+        summary = json.loads((folder / "summary.json").read_text())
+        cells = [f"**{title}**" if of == name else f"[{NAMES[of]}]({of}.md)"]
+        for key in columns:
+            means = np.array([np.mean(seed[key]) for seed in summary["drift"]["per_seed"]])  # over the steps
+            if key == "adjusted_rand":
+                cells.append("–" if of in NAMES else f"{means.mean():.3f}")
+            else:
+                cells.append(f"{100 * means.mean():.1f} ± {100 * means.std(ddof=1):.1f}")
+        cells += [f"{summary[way] / 1e6:,.1f}" for way in ("bytes_up", "bytes_down")]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
 def main() -> None:
     folder, *names = sys.argv[1:]
     folder = Path(folder).resolve()
@@ -114,8 +140,11 @@ def main() -> None:
         folders = runs_of(name, page, folder)
         jfcl.plots.save(draw(name, title, folders), PAGES / "results" / f"{name}.png")
         picture = f"![Accuracy of {title} and of the baselines, by round and by client](results/{name}.png)"
-        caption = CAPTION.replace("flags.", "flags and one local step.") if name in ONE_STEP else CAPTION
-        body = f"{picture}\n\n{caption}\n\n{table(name, title, folders)}"
+        summary = json.loads((folders[name] / "summary.json").read_text())
+        caption = CAPTION.format(data=DATA[summary["dataset"]])
+        caption = caption.replace("flags.", "flags and one local step.") if name in ONE_STEP else caption
+        columns = (drift_table if "drift" in summary else table)(name, title, folders)
+        body = f"{picture}\n\n{caption}\n\n{columns}"
         found = r"(<!-- result -->\n).*(<!-- end of result -->)"
         page = path.read_text()  # again: runs take a while
         path.write_text(re.sub(found, lambda m, body=body: f"{m[1]}\n{body}\n\n{m[2]}", page, flags=re.DOTALL))
