@@ -1,0 +1,203 @@
+"""Which method is better over many settings: ranks with intervals, their tests, and the methods worth a cost.
+
+A *setting* is a data set with a shift of some strength. Its `values` are `[A, R, N]`: the accuracies, from 0 to 1, of
+`A` methods, `R` seeds and `N` clients, the same clients for every method. A run without any value has failed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import pairwise
+
+import numpy as np
+
+from jfcl.core import check
+
+LEVEL = 0.05  # of every test; the intervals are those of 95 %
+
+
+def scores(values: np.ndarray, counts: np.ndarray | None = None) -> np.ndarray:
+    """Returns the mean accuracies `[A]` of a setting, less 2 for each run that has failed.
+
+    A method with a failed run is so below every method with fewer of them, whatever its other runs have reached.
+    Clients without a value (NaN) have no test examples, and are left out.
+
+    Args:
+      values: `[A, R, N]`.
+      counts: `[B, R, N]`, how often each client of each seed is drawn, for scores `[B, A]`; default: once.
+
+    Example:
+      >>> scores(np.array([[[0.5, 0.75], [0.25, 0.5]], [[1.0, 1.0], [np.nan, np.nan]]])).tolist()
+      [0.5, -1.0]
+    """
+    drawn = np.ones((1, *values.shape[1:])) if counts is None else counts
+    has_value = np.isfinite(values)
+    total = np.einsum("arn,brn->ba", np.where(has_value, values, 0), drawn)
+    number = np.einsum("arn,brn->ba", has_value.astype(float), drawn)
+    failed = np.einsum("ar,brn->ba", ~has_value.any(axis=2), drawn) / values.shape[2]
+    result = total / np.maximum(number, 1) - 2 * failed
+    return result[0] if counts is None else result
+
+
+def ranks(scores: np.ndarray) -> np.ndarray:
+    """Returns the ranks of scores along the last axis: 1 for the highest; equal ones share the mean of their ranks.
+
+    Example:
+      >>> ranks(np.array([0.5, 0.9, 0.5])).tolist()
+      [2.5, 1.0, 2.5]
+    """
+    others, each = scores[..., None, :], scores[..., :, None]
+    return 0.5 + (others > each).sum(axis=-1) + (others == each).sum(axis=-1) / 2
+
+
+def rank_intervals(settings: Sequence[np.ndarray], *, draws: int = 1000, seed: int = 0) -> tuple[np.ndarray, ...]:
+    """Returns `(low [A], high [A])`, bootstrap intervals of 95 % of the methods' mean ranks over settings.
+
+    Seeds are drawn with replacement, then clients within each drawn seed, the same for every method. Settings are not
+    drawn: the intervals hold for these settings. What is drawn is noisier than the data, which moves ranks towards the
+    middle: the intervals are the quantiles around the mean of the draws, moved to the mean ranks of the data, and are
+    widened by `sqrt(R / (R - 1))`, since few seeds differ less among themselves than from new ones. Cost: `draws · A ·
+    R · N` operations for each setting.
+
+    Example:
+      >>> low, high = rank_intervals([np.array([[[0.9, 0.8]], [[0.1, 0.2]]])])
+      >>> low.tolist(), high.tolist()
+      ([1.0, 2.0], [1.0, 2.0])
+    """
+    rng, drawn = np.random.default_rng(seed), 0.0
+    for values in settings:
+        _, num_seeds, num_clients = values.shape
+        # A seed that is drawn twice brings twice N clients.
+        seeds = rng.multinomial(num_seeds, np.full(num_seeds, 1 / num_seeds), size=draws)
+        counts = rng.multinomial(seeds * num_clients, np.full(num_clients, 1 / num_clients))
+        drawn = drawn + ranks(scores(values, counts.astype(float))) / len(settings)
+    mean_ranks = np.mean([ranks(scores(values)) for values in settings], axis=0)
+    least = min(values.shape[1] for values in settings)
+    wider = math.sqrt(least / (least - 1)) if least > 1 else 1.0
+    ends = np.quantile(drawn, [LEVEL / 2, 1 - LEVEL / 2], axis=0) - drawn.mean(axis=0)
+    low, high = np.clip(mean_ranks + wider * ends, 1, len(mean_ranks))
+    return low, high
+
+
+def friedman(mean_ranks: np.ndarray, num_problems: int) -> tuple[float, float]:
+    """Returns Friedman's statistic and its p-value: that of equally good methods to have mean ranks `[A]` so far apart.
+
+    The equation is that of Demšar (JMLR 2006), section 3.2.2. A correction for ties would make the statistic larger.
+
+    Example:
+      >>> friedman(np.array([3.143, 2.0, 2.893, 1.964]), 14)  # Demšar's example: 9.28
+      (9.28..., 0.025...)
+    """
+    from scipy.special import chdtrc  # takes long to import
+
+    count = len(mean_ranks)
+    away = np.sum((mean_ranks - (count + 1) / 2) ** 2)
+    statistic = float(12 * num_problems / (count * (count + 1)) * away)
+    return statistic, float(chdtrc(count - 1, statistic))
+
+
+def critical_difference(num_methods: int, num_problems: int) -> float:
+    """Returns Nemenyi's critical difference: mean ranks that are less apart do not differ at the level of 5 %.
+
+    That of Demšar (JMLR 2006), section 3.2.2: `q · sqrt(A (A + 1) / 6 P)` of `A` methods on `P` problems.
+
+    Example:
+      >>> round(critical_difference(4, 14), 2)  # Demšar's example, whose q is rounded: 1.25
+      1.25
+    """
+    from scipy.stats import studentized_range  # takes long to import
+
+    check(num_methods >= 2, "num_methods", num_methods, "at least 2")
+    q = studentized_range.ppf(1 - LEVEL, num_methods, np.inf) / math.sqrt(2)
+    return float(q * math.sqrt(num_methods * (num_methods + 1) / (6 * num_problems)))
+
+
+def groups(mean_ranks: np.ndarray, difference: float) -> list[tuple[int, int]]:
+    """Returns the largest groups of methods that do not differ: first and last in `mean_ranks`, which are sorted.
+
+    Example:
+      >>> groups(np.array([1.0, 1.5, 2.2, 4.0]), 1.0)
+      [(0, 1), (1, 2)]
+    """
+    last = np.searchsorted(mean_ranks, mean_ranks + difference, side="left") - 1
+    return [(i, int(j)) for i, j in enumerate(last) if j > i and (i == 0 or j > last[i - 1])]
+
+
+def signed_rank(differences: np.ndarray) -> float:
+    """Returns the p-value of Wilcoxon's signed-rank test, two-sided, exact also with ties; zeros are left out.
+
+    Example:
+      >>> signed_rank(np.array([0.1, 0.2, 0.3, 0.4, 0.5]))  # the smallest that five differences can have, 2 / 2^5
+      0.0625
+    """
+    differences = differences[differences != 0]
+    twice = np.rint(2 * ranks(-np.abs(differences))).astype(int)  # ranks of ties are halves
+    chance = np.ones(1)  # of each sum of ranks of the positive differences, where every sign is as likely
+    for rank in twice:
+        chance = (np.pad(chance, (0, rank)) + np.pad(chance, (rank, 0))) / 2
+    total = twice.sum()
+    away = abs(2 * twice[differences > 0].sum() - total)
+    return min(1.0, float(chance[np.abs(2 * np.arange(total + 1) - total) >= away].sum()))
+
+
+def holm(p_values: Sequence[float]) -> list[float]:
+    """Returns the p-values of several tests after Holm's correction (1979).
+
+    Example:
+      >>> holm([0.01, 0.04, 0.03])
+      [0.03, 0.06, 0.06]
+    """
+    order, largest, corrected = np.argsort(p_values, kind="stable"), 0.0, [0.0] * len(p_values)
+    for place, i in enumerate(order):
+        largest = max(largest, min(1.0, (len(order) - place) * p_values[i]))
+        corrected[i] = largest
+    return corrected
+
+
+def neighbours(scores: np.ndarray) -> list[float]:
+    """Returns the p-values, after Holm's correction, of each method against the next, `A - 1` in all.
+
+    Args:
+      scores: `[P, A]`, of the problems and the methods, which are sorted by their ranks.
+
+    Example:
+      >>> neighbours(np.array([[0.9, 0.8, 0.8]] * 6))  # 2 · 2 / 2^6
+      [0.0625, 1.0]
+    """
+    return holm([signed_rank(a - b) for a, b in pairwise(scores.T)])
+
+
+def pareto(cost: np.ndarray, value: np.ndarray) -> np.ndarray:
+    """Returns which methods `[A]` are worth their cost: no other is at least as good and as cheap, and better in one.
+
+    Example:
+      >>> pareto(np.array([1.0, 2.0, 3.0]), np.array([0.5, 0.9, 0.8])).tolist()
+      [True, True, False]
+    """
+    cheap, good = cost[:, None] <= cost, value[:, None] >= value  # [other, each]
+    better = (cost[:, None] < cost) | (value[:, None] > value)
+    return ~(cheap & good & better).any(axis=0)
+
+
+def complete(is_there: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the settings and the methods of a complete part of a table, by their numbers.
+
+    As long as something is missing, the setting or the method that lacks the largest share is left out.
+
+    Args:
+      is_there: `[S, A]`.
+
+    Example:
+      >>> settings, methods = complete(np.array([[True, True, False], [True, True, False], [True, False, True]]))
+      >>> settings.tolist(), methods.tolist()
+      ([0, 1], [0, 1])
+    """
+    rows, columns = (np.arange(n) for n in is_there.shape)
+    while len(rows) and len(columns) and not (part := is_there[np.ix_(rows, columns)]).all():
+        of_row, of_column = 1 - part.mean(axis=1), 1 - part.mean(axis=0)
+        if of_row.max() >= of_column.max():
+            rows = np.delete(rows, of_row.argmax())
+        else:
+            columns = np.delete(columns, of_column.argmax())
+    return rows, columns

@@ -1,0 +1,174 @@
+"""`jfcl.analysis.ranking` against SciPy, published examples (Demšar, JMLR 2006), and loops from the equations."""
+
+import itertools
+
+import numpy as np
+import pytest
+import scipy.stats
+
+from jfcl.analysis import ranking
+
+RNG = np.random.default_rng(0)
+# Demšar's table 6: the areas under the curve of C4.5, C4.5+m, C4.5+cf and C4.5+m+cf on 14 data sets; two
+# are printed as 0.975, and ranked 2 and 3.
+DEMSAR = np.array(
+    [
+        [0.763, 0.768, 0.771, 0.798],
+        [0.599, 0.591, 0.590, 0.569],
+        [0.954, 0.971, 0.968, 0.967],
+        [0.628, 0.661, 0.654, 0.657],
+        [0.882, 0.888, 0.886, 0.898],
+        [0.936, 0.931, 0.916, 0.931],
+        [0.661, 0.668, 0.609, 0.685],
+        [0.583, 0.583, 0.563, 0.625],
+        [0.775, 0.838, 0.866, 0.875],
+        [1.000, 1.000, 1.000, 1.000],
+        [0.940, 0.962, 0.965, 0.962],
+        [0.619, 0.666, 0.614, 0.669],
+        [0.972, 0.981, 0.9751, 0.975],
+        [0.957, 0.978, 0.946, 0.970],
+    ]
+)
+
+
+def score_loop(values):
+    """The score of one method, from its definition."""
+    finished = [[v for v in run if np.isfinite(v)] for run in values]
+    each = [v for run in finished for v in run]
+    return (sum(each) / len(each) if each else 0) - 2 * sum(not run for run in finished)
+
+
+def test_scores_are_means_over_clients_with_tests_less_two_for_each_failed_run():
+    values = RNG.random((5, 3, 4))
+    values[1, 2] = values[2] = values[3, :, 1] = np.nan
+    np.testing.assert_allclose(ranking.scores(values), [score_loop(v) for v in values], rtol=1e-12)
+    # Drawn clients and seeds are as good as their copies.
+    seeds, clients = np.array([2, 2, 0]), RNG.integers(4, size=(3, 4))
+    counts = np.zeros((1, 3, 4))
+    for seed, row in zip(seeds, clients, strict=True):
+        np.add.at(counts[0, seed], row, 1)
+    copies = np.stack([[v[seed][row] for seed, row in zip(seeds, clients, strict=True)] for v in values])
+    expected = [score_loop(v) for v in copies]
+    np.testing.assert_allclose(ranking.scores(values, counts)[0], expected, rtol=1e-12)
+
+
+def test_a_failed_run_is_below_every_run_that_has_ended():
+    values = np.array([[[1.0], [1.0], [np.nan]], [[0.0], [0.0], [0.0]], [[1.0], [np.nan], [np.nan]]])
+    assert ranking.ranks(ranking.scores(values)).tolist() == [2, 1, 3]
+
+
+def test_ranks_are_those_of_scipy_and_of_the_published_example():
+    scores = np.round(RNG.random((6, 7)), 1)  # with ties
+    np.testing.assert_array_equal(ranking.ranks(scores), scipy.stats.rankdata(-scores, axis=1))
+    np.testing.assert_allclose(ranking.ranks(DEMSAR).mean(axis=0), [3.143, 2.0, 2.893, 1.964], atol=5e-4)
+
+
+def test_friedman_is_that_of_scipy_without_ties_and_that_of_the_published_example():
+    scores = RNG.random((9, 5))
+    mean_ranks = ranking.ranks(scores).mean(axis=0)
+    np.testing.assert_allclose(ranking.friedman(mean_ranks, 9), scipy.stats.friedmanchisquare(*scores.T), rtol=1e-12)
+    assert ranking.friedman(ranking.ranks(DEMSAR).mean(axis=0), 14)[0] == pytest.approx(9.28, abs=0.01)
+    tied = np.round(scores, 1)  # without the correction for ties the test is the more careful one
+    assert ranking.friedman(ranking.ranks(tied).mean(axis=0), 9)[1] >= scipy.stats.friedmanchisquare(*tied.T).pvalue
+
+
+def test_the_critical_difference_has_the_published_constants():
+    published = [1.960, 2.343, 2.569, 2.728, 2.850, 2.949, 3.031, 3.102, 3.164]  # Demšar's table 5, of 2 to 10 methods
+    for count, q in enumerate(published, start=2):
+        expected = q * np.sqrt(count * (count + 1) / (6 * 14))
+        assert ranking.critical_difference(count, 14) == pytest.approx(expected, rel=4e-4)
+
+
+def test_groups_are_the_largest_that_do_not_differ():
+    for _ in range(20):
+        mean_ranks, difference = np.sort(RNG.uniform(1, 8, 8)), RNG.uniform(0.2, 4)
+        fits = [(i, j) for i, j in itertools.combinations(range(8), 2) if mean_ranks[j] - mean_ranks[i] < difference]
+        largest = [(i, j) for i, j in fits if not any(a <= i and j <= b and (a, b) != (i, j) for a, b in fits)]
+        assert ranking.groups(mean_ranks, difference) == largest
+
+
+def test_signed_rank_is_exact():
+    for count in (4, 7, 12):
+        without_ties = RNG.normal(size=count)
+        expected = scipy.stats.wilcoxon(without_ties, method="exact").pvalue
+        assert ranking.signed_rank(without_ties) == pytest.approx(expected, rel=1e-12)
+    tied = np.array([1.0, -1.0, 2.0, 2.0, 0.0, 3.0, 3.0, 3.0])  # every sign of each, by brute force
+    kept = tied[tied != 0]
+    each = scipy.stats.rankdata(abs(kept))
+    sums = np.array([each[np.array(signs) > 0].sum() for signs in itertools.product([-1, 1], repeat=len(kept))])
+    away = abs(sums - each.sum() / 2) >= abs(each[kept > 0].sum() - each.sum() / 2)
+    assert ranking.signed_rank(tied) == pytest.approx(away.mean(), rel=1e-12)
+    assert ranking.signed_rank(np.zeros(3)) == 1
+
+
+def test_holm_steps_down():
+    p = [0.03, 0.001, 0.6, 0.02, 0.02]
+    by_hand, so_far = {}, 0.0
+    for place, i in enumerate(sorted(range(5), key=lambda i: p[i])):
+        so_far = max(so_far, min(1, p[i] * (5 - place)))
+        by_hand[i] = so_far
+    assert ranking.holm(p) == pytest.approx([by_hand[i] for i in range(5)])
+    assert ranking.holm([]) == []
+
+
+def test_neighbours_are_tested_in_their_order():
+    scores = RNG.random((8, 3)) - np.array([0.0, 0.2, 0.6])
+    first, second = (scipy.stats.wilcoxon(scores[:, i], scores[:, i + 1], method="exact").pvalue for i in range(2))
+    assert second < first  # the smaller is doubled, and the other is at least as large
+    assert ranking.neighbours(scores) == pytest.approx([max(2 * second, first), 2 * second])
+
+
+def test_rank_intervals_are_those_of_a_loop_that_draws_seeds_and_clients():
+    settings = [RNG.normal([[[0.4]], [[0.5]], [[0.6]]], 0.2, (3, 3, 6)) for _ in range(5)]
+    settings[1][2, 0] = np.nan  # a failed run of the best method
+    low, high = ranking.rank_intervals(settings, draws=4000)
+    drawn = []
+    for _ in range(300):
+        each = []
+        for values in settings:
+            pairs = [(r, RNG.integers(6, size=6)) for r in RNG.integers(3, size=3)]
+            copy = np.stack([values[:, r, rows] for r, rows in pairs], axis=1)
+            failed = np.isnan(copy).all(axis=2)
+            mean = [v[~f].mean() if not f.all() else 0 for v, f in zip(copy, failed, strict=True)]
+            each.append(scipy.stats.rankdata(2 * failed.sum(axis=1) - mean))
+        drawn.append(np.mean(each, axis=0))
+    drawn, one_step = np.array(drawn), 0.201  # of a mean of five ranks
+    mean = np.mean([scipy.stats.rankdata([-score_loop(v) for v in values]) for values in settings], axis=0)
+    expected = mean + np.sqrt(3 / 2) * (np.quantile(drawn, [0.025, 0.975], axis=0) - drawn.mean(axis=0))
+    np.testing.assert_allclose([low, high], np.clip(expected, 1, 3), atol=1.5 * one_step)
+    assert (high - low > one_step).all() and (low <= mean).all() and (mean <= high).all()
+    np.testing.assert_array_equal([low, high], ranking.rank_intervals(settings, draws=4000))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seeds", [2, 3, 5])
+def test_rank_intervals_hold_the_mean_rank_of_new_seeds_and_clients(seeds):
+    rng = np.random.default_rng(0)
+    levels = np.linspace(0.7, 0.76, 6) + rng.normal(0, 0.02, (8, 6))  # [settings, methods]
+
+    def new():
+        noise = rng.normal(0, 0.015, (8, 6, seeds, 1)) + rng.normal(0, 0.1, (8, 1, seeds, 30))
+        return levels[:, :, None, None] + noise + rng.normal(0, 0.05, (8, 6, seeds, 30))
+
+    truth = np.mean([scipy.stats.rankdata(-new().mean(axis=(2, 3)), axis=1).mean(axis=0) for _ in range(2000)], axis=0)
+    holds = []
+    for _ in range(150):
+        low, high = ranking.rank_intervals([*new()], draws=300)
+        holds.append((low <= truth) & (truth <= high))
+    assert 0.92 <= np.mean(holds) <= 0.99
+
+
+def test_the_pareto_front_is_what_nothing_dominates():
+    cost, value = np.round(RNG.random((2, 30)), 1)  # with ties
+    for i, is_worth in enumerate(ranking.pareto(cost, value)):
+        at_least = (cost <= cost[i]) & (value >= value[i])
+        assert is_worth == (not (at_least & ((cost < cost[i]) | (value > value[i]))).any())
+
+
+def test_the_complete_part_lacks_nothing():
+    is_there = np.ones((6, 5), bool)
+    is_there[2] = False  # a setting that was not run
+    is_there[:4, 3] = False  # a method that cannot run most of the others
+    rows, columns = ranking.complete(is_there)
+    assert rows.tolist() == [0, 1, 3, 4, 5] and columns.tolist() == [0, 1, 2, 4]
+    assert [len(part) for part in ranking.complete(np.zeros((2, 2), bool))] == [0, 2]
