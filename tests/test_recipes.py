@@ -25,12 +25,12 @@ from benchmarks.papers import federated_clustering_cifar as fc_cifar
 from benchmarks.papers import federated_clustering_mnist as fc
 from benchmarks.papers.__main__ import main, parser
 from benchmarks.papers.byzantine_cfl import PAPER, SCENARIOS, of_paper
-from benchmarks.papers.jobs import in_processes
 from benchmarks.papers.recipes import Bench, Outcome, Recipe
 from jfcl import cli, data, models
 from jfcl.core import Clients
 from jfcl.experiments import Config
 from jfcl.experiments.config import to_saved
+from jfcl.experiments.jobs import in_processes
 from jfcl.training.local import local_training
 
 CONFIG = Config("fedavg", clients=4, model="linear", rounds=2, examples_per_client=20)

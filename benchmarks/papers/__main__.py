@@ -13,8 +13,9 @@ from typing import Any
 import jax
 
 from benchmarks.common import print_table
-from benchmarks.papers import RECIPES, jobs, reproduce
+from benchmarks.papers import RECIPES, reproduce
 from jfcl import mapping
+from jfcl.experiments import jobs
 from jfcl.simulation.probe import cache_dir
 
 

@@ -18,11 +18,11 @@ from typing import Any, NamedTuple
 
 from rich.progress import track
 
-from benchmarks.papers.jobs import in_processes
 from jfcl.analysis import plots
 from jfcl.core import check, check_choice, check_count
 from jfcl.core.files import read_json, seal, write_json
 from jfcl.experiments.config import Config, to_saved
+from jfcl.experiments.jobs import in_processes
 from jfcl.experiments.results import read_run
 from jfcl.experiments.run import run
 from jfcl.simulation.folder import environment

@@ -1,4 +1,4 @@
-"""Parts of a recipe in processes of their own, several at a time: `--jobs N`.
+"""Parts of a long computation in processes of their own, several at a time: `--jobs N`.
 
 On a CPU every process has its share of the cores. On a GPU the processes share its memory, and one compiles while
 another computes.
@@ -39,11 +39,19 @@ def share_of_cores(cores: list[int], jobs: int, slot: int) -> list[int]:
     return cores[slot * len(cores) // jobs : (slot + 1) * len(cores) // jobs]
 
 
-def in_processes(parts: Mapping[str, Callable[[], Any]], jobs: int) -> Iterator[str]:
+def in_processes(
+    parts: Mapping[str, Callable[[], Any]], jobs: int, *, cores: int | None = None, tick: Callable[[], None] = int
+) -> Iterator[str]:
     """Calls the `parts`, at most `jobs` at a time, each in a new process; yields the name of each that has ended.
 
     Parts are pickled, and leave their results in files. After an error, or Ctrl-C, no other part begins; those that run
     are interrupted as by Ctrl-C, which a run answers with a checkpoint, and awaited.
+
+    Args:
+      parts: functions without arguments, by their names.
+      jobs: processes at a time.
+      cores: of a CPU for each process; default: its share of them.
+      tick: is called about once a second meanwhile.
 
     Raises:
       ValueError: on a TPU, which one process holds alone.
@@ -57,10 +65,11 @@ def in_processes(parts: Mapping[str, Callable[[], Any]], jobs: int) -> Iterator[
         while waiting or running:
             while waiting and free:
                 (name, part), slot = waiting.pop(), free.pop()
-                process = context.Process(target=_work, args=(part, jobs, slot), name=name, daemon=True)
+                process = context.Process(target=_work, args=(part, jobs, slot, cores), name=name, daemon=True)
                 process.start()
                 running[process.sentinel] = process, slot
-            for sentinel in wait(list(running)):
+            tick()
+            for sentinel in wait(list(running), timeout=1.0):
                 process, slot = running.pop(sentinel)
                 process.join()
                 free.append(slot)
@@ -84,7 +93,7 @@ def _check_status(process: multiprocessing.process.BaseProcess) -> None:
         raise ChildProcessError(f"{process.name} has failed, its error stands above. What has run is kept")
 
 
-def _work(part: Callable[[], Any], jobs: int, slot: int) -> None:
+def _work(part: Callable[[], Any], jobs: int, slot: int, cores: int | None) -> None:
     """The main function of a process: takes its part of the cores, or of a GPU's memory, and calls `part`."""
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
     if hasattr(os, "setsid"):
@@ -92,10 +101,10 @@ def _work(part: Callable[[], Any], jobs: int, slot: int) -> None:
     threading.Thread(target=_end_with_parent, daemon=True).start()
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", f"{0.9 / jobs:.3f}")
     if hasattr(os, "sched_setaffinity"):
-        os.sched_setaffinity(0, share_of_cores(sorted(os.sched_getaffinity(0)), jobs, slot))
+        os.sched_setaffinity(0, share_of_cores(sorted(os.sched_getaffinity(0)), jobs, slot)[:cores])
         mapping.divide_cpu(mapping.num_cores())
     else:
-        mapping.divide_cpu(max(1, mapping.num_cores() // jobs))
+        mapping.divide_cpu(cores or max(1, mapping.num_cores() // jobs))
     try:
         part()
     except KeyboardInterrupt:  # which the parent has seen
