@@ -79,6 +79,26 @@ class Joined(NamedTuple):
         self.split(value)
 
 
+class Search(NamedTuple):
+    """The range of a real option in which `jfcl.shifts` searches, uniformly in its logarithm unless `log` is False."""
+
+    low: float
+    high: float
+    log: bool = True
+
+    def draw(self, rng: np.random.Generator) -> float:
+        """Returns a random value of four digits.
+
+        Example:
+          >>> rng = np.random.default_rng(0)
+          >>> [Search(0.01, 1).draw(rng), Search(0, 90, log=False).draw(rng)]
+          [0.1881, 24.28]
+        """
+        low, high = (math.log(self.low), math.log(self.high)) if self.log else (self.low, self.high)
+        value = rng.uniform(low, high)
+        return float(f"{math.exp(value) if self.log else value:.4g}")
+
+
 class Needs(NamedTuple):
     """Another option, or one of several, without which (or without one of its `values`) this one has no effect."""
 
@@ -109,7 +129,7 @@ class Option(NamedTuple):
       optional: whether `None` is a value of it.
       default: the value where none is given.
       text: one line of help.
-      metadata: the `Range`, `Interval`, `OneOf` and `Needs` of the annotation.
+      metadata: the `Range`, `Interval`, `OneOf`, `Needs` and `Search` of the annotation.
       traced: whether a value may be a tracer, an argument of the compiled program.
       arrays: whether a text may be an array instead, which its function checks itself.
       words: texts that are values too, of an option of another kind, such as `"auto"` beside a number.

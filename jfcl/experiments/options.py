@@ -11,7 +11,7 @@ import inspect
 from typing import Annotated, Literal
 
 from jfcl import data, models
-from jfcl.core.options import MOST_REPEATED, Interval, Joined, Needs, OneOf, Option, Range, Real, options_of
+from jfcl.core.options import MOST_REPEATED, Interval, Joined, Needs, OneOf, Option, Range, Real, Search, options_of
 from jfcl.data.heterogeneity import shifts_of
 from jfcl.data.targets import KINDS
 from jfcl.experiments.lookup import METRICS, Named, find_attack, find_method, find_metrics, find_model, is_import_path
@@ -84,6 +84,8 @@ class Data:
       vocab_size: distinct words of a data set of texts.
       length: words to which every text is cut.
       data_seed: seed of the split into clients; the same for all --seeds.
+      tuning_clients: further clients with examples of their own that take no part in the run: those on which 'jfcl
+        shifts' has chosen the options.
     """
 
     dataset: str = "digits"
@@ -115,6 +117,7 @@ class Data:
     vocab_size: Annotated[int, Range(3)] = 10_000
     length: Annotated[int, Range(2)] = 32
     data_seed: Annotated[int, Seed] = 0
+    tuning_clients: Annotated[int, Range(0)] = 0
 
 
 class Training:
@@ -165,7 +168,7 @@ class Training:
     local_epochs: Steps = None
     batch_size: CountOrNone = None
     optimizer: Annotated[str, OneOf(OPTIMIZERS)] = "sgd"
-    lr: Positive = 0.1
+    lr: Annotated[Real, Interval("(0, inf)"), Search(0.02, 2.0)] = 0.1
     momentum: Annotated[Real | None, Interval("[0, 1)")] = None
     schedule: Annotated[str, OneOf(SCHEDULES)] = "constant"
     lr_end: Annotated[float, Interval("[0, 1]"), Needs("schedule", ("cosine", "warmup_cosine"))] = 0.0

@@ -45,6 +45,8 @@ class Method(NamedTuple):
       by_client: whether there is a model for each client, and no clusters are found.
       chooses: whether clients choose the model of lowest loss, or weigh models by their losses.
       sends: whether clients send anything.
+      finds_number_by: the option with which it finds the number of clusters itself; `num_clusters` is then the most
+        there may be.
     """
 
     make: Callable[..., Algorithm]
@@ -53,6 +55,7 @@ class Method(NamedTuple):
     by_client: bool = False
     chooses: bool = False
     sends: bool = True
+    finds_number_by: str | None = None
 
     @property
     def options(self) -> list[str]:
@@ -88,10 +91,18 @@ METHODS = {
         hypcluster, "IFCA by data sizes, with cohorts and warm starts (Mansour et al. 2020)", chooses=True
     ),
     "one_shot": Method(one_shot, "k-means of models trained alone, then FedAvg in each cluster (Ghosh et al. 2019)"),
-    "flhc": Method(flhc, "a dendrogram of updates, then FedAvg in each cluster (Briggs et al. 2020)"),
+    "flhc": Method(
+        flhc,
+        "a dendrogram of updates, then FedAvg in each cluster (Briggs et al. 2020)",
+        finds_number_by="distance_threshold",
+    ),
     "clove": Method(clove, "clients are clustered by their losses under all models (Bhatia et al. 2025)"),
     "cfl_gp": Method(cfl_gp, "clients are clustered by their mean gradients at all models (Kim et al. 2024)"),
-    "pacfl": Method(pacfl, "a dendrogram of angles between the clients' data, once (Vahidian et al. 2023)"),
+    "pacfl": Method(
+        pacfl,
+        "a dendrogram of angles between the clients' data, once (Vahidian et al. 2023)",
+        finds_number_by="angle_threshold",
+    ),
     "fedgroup": Method(fedgroup, "groups by the directions of first updates (Duan et al. 2021); FlexCFL: --migrate"),
     "flux": Method(flux, "k-means or DBSCAN of the moments of features, once (Fenoglio et al. 2025)"),
     "stocfl": Method(stocfl, "clusters of similar clients merge as they are seen (Zeng et al. 2023)"),

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from jfcl import mapping
 from jfcl.core import Algorithm, Clients, PyTree, Task, num_clients
-from jfcl.core.options import Interval, Real
+from jfcl.core.options import Interval, Real, Search
 from jfcl.methods.averaging import AveragingState
 from jfcl.methods.fedavg import fedavg
 from jfcl.methods.options import AVERAGING, Options, factory
@@ -41,7 +41,7 @@ def ditto(
     task: Task,
     training: local.LocalTraining,
     *,
-    lam: Annotated[Real, Interval("[0, inf)")] = 1.0,
+    lam: Annotated[Real, Interval("[0, inf)"), Search(0.03, 10.0)] = 1.0,
     **options: Unpack[Options],
 ) -> Algorithm:
     """Trains a global model `w` by FedAvg, and each client's own `v_i` on `f_i(v) + λ/2 ‖v − w‖²`.

@@ -12,7 +12,7 @@ import numpy as np
 from jfcl import mapping
 from jfcl.core import Algorithm, Batch, Clients, Entries, PyTree, Served, Task, check, mask, num_bytes, num_clients
 from jfcl.core.checks import INT32_MAX
-from jfcl.core.options import Interval, OneOf, Range, Real
+from jfcl.core.options import Interval, OneOf, Range, Real, Search
 from jfcl.core.platforms import at_most
 from jfcl.kernels import cut, linkage_tree
 from jfcl.mapping.columns import on_every_device
@@ -56,7 +56,7 @@ def feddrift(
     task: Task,
     training: local.LocalTraining,
     *,
-    drift_threshold: Annotated[Real, Interval("[0, inf]")] = 0.04,
+    drift_threshold: Annotated[Real, Interval("[0, inf]"), Search(0.01, 0.3)] = 0.04,
     merge_threshold: Annotated[Real | None, Interval("[0, inf]")] = None,
     max_models: Annotated[int | None, Range(1, 10**6)] = None,
     eager: bool = False,

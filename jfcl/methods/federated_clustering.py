@@ -16,7 +16,7 @@ import optax
 from jfcl import mapping
 from jfcl.core.checks import check, is_concrete
 from jfcl.core.clients import attack_key, check_at_most_clients, client_ids, client_keys, num_clients, random_order
-from jfcl.core.options import Interval, OneOf, Range, Real
+from jfcl.core.options import Interval, OneOf, Range, Real, Search
 from jfcl.core.parameters import is_finite, num_bytes
 from jfcl.core.types import Adversary, Algorithm, Batch, Clients, PyTree, Task
 from jfcl.kernels import threshold_clustering
@@ -51,7 +51,7 @@ class ThresholdOptions(Options, total=False):
     """
 
     radius: Any
-    quantile: Annotated[Real | None, Interval("[0, 1]")]
+    quantile: Annotated[Real | None, Interval("[0, 1]"), Search(0.1, 0.9, log=False)]
     threshold_rounds: Rounds
     quantile_rule: Annotated[str, OneOf(QUANTILE_RULES)]
     centers: Annotated[str, OneOf(CENTERS)]

@@ -25,7 +25,7 @@ from jfcl.core import (
     num_clients,
     take_clients,
 )
-from jfcl.core.options import Interval, Range, Real
+from jfcl.core.options import Interval, Range, Real, Search
 from jfcl.mapping.memory import in_lots
 from jfcl.methods import round as phases
 from jfcl.methods.mixture import spread
@@ -65,7 +65,7 @@ def fedsoft(
     training: local.LocalTraining,
     *,
     num_clusters: int,
-    lam: Annotated[Real, Interval("[0, inf)")] = 0.1,
+    lam: Annotated[Real, Interval("[0, inf)"), Search(0.01, 1.0)] = 0.1,
     selection: Annotated[int | None, Range(1)] = None,
     estimate_every: Rounds = 1,
     smoothing: Annotated[Real, Interval("(0, 1]")] = 1e-4,

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from jfcl import mapping
 from jfcl.core import Algorithm, Clients, Task, attack_key, client_ids, is_finite
-from jfcl.core.options import MOST_REPEATED, Interval, OneOf, Range, Real
+from jfcl.core.options import MOST_REPEATED, Interval, OneOf, Range, Real, Search
 from jfcl.core.parameters import check_predicate, divided, num_bytes, parameter_names, trained_part
 from jfcl.kernels import LINKAGES, cut, linkage_tree, pairwise_cosine, squared_distances
 from jfcl.mapping.columns import over_columns
@@ -30,7 +30,7 @@ def flhc(
     training: local.LocalTraining,
     *,
     num_clusters: int,
-    distance_threshold: Annotated[Real | None, Interval("[0, inf]")] = None,
+    distance_threshold: Annotated[Real | None, Interval("[0, inf]"), Search(0.05, 2.0)] = None,
     rounds_before: Annotated[int, Range(0, MOST_REPEATED)] = 1,
     distance: Annotated[str, OneOf(DISTANCES)] = "cosine",
     linkage: Annotated[str, OneOf(LINKAGES)] = "complete",

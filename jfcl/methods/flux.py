@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from jfcl import mapping
 from jfcl.core import Algorithm, Clients, PyTree, Served, Task, check, mask
-from jfcl.core.options import MOST_REPEATED, Interval, Range, Real
+from jfcl.core.options import MOST_REPEATED, Interval, Range, Real, Search
 from jfcl.kernels import cut, kmeans, knee, linkage_tree, squared_distances
 from jfcl.mapping.columns import on_every_device
 from jfcl.methods.averaging import Averaging, AveragingState, averaging
@@ -51,7 +51,7 @@ def flux(
     *,
     num_clusters: Annotated[int | Literal["auto"], Range(1)],
     most_clusters: Annotated[int, Range(1, 1000)] = 15,
-    radius_scale: Annotated[Real, Interval("[0, inf)")] = 1.0,
+    radius_scale: Annotated[Real, Interval("[0, inf)"), Search(0.3, 3.0)] = 1.0,
     rounds_before: Annotated[int, Range(1, MOST_REPEATED)] = 10,
     num_components: Annotated[int, Range(1, 1000)] = 10,
     by_label: bool = True,

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from jfcl import mapping
 from jfcl.core import Algorithm, Clients, Served, Task, check, mask
-from jfcl.core.options import Interval, OneOf, Range, Real
+from jfcl.core.options import Interval, OneOf, Range, Real, Search
 from jfcl.kernels import ANGLES, LINKAGES, cut, linkage_tree, principal_vectors, subspace_angles
 from jfcl.kernels.dendrogram import number_by_first
 from jfcl.mapping.columns import on_every_device
@@ -35,7 +35,7 @@ def pacfl(
     training: local.LocalTraining,
     *,
     num_clusters: int,
-    angle_threshold: Annotated[Real | None, Interval("[-1, inf]")] = None,
+    angle_threshold: Annotated[Real | None, Interval("[-1, inf]"), Search(2.0, 90.0)] = None,
     num_vectors: Annotated[int, Range(1, 1000)] = 3,
     by_label: bool = True,
     measure: Annotated[str, OneOf(ANGLES)] = "absolute",

@@ -26,7 +26,7 @@ from jfcl.core import (
     num_clients,
     trained_part,
 )
-from jfcl.core.options import Interval, Range, Real
+from jfcl.core.options import Interval, Range, Real, Search
 from jfcl.kernels import linkage_tree, pairwise_cosine
 from jfcl.methods import averaging as inner
 from jfcl.methods import round as phases
@@ -66,9 +66,9 @@ def stocfl(
     task: Task,
     training: local.LocalTraining,
     *,
-    merge_threshold: Annotated[Real, Interval("[-2, 2]")] = 0.3,
+    merge_threshold: Annotated[Real, Interval("[-2, 2]"), Search(0.0, 0.9, log=False)] = 0.3,
     max_clusters: Annotated[int | None, Range(1)] = None,
-    prox: Annotated[Real, Interval("[0, inf)")] = 0.05,
+    prox: Annotated[Real, Interval("[0, inf)"), Search(0.005, 0.5)] = 0.05,
     observe_epochs: Annotated[int, Range(1, 10**6)] = 10,
     **options: Unpack[Options],
 ) -> Algorithm:

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from jfcl.core import Algorithm, Task
-from jfcl.core.options import Interval, OneOf, Real
+from jfcl.core.options import Interval, OneOf, Real, Search
 from jfcl.methods.averaging import Averaging
 from jfcl.methods.cfl.rounds import SIMILARITIES, Privacy, PrivacySeed, rounds
 from jfcl.methods.cfl.server import Decision, Found, Rules, Sent
@@ -22,7 +22,7 @@ def byzantine_cfl(
     task: Task,
     training: local.LocalTraining,
     *,
-    threshold: Annotated[Real, Interval("(-1, 1)")] = 0.02,
+    threshold: Annotated[Real, Interval("(-1, 1)"), Search(-0.2, 0.2, log=False)] = 0.02,
     similarity: Annotated[str, OneOf(SIMILARITIES)] = "updates",
     privacy: Privacy = None,
     privacy_seed: PrivacySeed = 0,

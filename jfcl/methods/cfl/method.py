@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jfcl.core import Algorithm, Clients, Task, check, is_concrete
-from jfcl.core.options import MOST_ADDED, Interval, Needs, OneOf, Range, Real
+from jfcl.core.options import MOST_ADDED, Interval, Needs, OneOf, Range, Real, Search
 from jfcl.kernels.bipartition import LINKAGES
 from jfcl.kernels.theory import max_noise_of_split
 from jfcl.methods.averaging import Averaging
@@ -40,7 +40,7 @@ def cfl(
     eps_1: Annotated[Real | None, Interval("(0, inf]")] = None,
     eps_2: Annotated[Real | None, Interval("(0, inf]")] = None,
     relative: bool | None = None,
-    gamma_max: Annotated[Real, Interval("[0, 1)")] = 0.0,
+    gamma_max: Annotated[Real, Interval("[0, 1)"), Search(0.0, 0.5, log=False)] = 0.0,
     min_rounds: Annotated[int, Range(1, MOST_ADDED)] = 1,
     max_clusters: Annotated[int | None, Range(1)] = None,
     recursive: bool = False,
