@@ -83,6 +83,7 @@ def build(
     test_fraction: float = 0.2,
     reuse: str = "auto",
     newcomer_examples: int | None = None,
+    newcomers_of: int | None = None,
     seed: int = 0,
     labels_per_client: int = 2,
     alpha: float = 0.5,
@@ -124,6 +125,7 @@ def build(
         `floor(test / newcomer_examples)` in every cluster (IFCA: 10000 K / n test clients). They share examples with
         `test`, never with `train`. With "writer" they are the writers of the official test split that are not in
         training.
+      newcomers_of: newcomers share test examples with the first so many clients alone; default: with all.
       seed: at least 0; the result is a function of it and the other arguments.
       mixture: clients mix clusters: the shares of the clusters in a client's examples are drawn from a symmetric
         Dirichlet distribution of this concentration (FedEM: 0.4). With a small one, most of a client's are of one.
@@ -186,7 +188,7 @@ def build(
     train, test = _divided(split, cluster, reuse)
     new, new_cluster, new_examples = [], None, None
     if newcomer_examples is not None:
-        new, new_cluster, new_examples = _newcomers(split, newcomer_examples)
+        new, new_cluster, new_examples = _newcomers(split, newcomer_examples, test[:newcomers_of])
 
     # Stack, and transform each client's examples on the way.
     cells, of_tests, shares = split.rules.cells(cluster), split.rules.cells(cluster), None
@@ -232,6 +234,34 @@ def build(
         table=dataset.table,
         drift=steps,
         mixture=shares,
+    )
+
+
+def select_clients(federation: Federation, rows: slice) -> Federation:
+    """Returns the federation of some of the clients, numbered anew from 0; all newcomers stay.
+
+    Example:
+      >>> fed = build("digits", num_clients=6, num_clusters=3, heterogeneity="rotation")
+      >>> part = select_clients(fed, slice(4, 6))
+      >>> part.train.size.tolist() == fed.train.size[4:].tolist(), part.cluster.tolist()
+      (True, [1, 2])
+    """
+
+    def of(clients: Clients | None) -> Clients | None:
+        return None if clients is None else jax.tree.map(lambda x: x[rows], clients._replace(id=None))
+
+    drift, optional = federation.drift, {name: getattr(federation, name) for name in ("writer", "names", "mixture")}
+    if drift is not None:
+        examples = jax.tree.map(lambda x: x[:, rows], drift.test.examples)
+        test = of(drift.test._replace(examples=()))._replace(examples=examples)
+        drift = drift._replace(cluster=drift.cluster[:, rows], test=test)
+    return federation._replace(
+        train=of(federation.train),
+        test=of(federation.test),
+        cluster=federation.cluster[rows],
+        drift=drift,
+        description=f"{federation.description}; {len(federation.cluster[rows])} of these clients",
+        **{name: None if value is None else value[rows] for name, value in optional.items()},
     )
 
 
@@ -311,8 +341,12 @@ def _divided(split: pools.Split, cluster: np.ndarray, reuse: str) -> tuple[Rows,
     return train, test
 
 
-def _newcomers(split: pools.Split, count: int) -> tuple[Rows, np.ndarray, pools.Examples]:
-    """Returns the rows and the clusters of new clients of `count` test examples, and the examples of these rows."""
+def _newcomers(split: pools.Split, count: int, shared: Rows) -> tuple[Rows, np.ndarray, pools.Examples]:
+    """Returns the rows and the clusters of new clients of `count` test examples, and the examples of these rows.
+
+    The rows are among those `shared` with clients in training, but for writers.
+    """
+    allowed = np.concatenate(shared)
     rules, dataset, parts, cluster = split.rules, split.dataset, [], []
     if rules.partition == "writer":
         check(
@@ -327,6 +361,7 @@ def _newcomers(split: pools.Split, count: int) -> tuple[Rows, np.ndarray, pools.
         return parts, cluster.astype(np.int32), dataset.test
     for k in range(rules.num_clusters):
         pool = pools.of_cluster(split, k).test.rows
+        pool = pool[np.isin(pool, allowed)]
         clients = len(pool) // count
         check(clients > 0, "newcomer_examples", count, f"at most {len(pool)}, the test examples of cluster {k}")
         new = iid(len(pool), clients, seed=(rules.seed, pools.NEWCOMERS, k), examples_per_client=count)

@@ -14,6 +14,7 @@ import numpy as np
 from jfcl import data, kernels, mapping, models
 from jfcl.core import Adversary, Algorithm, PyTree, Task, check, is_concrete, max_examples, platform, shown
 from jfcl.core.clients import check_labels, client_ids
+from jfcl.data.build import select_clients
 from jfcl.data.heterogeneity import SELECTIVE
 from jfcl.data.tables import is_file
 from jfcl.experiments import lookup
@@ -193,14 +194,26 @@ def check_model_reads(config: Config, texts: bool) -> None:
         )
 
 
-def make_federation(config: Config, dataset: data.Dataset, rows: Callable[[int], slice]) -> data.Federation:
-    """Returns the clients of `config`, of which `rows` are stacked."""
+def make_federation(
+    config: Config, dataset: data.Dataset, rows: Callable[[int], slice] | None = None
+) -> data.Federation:
+    """Returns the clients of `config`, of which `rows` are stacked; those on which options are tuned are left out."""
+    if config.tuning_clients:
+        check(jax.process_count() == 1, "tuning_clients", config.tuning_clients, "0 with several processes")
+        return select_clients(make_everyone(config, dataset), slice(config.clients))
+    return make_everyone(config, dataset, rows)
+
+
+def make_everyone(config: Config, dataset: data.Dataset, rows: Callable[[int], slice] | None = None) -> data.Federation:
+    """Returns the clients of `config`, and behind them those on which options are tuned; `rows` of them are stacked."""
+    count = config.clients + config.tuning_clients
     same = {name: getattr(config, name) for name in ("examples_per_client", "reuse", "newcomer_examples", "mixture")}
     if config.drift is not None:
         options = {"num_steps": config.drift_steps, "num_clusters": config.clusters, "seed": config.data_seed}
-        same["drift"] = data.drift_pattern(config.drift, config.clients, **options)
+        same["drift"] = data.drift_pattern(config.drift, count, **options)
     same["drift_window"] = config.drift_window
-    return data.build(dataset, num_clients=config.clients, rows=rows, **same, **dealt(config))
+    same |= {"newcomers_of": config.clients} if config.tuning_clients else {}
+    return data.build(dataset, num_clients=count, rows=rows, **same, **dealt(config))
 
 
 def make_task(
