@@ -22,6 +22,7 @@ from jfcl.core import (
     stack_clients,
 )
 from jfcl.data.population import Population
+from jfcl.experiments.shifts import shifts
 from jfcl.kernels import theory
 from jfcl.mapping import hosts
 from jfcl.mapping.axis import auto, chunked, client_mesh, pmapped, sharded, use_all_cores
@@ -145,6 +146,7 @@ __all__ = [
     "privacy",
     "rollout",
     "sharded",
+    "shifts",
     "simulate",
     "stack_clients",
     "stocfl",

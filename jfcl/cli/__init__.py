@@ -1,4 +1,4 @@
-"""The command line: `jfcl run`, `plan`, `sweep`, `compare`, `report`, `list`, `bench`, `demo`. Nothing imports it."""
+"""The command line: `jfcl run`, `plan`, `sweep`, `shifts`, `compare`, `report`, `list`, `bench`, `demo`."""
 
 from __future__ import annotations
 

@@ -25,6 +25,8 @@ from jfcl.experiments import bench, comparison, plan, report, run, sweeps, track
 from jfcl.experiments.config import Config, default_precision, read_config
 from jfcl.experiments.options import all_options
 from jfcl.experiments.privacy import privacy_text
+from jfcl.experiments.shifts import FILES as RANKING_FILES
+from jfcl.experiments.shifts import shifts
 from jfcl.mapping import hosts
 from jfcl.planning import targets
 from jfcl.simulation.folder import write_json
@@ -188,6 +190,29 @@ def command_sweep(args: argparse.Namespace, console: Console) -> None:
         console.print(f"next: jfcl run {config.method} --config {best} --out {folder}", soft_wrap=True)
 
 
+def command_shifts(args: argparse.Namespace, console: Console) -> None:
+    """`jfcl shifts`."""
+    lists = {"methods": str, "shifts": str, "datasets": str, "strengths": float, "wrong_k": int}
+    options = {name: getattr(args, name) for name in options_of(shifts) if hasattr(args, name)}
+    for name, kind in lists.items():
+        if getattr(args, name) is not None:
+            options[name] = [_read(name, kind, text) for text in ",".join(getattr(args, name)).split(",") if text]
+    _check_out(args.out)
+    found = shifts(**options, progress=not args.quiet)
+    console.print(f"{found.done} of {found.cells} cells in {found.seconds:.0f} s, {found.programs} programs compiled")
+    console.print(f"kept in {found.folder}: {', '.join(RANKING_FILES)}")
+    if found.done < found.cells:
+        console.print("the cells that are left are those of other parts; the folder is whole once all are there")
+
+
+def _read(name: str, kind: type, text: str) -> Any:
+    """Returns a value of a list; `ValueError` for a text of another type."""
+    try:
+        return kind(text)
+    except ValueError:
+        raise ValueError(f"{name} must be of type {kind.__name__}, separated by commas, got {text[:100]!r}") from None
+
+
 def _print_summary(config: Config, summary: dict[str, Any], out: str | None, console: Console) -> None:
     """Prints the results of a run."""
     attack = "" if config.attack is None else f"; {config.malicious:.0%} malicious: {config.attack}"
@@ -288,6 +313,7 @@ COMMANDS = {
     "run": command_run,
     "plan": command_plan,
     "sweep": command_sweep,
+    "shifts": command_shifts,
     "compare": command_compare,
     "report": command_report,
     "list": command_list,

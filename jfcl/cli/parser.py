@@ -14,7 +14,7 @@ from jfcl._version import __version__
 from jfcl.core import check_choice
 from jfcl.core.names import flag_of, note_on, option_hint
 from jfcl.core.options import Interval, OneOf, Option, Range, first_sentence, is_text, options_of
-from jfcl.experiments import bench, compare, report, run, run_sweep
+from jfcl.experiments import bench, compare, report, run, run_sweep, shifts
 from jfcl.experiments.config import check_method_takes, read_config
 from jfcl.experiments.lookup import find_method, is_import_path
 from jfcl.experiments.options import GROUPS, all_options, common_options, method_options, takes
@@ -39,6 +39,7 @@ COMMANDS = {  # the first three have the options of a run
     "run": "run one method and keep its results in a folder",
     "plan": "compile a run for a TPU or GPU that you do not have: does it fit, and how long may a round take",
     "sweep": "run one method with all combinations of some options, and choose the best on held-out examples",
+    "shifts": "every method on every shift, tuned by the same budget: which method for which shift, at what cost",
     "compare": "table and plots of finished runs side by side",
     "report": "one page of HTML on a run, or on several side by side; also unfinished ones",
     "list": "methods, data sets, models, ... in one line each",
@@ -80,6 +81,16 @@ class Processes:
     connect_seconds: Annotated[float, Interval("(0, inf)")] = hosts.TIMEOUT
 
 
+class Quiet:
+    """An option of `jfcl shifts` that is no argument of its function.
+
+    Attributes:
+      quiet: no progress bar.
+    """
+
+    quiet: bool = False
+
+
 class Bench:
     """Options of `jfcl bench` that are no arguments of `bench.sweep`.
 
@@ -118,6 +129,7 @@ ARGUMENTS: dict[str, list[tuple[str, Callable]]] = {
     ],
     "plan": [("Files", plan_run), ("Files", Common)],
     "sweep": [("Sweep", run_sweep), ("Files", Common)],
+    "shifts": [("Ranking", shifts), ("Ranking", Quiet)],
     "compare": [("Files", compare)],
     "report": [("Files", report)],
     "bench": [("Measurement", Bench), ("Setting", bench.sweep)],
@@ -129,6 +141,13 @@ _GRID = "values of an option, such as lr=0.01,0.1; once for each option. All com
 LISTS = {  # name, how often it may be given, type and name of a value, help
     "run": [("--track", "append", str, "NAME", _TRACKED)],
     "sweep": [("--grid", "append", str, "NAME=VALUES", _GRID)],
+    "shifts": [
+        ("--methods", "+", str, "NAME", "names, or MODULE:FACTORY; fedavg, local and oracle are always among them"),
+        ("--shifts", "+", str, "NAME", "see 'jfcl list heterogeneities'; also dirichlet and mixture"),
+        ("--strengths", "+", str, "X", "strengths of the shifts, from 0 to 1"),
+        ("--datasets", "+", str, "NAME", "see 'jfcl list datasets' [digits]"),
+        ("--wrong-k", "+", str, "N", "other numbers of models than that of the clusters, in further cells"),
+    ],
     "compare": [("runs", "+", str, "DIR", _FOLDERS)],
     "report": [("runs", "+", str, "DIR", _FOLDERS)],
     "list": [("what", "?", str, "WHAT", "one of the lists, such as methods")],

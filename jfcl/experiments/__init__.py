@@ -7,7 +7,8 @@ from jfcl.experiments.results import load_params, read_run
 from jfcl.experiments.run import run
 from jfcl.experiments.serving import export_model, load_run
 from jfcl.experiments.setups import setup
+from jfcl.experiments.shifts import shifts
 from jfcl.experiments.sweeps import run_sweep
 
 __all__ = ["Config", "compare", "export_model", "from_saved", "load_params", "load_run", "read_run", "report", "run"]
-__all__ += ["run_sweep", "setup"]
+__all__ += ["run_sweep", "setup", "shifts"]

@@ -1,0 +1,397 @@
+"""One cell of `jfcl shifts`: a method on a shift, tuned on clients of their own, then run and measured on others."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shlex
+import time
+import warnings
+import zlib
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from jfcl import mapping
+from jfcl.core import Algorithm, max_examples
+from jfcl.core.names import flag_of
+from jfcl.core.options import Search
+from jfcl.data import Dataset, Federation
+from jfcl.data.build import select_clients
+from jfcl.experiments import setups
+from jfcl.experiments.config import Config
+from jfcl.experiments.lookup import find_method
+from jfcl.experiments.options import all_options, takes
+from jfcl.simulation.evaluation import choices_among
+from jfcl.simulation.loop import History
+from jfcl.simulation.progress import DivergedError
+from jfcl.simulation.results import finds_clusters
+from jfcl.simulation.run import simulate
+
+# Shifts beside those of `jfcl.data.HETEROGENEITY`: their options by strength, from 0 (weak) to 1.
+SHIFTS: dict[str, Callable[[float], dict[str, Any]]] = {
+    "dirichlet": lambda s: {"heterogeneity": "none", "partition": "dirichlet", "alpha": round(10 ** (1 - 2 * s), 4)},
+    "mixture": lambda s: {"heterogeneity": "private_label", "mixture": round(10 ** (1 - 2 * s), 4)},
+}
+TEST_FRACTION = 0.25  # of data sets without test examples of their own
+DRIFT_STEPS = 4  # but for the patterns with ten
+TUNING_SEED = 2**32 - 1  # the seeds of results are 0, 1, 2, ...
+EVALUATIONS = 20  # in a run
+NEAR = 0.95  # of the final accuracy
+# Options that the programs of a run do not depend on, beside the clients themselves.
+NOT_OF_PROGRAMS = ("dataset", "heterogeneity", "strength", "mixture", "partition", "alpha", "newcomer_examples", "seed")
+NOT_OF_PROGRAMS += ("seeds", "eval_every", "test_fraction", "tuning_clients", "examples_per_client")
+
+
+class Cell(NamedTuple):
+    """A method on a shift.
+
+    Attributes:
+      data, shift, strength, method: names, and the strength of the shift.
+      clusters: the number of models: "known" (that of the hidden clusters), "auto" (the method finds it), "given 8", or
+        "" of a method without such a number.
+      hostile: the share of hostile clients.
+      wrong_k: the number in `clusters` where it is given.
+      drift: name of a pattern.
+    """
+
+    data: str
+    shift: str
+    strength: float
+    method: str
+    clusters: str
+    hostile: float = 0.0
+    wrong_k: int | None = None
+    drift: str | None = None
+
+    @property
+    def name(self) -> str:
+        """The name of its file, without the ending."""
+        of_k = f"k{self.wrong_k}" if self.wrong_k else self.clusters
+        parts = [self.data, self.shift, f"{self.strength:g}", self.method, of_k, self.drift or ""]
+        parts += [f"hostile{self.hostile:g}"] if self.hostile else []
+        return "-".join("".join(c if c.isalnum() or c in "._+" else "_" for c in part) for part in parts if part)
+
+
+def modes(name: str) -> list[str]:
+    """Returns the `Cell.clusters` of a method: with the true number of clusters, and without where it finds one.
+
+    Example:
+      >>> modes("ifca"), modes("clove"), modes("pacfl"), modes("cfl"), modes("oracle")
+      (['known'], ['known', 'auto'], ['known', 'auto'], [''], [''])
+    """
+    method = find_method(name)
+    if "num_clusters" not in method.options or "cluster" in method.options:  # the oracle knows all clusters
+        return [""]
+    words = method.declared["num_clusters"].words if "num_clusters" in method.declared else ()
+    return ["known"] + ["auto"] * ("auto" in words or method.finds_number_by is not None)
+
+
+def searched(cell: Cell) -> dict[str, Search]:
+    """Returns the options of a cell that are tuned, and their ranges.
+
+    Example:
+      >>> searched(Cell("digits", "rotation", 1.0, "ditto", ""))
+      {'lam': Search(low=0.03, high=10.0, log=True), 'lr': Search(low=0.02, high=2.0, log=True)}
+    """
+    method = find_method(cell.method)
+    known = {name: o for name, o in (all_options(cell.method) | method.declared).items() if takes(cell.method, name)}
+    if cell.clusters != "auto":
+        known.pop(method.finds_number_by, None)
+    ranges = {name: [m for m in option.metadata if isinstance(m, Search)] for name, option in known.items()}
+    return {name: found[0] for name, found in sorted(ranges.items()) if found}
+
+
+def draw_trials(cell: Cell, budget: int) -> list[dict[str, float]]:
+    """Returns the options of each trial: first the defaults, then random ones.
+
+    They depend on the method alone, so that all its cells share the programs of options that are no tracers. Of an
+    option without a default that finds the number of clusters, the first value is random too.
+    """
+    rng = np.random.default_rng(zlib.crc32(f"{cell.method} {cell.clusters}".encode()))
+    ranges, number = searched(cell), find_method(cell.method).finds_number_by
+    trials = [{name: span.draw(rng) for name, span in ranges.items()} for _ in range(budget)]
+    return [{name: value for name, value in trials[0].items() if name == number}, *trials[1:]]
+
+
+def options_of_cell(cell: Cell, setting: dict[str, Any]) -> dict[str, Any]:
+    """Returns the options of `Config` for a cell, but for the tuned ones and the seed."""
+    shift = SHIFTS.get(cell.shift, lambda s: {"heterogeneity": cell.shift, "strength": s})(cell.strength)
+    options = {"dataset": cell.data} | shift | setting["of_runs"] | setting["of_data"][cell.data]
+    options |= {"tuning_clients": tuning_clients(options), "mapping": "chunked"}
+    options["eval_every"] = max(options["rounds"] // EVALUATIONS, 1)
+    if "mixture" in shift or cell.drift:
+        del options["newcomer_examples"]
+    if cell.drift:
+        options |= {"drift": cell.drift} | ({"drift_steps": DRIFT_STEPS} if len(cell.drift) > 1 else {})
+    if cell.hostile:
+        options |= {"attack": setting["attack"], "malicious": cell.hostile}
+    if cell.wrong_k:
+        options["num_models"] = cell.wrong_k
+    if cell.clusters == "auto":
+        by_option = find_method(cell.method).finds_number_by is not None
+        options["num_models"] = options["clients"] // 2 if by_option else "auto"
+    return options
+
+
+def tuning_clients(options: dict[str, Any]) -> int:
+    """Returns the number of clients to tune on: half as many as are tested, and no fewer than clusters."""
+    return max(options["clients"] // 2, options["clusters"], 2)
+
+
+def run_cell(cell: Cell, setting: dict[str, Any], data_dir: str | None) -> dict[str, Any]:
+    """Tunes the method of a cell, runs it with fresh seeds, and returns the content of the cell's file."""
+    began, before = time.perf_counter(), count_programs()
+    result = {
+        "cell": cell._asdict(),
+        "status": "ok",
+        "reason": "",
+        "command": "",
+        "tuned": {},
+        "trials": [],
+        "runs": [],
+    }
+    result["default"] = {"accuracy": None}
+    try:
+        options = options_of_cell(cell, setting)
+        result["command"] = command_of(Config(cell.method, **options, seed=0))
+        clients, others = divided_clients(Config(cell.method, **options), data_dir)
+
+        # Choose the options.
+        on_others = options | {"clients": len(others.cluster), "tuning_clients": 0, "eval_every": options["rounds"]}
+        for trial in draw_trials(cell, setting["budget"]):
+            run = run_once(cell, on_others | trial, others, TUNING_SEED, first=not result["trials"])
+            score = run["accuracy"] if run["status"] in ("ok", "collapsed") else None
+            result["trials"].append(
+                {"options": trial, "score": score, "status": run["status"], "reason": run["reason"]}
+            )
+        scores = [-1.0 if trial["score"] is None else trial["score"] for trial in result["trials"]]
+        best, first = result["trials"][int(np.argmax(scores))], result["trials"][0]
+
+        # Run the best, and the defaults.
+        options |= best["options"]
+        result |= {"tuned": best["options"], "command": command_of(Config(cell.method, **options, seed=0))}
+        result["runs"] = [run_once(cell, options, clients, seed) for seed in range(setting["seeds"])]
+        run = result["runs"][0]
+        if best is not first:
+            run = run_once(cell, options_of_cell(cell, setting) | first["options"], clients, 0)
+        result["default"] = {"seed": 0, "accuracy": run["accuracy"], "status": run["status"]}
+    except ValueError as error:  # before anything was computed
+        result |= {"status": "cannot", "reason": str(error), "runs": []}
+    return result | {"programs": count_programs() - before, "seconds": time.perf_counter() - began}
+
+
+def divided_clients(config: Config, data_dir: str | None) -> tuple[Federation, Federation]:
+    """Returns the clients of `config`, and those on which options are tuned, after an attack on the data of both."""
+    dataset, count = _dataset(config.dataset, data_dir), config.clients
+    federation, parts = setups.make_everyone(config, dataset), []
+    for rows in (slice(count), slice(count, None)):
+        part = select_clients(federation, rows)
+        of_part = dataclasses.replace(config, clients=len(part.cluster), tuning_clients=0)
+        parts.append(part if config.attack is None else setups.attack_data(of_part, part))
+    return _padded(parts[0]), _padded(parts[1]._replace(newcomers=None))
+
+
+def _padded(clients: Federation) -> Federation:
+    """Returns clients whose evaluations have the same shapes for most shifts, and so the same programs."""
+    n, test, new = len(clients.cluster), clients.test, clients.newcomers
+    length = max(max_examples(test), 2 * -(-int(np.sum(test.size)) // n))
+    test = test._replace(examples=jax.tree.map(lambda x: _filled(x, 1, length), test.examples))
+    if new is not None:
+        examples = jax.tree.map(lambda x: _filled(x, 0, n), new.examples)
+        new = new._replace(examples=examples, size=_filled(new.size, 0, n))
+    return clients._replace(test=test, newcomers=new)
+
+
+def _filled(x: np.ndarray, axis: int, length: int) -> np.ndarray:
+    """Returns `x` with zeros at the end of an axis, up to a length."""
+    return np.pad(x, [(0, max(length - x.shape[i], 0) if i == axis else 0) for i in range(x.ndim)])
+
+
+@cache
+def _dataset(name: str, data_dir: str | None) -> Dataset:
+    return setups.load_dataset(Config("fedavg", dataset=name), data_dir)[0]
+
+
+def run_once(
+    cell: Cell, options: dict[str, Any], clients: Federation, seed: int, *, first: bool = False
+) -> dict[str, Any]:
+    """Runs a method with one seed; returns an entry of `runs`. Errors are results, but for a refusal of the `first`.
+
+    Raises:
+      ValueError: what a first run refuses, before anything is computed.
+    """
+    result: dict[str, Any] = {"seed": seed, "status": "ok", "reason": ""} | dict.fromkeys(MEASURED)
+    try:
+        with warnings.catch_warnings(), energy() as joules:
+            warnings.simplefilter("ignore")
+            config = Config(cell.method, **options)
+            known = all_options(cell.method) | find_method(cell.method).declared
+            traced = {name: config.values.get(name) for name in searched(cell) if known[name].traced}
+            traced = {name: np.float32(value) for name, value in traced.items() if value is not None}
+            history = simulate(
+                _maker(config, clients, (*traced,)),
+                clients,
+                key=jax.random.key(seed),
+                num_rounds=config.rounds,
+                true_cluster=_true_cluster(config, clients),
+                hyperparams=traced,
+                eval_every=config.eval_every,
+                seeds=[seed],
+                client_axis=mapping.auto(),
+            )
+        result |= measured(history, clients, _true_cluster(config, clients), cell) | {"joules": joules()}
+    except DivergedError as error:
+        result |= {"status": "diverged", "reason": str(error).partition(";")[0]}
+    except Exception as error:
+        if first and isinstance(error, ValueError):
+            raise
+        result |= {"status": "failed", "reason": f"{type(error).__name__}: {error}"[:500]}
+    return result
+
+
+MEASURED = ("accuracy", "worst_tenth", "newcomers", "adjusted_rand", "clusters_found", "rounds_to_95", "bytes_to_95")
+MEASURED += ("client_steps", "seconds", "compile_seconds", "joules", "curve", "per_client")
+
+
+def measured(history: History, clients: Federation, true_cluster: np.ndarray, cell: Cell) -> dict[str, Any]:
+    """Returns the results of a run."""
+    records, last = history.records, history.records[-1]
+    near = next(record for record in records if record["accuracy"] >= NEAR * last["accuracy"])
+    finds = finds_clusters(history) and not find_method(cell.method).by_client
+    models = len(jax.tree.leaves(history.served.models)[0])
+    choices = choices_among(history.served, models, len(true_cluster), true_cluster)
+    collapsed = finds and choices > 1 and last["clusters_in_use"] == 1
+    each = np.asarray(history.clients["accuracy"], np.float64).reshape(-1).round(4)
+    return {
+        "status": "collapsed" if collapsed else "ok",
+        "reason": f"all clients use one of the {choices} models" if collapsed else "",
+        "accuracy": last["accuracy"],
+        "worst_tenth": last["worst_decile_accuracy"],
+        "newcomers": last.get("newcomer_accuracy"),
+        "adjusted_rand": last.get("adjusted_rand") if finds and len({*true_cluster.tolist()} - {-1}) > 1 else None,
+        "clusters_found": last["clusters_in_use"] if finds else None,
+        "rounds_to_95": near["round"],
+        "bytes_to_95": near.get("bytes_up", 0.0) + near.get("bytes_down", 0.0),
+        "client_steps": history.client_steps,
+        "seconds": history.seconds,
+        "compile_seconds": history.compile_seconds,
+        "curve": [[record["round"], round(record["accuracy"], 6)] for record in records],
+        "per_client": [None if np.isnan(x) else float(x) for x in each],
+    }
+
+
+def _true_cluster(config: Config, clients: Federation) -> np.ndarray:
+    """Returns the true clusters `[N]`, -1 for hostile clients."""
+    return np.where(setups.malicious_clients(config), -1, clients.cluster)
+
+
+def command_of(config: Config) -> str:
+    """Returns the command of `jfcl run` with the options of `config`.
+
+    Example:
+      >>> command_of(Config("ditto", lam=0.5, clients=8, seed=3))
+      'jfcl run ditto --lam 0.5 --clients 8 --seed 3'
+    """
+    words = ["jfcl", "run", config.method]
+    for name, value in config.given.items():
+        if value is not False:
+            words += [flag_of(name)] + ([] if value is True else [str(value)])
+    return shlex.join(words)
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Programs: runs that differ in traced options, seeds, strengths and shifts share theirs.
+
+_makers: dict[tuple, Callable[..., Algorithm]] = {}
+
+
+def _maker(config: Config, clients: Federation, traced: tuple[str, ...]) -> Callable[..., Algorithm]:
+    """Returns the function of the traced options that makes the method; the same object for runs of one program."""
+    values = {name: v for name, v in config.values.items() if name not in (*NOT_OF_PROGRAMS, *traced)}
+    of_clusters = setups._true_cluster(clients) if "cluster" in find_method(config.method).options else None
+    largest = max_examples(clients.train)
+    key = (json.dumps(values, default=str), traced, clients.input_shape, clients.num_classes, largest)
+    key += (None if of_clusters is None else of_clusters.tobytes(),)
+    if key not in _makers:
+        task, axis = setups.make_task(config, clients, None), mapping.auto()
+
+        def make(**values: Any) -> Algorithm:
+            of_values = dataclasses.replace(config, **values)
+            return setups.make_algorithm(of_values, task, setups.make_training(of_values, largest), clients, axis)
+
+        _makers[key] = make
+    return _makers[key]
+
+
+@cache
+def _compiled() -> list[str]:
+    """Returns the list to which JAX adds an entry for every program that it compiles, or reads from its cache."""
+    events: list[str] = []
+
+    def listen(event: str, *_: Any, **__: Any) -> None:
+        if event.endswith("backend_compile_duration"):
+            events.append(event)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    return events
+
+
+def count_programs() -> int:
+    """Returns the number of programs that this process has compiled since the first call."""
+    return len(_compiled())
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Energy.
+
+RAPL = Path("/sys/class/powercap")
+
+
+class energy:
+    """A meter of the energy of the machine's processors and GPUs; called after its end: joules, None where unknown.
+
+    Several processes at a time are measured together.
+    """
+
+    def __enter__(self):
+        self._began = read_joules()
+        return self._read
+
+    def __exit__(self, *_):
+        self._ended = read_joules()
+
+    def _read(self) -> float | None:
+        used = [b - a for a, b in zip(self._began, self._ended, strict=True)]
+        return sum(used) if used and min(used) >= 0 else None  # a counter has begun anew
+
+
+def read_joules() -> list[float]:
+    """Returns the counters of energy that this process may read: RAPL's of processors, NVML's of NVIDIA GPUs."""
+    found = []
+    for file in sorted(RAPL.glob("intel-rapl:?/energy_uj")):
+        try:
+            found.append(int(file.read_text()) / 1e6)
+        except (OSError, ValueError):
+            continue
+    for handle in _gpus():
+        import pynvml
+
+        found.append(pynvml.nvmlDeviceGetTotalEnergyConsumption(handle) / 1e3)
+    return found
+
+
+@cache
+def _gpus() -> list[Any]:
+    try:
+        import pynvml  # optional
+
+        pynvml.nvmlInit()
+        handles = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]
+        return [handle for handle in handles if pynvml.nvmlDeviceGetTotalEnergyConsumption(handle)]
+    except Exception:  # not installed, no driver, a card without a counter
+        return []

@@ -1,0 +1,366 @@
+"""`jfcl shifts`: methods x shifts x strengths x data sets x seeds, each method tuned by the same budget.
+
+    settings.json   what all cells share     cells/NAME.json   a finished cell: trials, runs, results
+    runs.csv        every run a row          lock, lock-I-N    the process that writes, or wrote last
+
+The cells do not depend on each other, nor on the process that runs them. Every file becomes visible whole.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import hashlib
+import io
+import itertools
+import json
+import re
+import time
+import warnings
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from jfcl import data, mapping
+from jfcl.core import check, check_choice, files, platform
+from jfcl.core.options import Interval, OneOf, Range, check_options
+from jfcl.data.heterogeneity import HETEROGENEITY, shifts_of
+from jfcl.experiments import jobs as processes
+from jfcl.experiments import lookup
+from jfcl.experiments.config import Config
+from jfcl.experiments.shift_cells import MEASURED, SHIFTS, TEST_FRACTION, Cell, modes, run_cell, tuning_clients
+from jfcl.robust import attacks
+from jfcl.simulation.folder import differences, environment
+from jfcl.simulation.versions import UNCHANGED, VERSIONS, check_version
+
+FORMAT = 1
+FILES = ("cells/", "runs.csv", "settings.json")
+ALWAYS = ("fedavg", "local", "oracle")  # in every table
+METHODS = (*ALWAYS, "cfl", "ifca", "fesem", "flhc", "one_shot", "pacfl", "stocfl", "fedem", "ditto")
+OF_SHIFTS = ("rotation", "colour", "label_permutation", "class", "dirichlet", "mixture")
+QUICK = {"shifts": OF_SHIFTS[:5], "strengths": (1.0,), "seeds": 2, "budget": 4, "rounds": 60}
+FULL = {"shifts": OF_SHIFTS, "strengths": (0.3, 0.6, 1.0), "seeds": 3, "budget": 12, "rounds": 100}
+OF_RUNS = ("clients", "clusters", "model", "rounds", "local_steps", "batch_size")
+COLUMNS = (
+    *Cell._fields,
+    "seed",
+    "status",
+    "reason",
+    *(name for name in MEASURED if name not in ("curve", "per_client")),
+)
+PART = re.compile(r"(\d{1,6})/(\d{1,6})")
+
+
+class Ranking(NamedTuple):
+    """What `jfcl shifts` has left in its folder.
+
+    Attributes:
+      folder: that of the results.
+      done, cells: the numbers of cells that are finished there, and of all.
+      seconds: of this call.
+      programs: compiled in the cells that this call has run.
+    """
+
+    folder: Path
+    done: int
+    cells: int
+    seconds: float
+    programs: int
+
+
+def shifts(
+    *,
+    methods: Sequence[str] | None = None,
+    shifts: Sequence[str] | None = None,
+    strengths: Sequence[float] | None = None,
+    datasets: Sequence[str] = ("digits",),
+    seeds: Annotated[int | None, Range(1, 10**4)] = None,
+    budget: Annotated[int | None, Range(1, 10**4)] = None,
+    clients: Annotated[int, Range(2)] = 40,
+    clusters: Annotated[int, Range(1)] = 4,
+    model: str = "mlp",
+    rounds: Annotated[int | None, Range(1)] = None,
+    local_steps: Annotated[int, Range(1)] = 10,
+    batch_size: Annotated[int | None, Range(1)] = None,
+    examples_per_client: Annotated[int | None, Range(1)] = None,
+    hostile: Annotated[float, Interval("[0, 1)")] = 0.0,
+    attack: Annotated[str, OneOf(attacks.DATA_ATTACKS)] = "label_reverse",
+    drift: Annotated[str | None, OneOf(data.PATTERNS)] = None,
+    wrong_k: Sequence[int] = (),
+    quick: bool = False,
+    out: str | Path = "runs/shifts",
+    part: str | None = None,
+    jobs: Annotated[int | None, Range(1)] = None,
+    data_dir: str | None = None,
+    progress: bool = False,
+) -> Ranking:
+    """Ranks methods on shifts: tunes each by the same budget, runs it with fresh seeds, and keeps all in a folder.
+
+    A cell of the table is a method on a shift of a strength. Further clients, with examples of their own, are held out:
+    a method's options are chosen by their test accuracy among `budget` random draws, the first of which are the
+    defaults. The clients that are reported take no part in it. Where the folder has finished cells of the same
+    settings, they are kept, so that the same call continues what was stopped.
+
+    Args:
+      methods: names, also `MODULE:FACTORY` for one of your own; FedAvg, local training and the oracle are always added.
+      shifts: names of `jfcl.data.HETEROGENEITY`, also joined by "+", and `dirichlet` (labels by client, no clusters;
+        alpha from 10 to 0.1) and `mixture` (clients mix clusters with renamed labels; concentration from 10 to 0.1).
+      strengths: of every shift, from 0 to 1.
+      datasets: names, or `MODULE:FUNCTION`.
+      seeds: runs of each cell.
+      budget: trials of each cell.
+      clients: number of clients that are reported; half as many are held out for tuning.
+      clusters: number of hidden clusters, and of models where it is known.
+      model: model, as in jfcl run.
+      rounds: communication rounds of each run.
+      local_steps: local steps per round; federated_clustering and other methods that send gradients have their own.
+      batch_size: examples per local step; default: all of the client.
+      examples_per_client: training examples of each client; default: as many as every shift can give.
+      hostile: share of hostile clients, in further cells at the largest strength.
+      attack: what their data suffer.
+      drift: pattern of clusters that change with time, in further cells at the largest strength.
+      wrong_k: other numbers of models, in further cells at the largest strength.
+      quick: a small setting: 5 shifts at full strength, 2 seeds, 4 trials, 60 rounds.
+      out: folder for the results.
+      part: share of the cells to run here, as 3/16; the parts may have one folder, or folders that are copied into one.
+      jobs: processes at a time, each on one core of a CPU; default: one for each core, 1 on an accelerator.
+      data_dir: folder of official data files; default: $JFCL_DATA_DIR, else TFDS.
+      progress: show a progress bar.
+
+    Returns:
+      `Ranking`. Cells run in processes of their own: a script calls this function under `if __name__ == "__main__":`.
+
+    Raises:
+      ValueError: before anything is computed, for unknown names, options that do not fit, a folder with other settings.
+      ChildProcessError: a process was killed; finished cells are kept.
+
+    Example:
+      >>> small = {"methods": ["ifca"], "clients": 4, "clusters": 2, "rounds": 2, "budget": 1}  # doctest: +SLOW
+      >>> jfcl.shifts(**small, quick=True, out="/tmp/shifts-example", jobs=2).cells
+      20
+    """
+    given = dict(locals())
+    check_options(globals()["shifts"], given)
+    began, size = time.perf_counter(), QUICK if quick else FULL
+    given |= {name: value for name, value in size.items() if given[name] is None}
+    setting = make_setting(given)
+    cells, folder = cells_of(setting), Path(out)
+    mine = share_of(cells, part)
+    check(platform() != "tpu" or jobs in (None, 1), "jobs", jobs, "1 on a TPU, which one process holds")
+    jobs = jobs or (mapping.num_cores() if platform() == "cpu" else 1)
+
+    # Run what is not finished.
+    folder.mkdir(parents=True, exist_ok=True)
+    with files.lock(folder / ("lock" if part is None else f"lock-{part.replace('/', '-')}")):
+        digest = begin_folder(folder, setting)
+        left = [cell for cell in mine if read_cell(folder, cell, digest) is None]
+        with _bar(len(mine), progress) as move:
+            tick = lambda: move(len(mine) - sum(not _file(folder, cell).exists() for cell in left))  # noqa: E731
+            chains = {
+                chain[0].name: partial(run_chain, chain, setting, folder, data_dir) for chain in chained(left, jobs)
+            }
+            for _ in processes.in_processes(chains, jobs, cores=1, tick=tick):
+                tick()
+        done = merge(folder, setting, cells, digest)
+        programs = sum(read_cell(folder, cell, digest)["programs"] for cell in left)
+    return Ranking(folder, done, len(cells), time.perf_counter() - began, programs)
+
+
+@contextlib.contextmanager
+def _bar(total: int, progress: bool) -> Iterator[Callable[[int], None]]:
+    """Shows a progress bar with the time that is left; yields the function that moves it."""
+    columns = TextColumn("cells"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("left")
+    console = Console(stderr=True)
+    shows = progress and (console.is_interactive or console.is_jupyter)
+    with Progress(*columns, TimeRemainingColumn(), console=console, disable=not shows, transient=True) as bar:
+        task = bar.add_task("cells", total=total)
+        yield lambda done: bar.update(task, completed=done)
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Settings and cells.
+
+
+def make_setting(given: dict[str, Any]) -> dict[str, Any]:
+    """Returns what all cells share, after a check of names and numbers; loads the data sets."""
+    named = {"methods": given["methods"] or METHODS} | {
+        name: given[name] for name in ("shifts", "strengths", "datasets")
+    }
+    for name, values in named.items():
+        check(len(values) > 0, name, values, "at least one")
+        check(len({*values}) == len(values), name, values, "given once each")
+    for name in named["methods"]:
+        lookup.find_method(name)
+    for name in named["shifts"]:
+        for one in (name,) if name in SHIFTS else name.split("+"):
+            check_choice(
+                "shift", one, [*(set(HETEROGENEITY) - {"none"}), *SHIFTS] if "+" not in name else HETEROGENEITY
+            )
+        if name not in SHIFTS:
+            shifts_of(name)
+    for value in named["strengths"]:
+        is_share = isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value <= 1
+        check(is_share, "strengths", value, "in [0, 1]")
+    for k in given["wrong_k"]:
+        is_other = type(k) is int and 0 < k <= given["clients"] // 2 and k != given["clusters"]
+        check(is_other, "wrong_k", k, f"other numbers than {given['clusters']}, from 1 to half of the clients")
+    of_runs = {name: given[name] for name in OF_RUNS if given[name] is not None}
+    Config("fedavg", **of_runs)  # refuses what no cell could run
+    if given["hostile"]:
+        Config("fedavg", clients=tuning_clients(of_runs), attack=given["attack"], malicious=given["hostile"])
+    return (
+        {
+            "methods": [*ALWAYS, *(name for name in named["methods"] if name not in ALWAYS)],
+            "shifts": list(named["shifts"]),
+            "strengths": sorted(float(value) for value in named["strengths"]),
+            "datasets": list(named["datasets"]),
+            "of_runs": of_runs,
+            "of_data": {name: _of_data(name, of_runs, given) for name in named["datasets"]},
+        }
+        | {name: given[name] for name in ("seeds", "budget", "hostile", "attack", "drift")}
+        | {"wrong_k": [*given["wrong_k"]]}
+    )
+
+
+def _of_data(name: str, of_runs: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
+    """Returns the numbers of examples of each client, and of each newcomer, for a data set.
+
+    The examples of a client are as many as those of the cluster with the fewest labels divide among its clients, where
+    every cluster has labels of its own, and 5 % less since labels have different numbers of examples.
+    """
+    dataset = lookup.find_dataset(name, given["data_dir"])
+    check(dataset.num_classes is not None, "datasets", name, "of classification")
+    count, k = len(dataset.train["y"]), of_runs["clusters"]
+    train = count if dataset.test is not None else int(count * (1 - TEST_FRACTION))
+    test = len(dataset.test["y"]) if dataset.test is not None else count - train
+    everyone, labels = of_runs["clients"] + tuning_clients(of_runs), max(dataset.num_classes // k, 1)
+    each = given["examples_per_client"] or int(0.95 * train * labels / dataset.num_classes / -(-everyone // k))
+    accepted = f"few enough for two examples of {name!r} each, and for the held-out ones"
+    check(each > 1, "clients", of_runs["clients"], accepted)
+    newcomer = max(test * of_runs["clients"] // everyone // max(of_runs["clients"] // k, 1), 1)
+    return {"examples_per_client": each, "newcomer_examples": newcomer, "test_fraction": TEST_FRACTION}
+
+
+def cells_of(setting: dict[str, Any]) -> list[Cell]:
+    """Returns all cells, sorted by their names."""
+    cells = []
+    names = (setting[name] for name in ("datasets", "shifts", "strengths", "methods"))
+    for dataset, shift, strength, method in itertools.product(*names):
+        for clusters in modes(method):
+            cell = Cell(dataset, shift, strength, method, clusters)
+            cells.append(cell)
+            if strength == max(setting["strengths"]):
+                cells += [cell._replace(hostile=setting["hostile"])] * bool(setting["hostile"])
+                cells += [cell._replace(drift=setting["drift"])] * bool(setting["drift"])
+                others = setting["wrong_k"] if clusters == "known" else ()
+                cells += [cell._replace(clusters=f"given {k}", wrong_k=k) for k in others]
+    cells.sort(key=lambda cell: cell.name)
+    twice = [a.name for a, b in itertools.pairwise(cells) if a.name == b.name]
+    check(not twice, "names", twice, "different, also without the characters that no name of a file has")
+    return cells
+
+
+def share_of(cells: list[Cell], part: str | None) -> list[Cell]:
+    """Returns the cells of a part such as "3/16": the third, and each sixteenth after it.
+
+    Example:
+      >>> share_of(list("abcde"), "2/3")
+      ['b', 'e']
+    """
+    if part is None:
+        return cells
+    found = PART.fullmatch(part)
+    fits = found is not None and 1 <= int(found[1]) <= int(found[2])
+    check(fits, "part", part, "I/N with I from 1 to N, such as 3/16")
+    return cells[int(found[1]) - 1 :: int(found[2])]
+
+
+def chained(cells: list[Cell], jobs: int) -> list[list[Cell]]:
+    """Returns chains of cells that share programs, each for one process; the longest is first, and no longer than fair.
+
+    Example:
+      >>> cells = [Cell("digits", "rotation", s, m, "") for s in (0.5, 1.0) for m in ("fedavg", "local")]
+      >>> [[cell.method for cell in chain] for chain in chained(cells, jobs=2)]
+      [['fedavg', 'fedavg'], ['local', 'local']]
+    """
+    by_program = defaultdict(list)
+    for cell in cells:
+        by_program[cell.data, cell.method, cell.clusters, cell.hostile, bool(cell.drift)].append(cell)
+    most = max(-(-len(cells) // jobs), 1)
+    chains = [chain[i : i + most] for chain in by_program.values() for i in range(0, len(chain), most)]
+    return sorted(chains, key=len, reverse=True)
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# The folder.
+
+
+def begin_folder(folder: Path, setting: dict[str, Any]) -> str:
+    """Writes `settings.json` of a new folder, or checks that of an old one; returns the digest of the setting."""
+    file, setting = folder / "settings.json", json.loads(json.dumps(setting))
+    (folder / "cells").mkdir(exist_ok=True)
+    if not file.exists():
+        about = {"format": FORMAT, "setting": setting, "versions": VERSIONS, **environment()}
+        with contextlib.suppress(FileExistsError, FileNotFoundError):  # another part writes the same
+            files.write_json(file, files.seal(about))
+    there = files.read_json(file, check_format=FORMAT)
+    check_version(folder, there.get("versions"))
+    if found := differences(there.get("setting") or {}, setting, {*setting, *(there.get("setting") or {})}):
+        raise ValueError(f"{folder} holds another ranking ({found}); give it another folder (--out); {UNCHANGED}")
+    return digest_of(setting)
+
+
+def digest_of(setting: dict[str, Any]) -> str:
+    """Returns the name of a setting in its cells."""
+    return hashlib.sha256(json.dumps(setting, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _file(folder: Path, cell: Cell) -> Path:
+    return folder / "cells" / f"{cell.name}.json"
+
+
+def read_cell(folder: Path, cell: Cell, digest: str) -> dict[str, Any] | None:
+    """Returns a finished cell; None where there is none, or with a warning where it is damaged.
+
+    Raises:
+      ValueError: a cell of other settings, such as of a part that does not fit the others.
+    """
+    if not _file(folder, cell).exists():
+        return None
+    try:
+        found = files.read_json(_file(folder, cell), check_format=FORMAT)
+    except ValueError as error:
+        warnings.warn(f"{error}; the cell runs again", stacklevel=3)
+        _file(folder, cell).unlink()
+        return None
+    if found.get("setting") != digest:
+        raise ValueError(
+            f"{_file(folder, cell)} is of other settings than settings.json: the parts do not fit each other"
+        )
+    return found
+
+
+def run_chain(cells: Sequence[Cell], setting: dict[str, Any], folder: Path, data_dir: str | None) -> None:
+    """Runs cells one after another in this process, and writes the file of each."""
+    digest = digest_of(json.loads(json.dumps(setting)))
+    for cell in cells:
+        result = run_cell(cell, setting, data_dir)
+        files.write_json(_file(folder, cell), files.seal({"format": FORMAT, "setting": digest} | result))
+
+
+def merge(folder: Path, setting: dict[str, Any], cells: Sequence[Cell], digest: str) -> int:
+    """Writes `runs.csv` of all finished cells, and returns their number."""
+    found = [result for cell in cells if (result := read_cell(folder, cell, digest)) is not None]
+    lines = [[*COLUMNS, "tuned"]]
+    for result in found:
+        about, tuned = list(result["cell"].values()), json.dumps(result["tuned"], sort_keys=True)
+        for run in result["runs"] or [{"status": result["status"], "reason": result["reason"]}]:
+            lines.append([*about, *(run.get(name) for name in COLUMNS[len(about) :]), tuned])
+    csv.writer(text := io.StringIO(), lineterminator="\n").writerows(lines)
+    files.write_whole(folder / "runs.csv", text.getvalue().encode())
+    return len(found)

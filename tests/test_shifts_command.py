@@ -1,0 +1,239 @@
+"""`jfcl shifts`: what is held out, what a kill leaves, parts, and what is refused."""
+
+import csv
+import itertools
+import json
+import re
+import shlex
+import sys
+
+import numpy as np
+import pytest
+
+import jfcl
+from jfcl import cli
+from jfcl.cli.commands import given_options
+from jfcl.cli.parser import parse
+from jfcl.core import files
+from jfcl.experiments import Config, jobs, run, shift_cells
+from jfcl.experiments.shift_cells import Cell, divided_clients, draw_trials, modes, options_of_cell, run_cell, searched
+from jfcl.experiments.shifts import cells_of, chained, make_setting, share_of
+from jfcl.methods import METHODS
+from jfcl.simulation.progress import DivergedError
+
+SMALL = {
+    "methods": ["oracle"],
+    "shifts": ["rotation"],
+    "strengths": [0.25, 0.5, 1.0],
+    "seeds": 2,
+    "budget": 2,
+    "rounds": 4,
+}
+SMALL |= {"clients": 8, "clusters": 2, "model": "linear", "local_steps": 2, "examples_per_client": 20}
+DEFAULTS = {"datasets": ("digits",), "batch_size": None, "hostile": 0.0, "attack": "label_reverse", "drift": None}
+DEFAULTS |= {"wrong_k": (), "data_dir": None}
+SHIFTS = sys.modules["jfcl.experiments.shifts"]  # the function has the name of its module
+BASELINES = SHIFTS.ALWAYS
+MEASURED = ("seconds", "compile_seconds", "joules", "programs", "sha256")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _here():
+    """Cells run in this process, which has compiled most of their programs already; the table is short."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(jobs, "in_processes", lambda parts, jobs, **_: [part() for part in parts.values()])
+        patch.setattr(SHIFTS, "ALWAYS", ())
+        for module in (SHIFTS, shift_cells):  # as many as the others, so that both have the same programs
+            patch.setattr(module, "tuning_clients", lambda options: options["clients"])
+        yield
+
+
+@pytest.fixture(autouse=True)
+def _alone(monkeypatch, tmp_path):
+    monkeypatch.setattr(cli, "_compilation_cache", lambda: None)
+    monkeypatch.chdir(tmp_path)
+
+
+def setting(**options) -> dict:
+    return make_setting(DEFAULTS | SMALL | options)
+
+
+def unmeasured(value):
+    """Returns JSON without what depends on the machine and its load."""
+    if isinstance(value, dict):
+        return {name: unmeasured(v) for name, v in value.items() if name not in MEASURED}
+    return [unmeasured(v) for v in value] if isinstance(value, list) else value
+
+
+def results(folder) -> dict:
+    """Returns the content of a folder that two runs must agree in, by file."""
+    rows = list(csv.DictReader((folder / "runs.csv").read_text().splitlines()))
+    cells = {file.name: unmeasured(json.loads(file.read_text())) for file in folder.glob("cells/*")}
+    return cells | {"runs.csv": [{n: v for n, v in row.items() if n not in MEASURED} for row in rows]}
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """The folder of an uninterrupted run."""
+    return jfcl.shifts(**SMALL, out=tmp_path_factory.mktemp("shifts") / "whole", jobs=1).folder
+
+
+def test_the_folder_has_every_cell_and_every_run_a_row(whole):
+    found, rows = results(whole), results(whole)["runs.csv"]
+    assert len(found) == 3 + 1 and len(rows) == 3 * 2 and all(row["status"] == "ok" for row in rows)
+    cell = found["digits-rotation-1-oracle.json"]
+    assert cell["cell"]["clusters"] == "" and [len(cell[name]) for name in ("trials", "runs")] == [2, 2]
+    first = cell["runs"][0]
+    assert first["adjusted_rand"] == 1 and first["clusters_found"] == 2 and 0 < first["newcomers"] <= 1
+    assert np.mean(first["per_client"]) == pytest.approx(first["accuracy"], abs=1e-4)
+    rounds = [t for t, accuracy in first["curve"] if accuracy >= 0.95 * first["accuracy"]]
+    assert first["rounds_to_95"] == rounds[0] and first["bytes_to_95"] == rounds[0] * 2 * 8 * 650 * 4  # 64 x 10 + 10
+    assert first["client_steps"] == 4 * 8 * 2
+
+
+def test_the_best_trial_on_the_held_out_clients_is_run(whole):
+    for cell in (json.loads(file.read_text()) for file in whole.glob("cells/*")):
+        scores = [trial["score"] for trial in cell["trials"]]
+        assert cell["tuned"] == cell["trials"][int(np.argmax(scores))]["options"]
+        assert cell["trials"][0]["options"] == {} and 0.02 <= cell["trials"][1]["options"]["lr"] <= 2
+        if not cell["tuned"]:
+            assert cell["default"]["accuracy"] == cell["runs"][0]["accuracy"]
+
+
+def test_the_command_of_a_cell_repeats_its_first_run(whole):
+    cell = json.loads((whole / "cells" / "digits-rotation-1-oracle.json").read_text())
+    config = Config(**given_options(parse(shlex.split(cell["command"])[1:])))
+    summary, *_ = run(config)
+    assert summary["per_seed"][0]["accuracy"] == pytest.approx(cell["runs"][0]["accuracy"], abs=1e-6)
+
+
+def test_parts_merge_to_the_same_folder(whole, tmp_path):
+    done = [jfcl.shifts(**SMALL, out=tmp_path / "parts", part=f"{i}/2", jobs=1).done for i in (2, 1)]
+    assert done == [1, 3] and results(tmp_path / "parts") == results(whole)
+
+
+def test_what_a_kill_leaves_is_continued_and_gives_the_same(whole, tmp_path):
+    """A cell that was not written, one that was cut off, one that is damaged, and a file that was half written."""
+    jfcl.shifts(**SMALL, out=tmp_path / "killed", jobs=1)
+    cells = sorted((tmp_path / "killed" / "cells").iterdir())
+    cells[0].unlink()
+    cells[1].write_text(cells[1].read_text()[:1000])
+    cells[2].write_text(cells[2].read_text().replace('"accuracy": 0', '"accuracy": 1', 1))
+    cells[0].with_suffix(".json.tmp").write_text("{")
+    with pytest.warns(UserWarning, match="is damaged: .*; the cell runs again"):
+        assert jfcl.shifts(**SMALL, out=tmp_path / "killed", jobs=1).done == 3
+    assert results(tmp_path / "killed") == results(whole)
+
+
+def test_no_image_of_the_held_out_clients_is_trained_or_tested_on():
+    """With strength 0 an image is the same bytes at every client."""
+    cell = Cell("digits", "rotation", 0.0, "fedavg", "")
+    parts = divided_clients(Config("fedavg", **options_of_cell(cell, setting())), None)
+    images = [set() for _ in parts]
+    for found, part in zip(images, parts, strict=True):
+        for clients in filter(None, (part.train, part.test, part.newcomers)):
+            x = np.asarray(clients.examples["x"])
+            found |= {x[i, j].tobytes() for i, size in enumerate(clients.size) for j in range(size)}
+    assert len(parts[0].cluster) == 8 and len(parts[1].cluster) == 8 and parts[0].newcomers is not None
+    assert min(map(len, images)) > 300 and not images[0] & images[1]
+
+
+def test_cells_are_those_of_all_names_modes_and_conditions():
+    cells = cells_of(setting(methods=["clove"], hostile=0.25, drift="sudden", wrong_k=[1, 4]))
+    of_clove = [cell.name.removeprefix("digits-rotation-") for cell in cells if cell.method == "clove"]
+    of_1 = ["", "-hostile0.25", "-sudden"]
+    expected = [f"1-clove-{mode}{more}" for mode in ("known", "auto") for more in of_1] + ["1-clove-k1", "1-clove-k4"]
+    assert sorted(of_clove) == sorted(
+        [*expected, *(f"{s}-clove-{mode}" for s in (0.25, 0.5) for mode in ("known", "auto"))]
+    )
+    assert {cell.method for cell in cells} == {"clove"} and BASELINES == ("fedavg", "local", "oracle")
+    parts = [share_of(cells, f"{i}/3") for i in (1, 2, 3)]
+    assert {*itertools.chain(*parts)} == {*cells} and max(map(len, parts)) - min(map(len, parts)) <= 1
+    chains = chained(cells, 2)
+    assert {*itertools.chain(*chains)} == {*cells} and sum(map(len, chains)) == len(cells)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_every_method_has_ranges_in_which_its_options_are_valid(method):
+    for clusters in modes(method):
+        cell = Cell("digits", "rotation", 1.0, method, clusters)
+        trials = draw_trials(cell, 4)
+        assert trials == draw_trials(cell, 4) and {*trials[1]} == {*searched(cell)} and "lr" in trials[1]
+        for trial in trials:
+            Config(method, **options_of_cell(cell, setting()) | trial)
+
+
+def test_a_method_that_cannot_run_a_shift_says_why():
+    cell = Cell("digits", "class", 1.0, "fedavg", "", drift="sudden")
+    found = run_cell(cell, setting(shifts=["class"]), None)
+    assert found["status"] == "cannot" and "with drift clients keep those that they have" in found["reason"]
+    assert found["runs"] == [] and found["programs"] == 0
+
+
+def test_runs_that_diverge_or_fail_are_counted(monkeypatch):
+    errors = iter([DivergedError("by round 1, seed 0: no"), RuntimeError("no memory"), ValueError("later")] * 2)
+
+    def fail(*_, **__):
+        raise next(errors)
+
+    monkeypatch.setattr(shift_cells, "simulate", fail)
+    found = run_cell(Cell("digits", "rotation", 1.0, "fedavg", ""), setting(budget=3), None)
+    assert [trial["status"] for trial in found["trials"]] == ["diverged", "failed", "failed"]
+    assert [run["status"] for run in found["runs"]] == ["diverged", "failed"] and found["status"] == "ok"
+    assert found["runs"][1]["reason"] == "RuntimeError: no memory" and found["runs"][1]["accuracy"] is None
+
+
+REFUSED = {
+    "budget must be an integer, at least 1, got 0": {"budget": 0},
+    "unknown method 'ifac': did you mean 'ifca'?": {"methods": ["ifac"]},
+    "unknown shift 'rotatoin': did you mean 'rotation'?": {"shifts": ["rotatoin"]},
+    "did you mean 'digits'?": {"datasets": ["digit"]},
+    "strengths must be in [0, 1], got 1.5": {"strengths": [1.5]},
+    "wrong_k must be other numbers than 2, from 1 to half of the clients, got 2": {"wrong_k": [2]},
+    "part must be I/N with I from 1 to N, such as 3/16, got '4/3'": {"part": "4/3"},
+    "few enough for two examples": {"clients": 2000, "clusters": 4, "examples_per_client": None},
+    "unknown model": {"model": "mpl"},
+    "enough for one of the 8 clients, and not for all": {"hostile": 0.01},
+}
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_bad_input_is_refused_in_a_sentence(message, tmp_path):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        jfcl.shifts(**SMALL | {"jobs": 1, "out": tmp_path / "new"} | REFUSED[message])
+    assert not (tmp_path / "new" / "settings.json").exists()
+
+
+def test_a_folder_of_other_settings_is_refused(whole):
+    before = results(whole)
+    with pytest.raises(ValueError, match=r"holds another ranking \(of_runs\.rounds: it has 4, .*nothing was changed"):
+        jfcl.shifts(**SMALL | {"rounds": 5}, out=whole, jobs=1)
+    about = files.read_json(whole / "settings.json")
+    old = {name: value for name, value in about.items() if name != "sha256"} | {"versions": {"jfcl": "0.0.1"}}
+    try:
+        files.write_json(whole / "settings.json", files.seal(old))
+        with pytest.raises(ValueError, match=r"was made by jfcl 0\.0\.1"):
+            jfcl.shifts(**SMALL, out=whole, jobs=1)
+    finally:
+        files.write_json(whole / "settings.json", about)
+    assert results(whole) == before
+
+
+def test_parts_of_other_settings_do_not_fit(whole, tmp_path):
+    jfcl.shifts(**SMALL | {"seeds": 1}, out=tmp_path / "other", part="3/3", jobs=1)
+    for file in (whole / "cells").glob("*-0.5-*"):
+        (tmp_path / "other" / "cells" / file.name).write_bytes(file.read_bytes())
+    with pytest.raises(ValueError, match=r"is of other settings than settings\.json: the parts do not fit each other"):
+        jfcl.shifts(**SMALL | {"seeds": 1}, out=tmp_path / "other", part="2/3", jobs=1)
+
+
+def test_a_method_of_a_user_is_ranked_by_the_command(tmp_path, capsys):
+    flags = "--shifts rotation --strengths 1 --seeds 1 --budget 1 --rounds 2 --clients 8 --clusters 2 --model linear"
+    flags += " --local-steps 2 --examples-per-client 20 --jobs 1 --quiet --part 2/2"
+    status = cli.main(["shifts", "--methods", "skeleton_method:server_momentum,local", *flags.split(), "--out", "own"])
+    out = capsys.readouterr().out
+    assert status == 0 and "1 of 2 cells" in out and "those of other parts" in out
+    (file,) = (tmp_path / "own" / "cells").iterdir()
+    cell = json.loads(file.read_text())
+    assert file.stem == "digits-rotation-1-skeleton_method_server_momentum" and cell["status"] == "ok"
+    assert cell["runs"][0]["status"] == "ok" and cell["runs"][0]["accuracy"] > 0
