@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 from pathlib import Path
 
 os.environ.setdefault("MPLBACKEND", "agg")
@@ -37,6 +38,7 @@ import jax
 import matplotlib.figure
 import pytest
 from jax._src import compiler
+from jax._src.interpreters import mlir
 
 os.fsync = lambda descriptor: None  # a power cut would cost the results of tests only; processes of tests do wait
 _savefig = matplotlib.figure.Figure.savefig
@@ -67,6 +69,21 @@ def _compile_once(backend, module, devices, options, host_callbacks):
 
 if _compile is not None:  # it is not of JAX's public interface; without it, the tests take at least a fifth more time
     compiler.backend_compile_and_load = _compile_once
+
+_make_context = getattr(mlir, "make_ir_context", None)
+_contexts = threading.local()
+
+
+def _context():
+    """Returns a context of MLIR that up to 200 programs share: one takes as long as compiling a small program."""
+    if getattr(_contexts, "left", 0) == 0:
+        _contexts.context, _contexts.left = _make_context(), 200
+    _contexts.left -= 1
+    return _contexts.context
+
+
+if _make_context is not None:
+    mlir.make_ir_context = _context
 
 # Derandomised, so that a red test is red again; compilation makes single examples slow, hence no deadline.
 hypothesis.settings.register_profile("jfcl", deadline=None, max_examples=15, derandomize=True, database=None)
