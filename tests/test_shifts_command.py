@@ -1,11 +1,14 @@
 """`jfcl shifts`: what is held out, what a kill leaves, parts, and what is refused."""
 
+import contextlib
 import csv
 import itertools
 import json
 import re
 import shlex
+import subprocess
 import sys
+import time
 
 import numpy as np
 import pytest
@@ -237,3 +240,40 @@ def test_a_method_of_a_user_is_ranked_by_the_command(tmp_path, capsys):
     cell = json.loads(file.read_text())
     assert file.stem == "digits-rotation-1-skeleton_method_server_momentum" and cell["status"] == "ok"
     assert cell["runs"][0]["status"] == "ok" and cell["runs"][0]["accuracy"] > 0
+
+
+def test_energy_is_the_difference_of_the_counters(tmp_path, monkeypatch):
+    monkeypatch.setattr(shift_cells, "RAPL", tmp_path)
+    monkeypatch.setattr(shift_cells, "_gpus", list)
+    with shift_cells.energy() as joules:
+        pass
+    assert joules() is None
+    for i in range(2):
+        (tmp_path / f"intel-rapl:{i}").mkdir()
+        (tmp_path / f"intel-rapl:{i}" / "energy_uj").write_text("1000000\n")
+    with shift_cells.energy() as joules:
+        (tmp_path / "intel-rapl:1" / "energy_uj").write_text("3500000\n")
+    assert joules() == 2.5
+    with shift_cells.energy() as joules:
+        (tmp_path / "intel-rapl:1" / "energy_uj").write_text("7\n")
+    assert joules() is None  # it has begun anew
+
+
+@pytest.mark.slow
+def test_a_command_that_is_killed_at_random_moments_ends_as_an_uninterrupted_one(tmp_path):
+    flags = (
+        "--methods clove --shifts rotation --strengths 0.5,1 --seeds 1 --budget 2 --rounds 20 --clients 8 --clusters 2"
+    )
+    command = [sys.executable, "-m", "jfcl", "shifts", *flags.split(), "--jobs", "2", "--quiet", "--out"]
+    began = time.perf_counter()
+    subprocess.run([*command, "whole"], check=True)
+    seconds, rng, kills = time.perf_counter() - began, np.random.default_rng(0), 0
+    while True:
+        process = subprocess.Popen([*command, "killed"])
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            assert process.wait(rng.uniform(0.3, 1) * seconds) == 0
+            break
+        process.kill()
+        process.wait()
+        kills += 1
+    assert kills and results(tmp_path / "killed") == results(tmp_path / "whole")

@@ -24,7 +24,7 @@ from pictures import PICTURES, picture
 from plot_pictures import PLOTS, draw_plots
 
 from jfcl.core.names import flag_of
-from jfcl.core.options import Option, argument_texts, first_sentence
+from jfcl.core.options import Option, Search, argument_texts, first_sentence
 from jfcl.core.options import options_of as declared_options
 from jfcl.experiments.options import GROUPS, STANDS_FOR
 from jfcl.methods import METHODS
@@ -135,6 +135,7 @@ def table_of(options: Mapping[str, Option], texts: Mapping[str, str]) -> str:
     for option in options.values():
         ranges = [accepted(m) for m in option.metadata if hasattr(m, "check")]
         kind = ", ".join(r for r in ranges if r) or {bool: "yes or no"}.get(option.kind, option.kind.__name__)
+        kind += "".join(f"; tuned in {m.low:g} to {m.high:g}" for m in option.metadata if isinstance(m, Search))
         default = "–" if option.default is None else f"`{option.default}`"
         flag = flag_of(flags.get(option.name, option.name))
         cells = [f"`{option.name}`, `{flag}`", kind, default, texts[option.name]]

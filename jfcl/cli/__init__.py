@@ -97,6 +97,8 @@ def _sentence(error: Exception) -> str:
 
 def _how_to_continue(args) -> str:
     """Returns what an interrupted command says of its folder."""
+    if getattr(args, "command", None) == "shifts" and Path(args.out, "settings.json").exists():
+        return f"; finished cells are in {args.out}, continue with the same command"
     out = args.out if getattr(args, "command", None) in ("run", "sweep") else None
     if out is None or not any(Path(out, name).exists() for name in ("config.json", "setting.json")):
         return ""

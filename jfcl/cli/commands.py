@@ -199,7 +199,8 @@ def command_shifts(args: argparse.Namespace, console: Console) -> None:
             options[name] = [_read(name, kind, text) for text in ",".join(getattr(args, name)).split(",") if text]
     _check_out(args.out)
     found = shifts(**options, progress=not args.quiet)
-    console.print(f"{found.done} of {found.cells} cells in {found.seconds:.0f} s, {found.programs} programs compiled")
+    cost = f"{found.programs} programs compiled, {found.training:.0%} of the time in training and evaluation"
+    console.print(f"{found.done} of {found.cells} cells in {found.seconds:.0f} s, {cost}")
     console.print(f"kept in {found.folder}: {', '.join(RANKING_FILES)}")
     if found.done < found.cells:
         console.print("the cells that are left are those of other parts; the folder is whole once all are there")

@@ -166,9 +166,8 @@ def run_cell(cell: Cell, setting: dict[str, Any], data_dir: str | None) -> dict[
         for trial in draw_trials(cell, setting["budget"]):
             run = run_once(cell, on_others | trial, others, TUNING_SEED, first=not result["trials"])
             score = run["accuracy"] if run["status"] in ("ok", "collapsed") else None
-            result["trials"].append(
-                {"options": trial, "score": score, "status": run["status"], "reason": run["reason"]}
-            )
+            kept = {name: run[name] for name in ("status", "reason", "seconds", "compile_seconds")}
+            result["trials"].append({"options": trial, "score": score} | kept)
         scores = [-1.0 if trial["score"] is None else trial["score"] for trial in result["trials"]]
         best, first = result["trials"][int(np.argmax(scores))], result["trials"][0]
 
@@ -179,7 +178,7 @@ def run_cell(cell: Cell, setting: dict[str, Any], data_dir: str | None) -> dict[
         run = result["runs"][0]
         if best is not first:
             run = run_once(cell, options_of_cell(cell, setting) | first["options"], clients, 0)
-        result["default"] = {"seed": 0, "accuracy": run["accuracy"], "status": run["status"]}
+        result["default"] = {name: run[name] for name in ("seed", "accuracy", "status", "seconds", "compile_seconds")}
     except ValueError as error:  # before anything was computed
         result |= {"status": "cannot", "reason": str(error), "runs": []}
     return result | {"programs": count_programs() - before, "seconds": time.perf_counter() - began}

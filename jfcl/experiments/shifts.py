@@ -64,6 +64,7 @@ class Ranking(NamedTuple):
       done, cells: the numbers of cells that are finished there, and of all.
       seconds: of this call.
       programs: compiled in the cells that this call has run.
+      training: the share of training and evaluation in the time of these cells; the rest is compilation and data.
     """
 
     folder: Path
@@ -71,6 +72,7 @@ class Ranking(NamedTuple):
     cells: int
     seconds: float
     programs: int
+    training: float
 
 
 def shifts(
@@ -146,6 +148,7 @@ def shifts(
     """
     given = dict(locals())
     check_options(globals()["shifts"], given)
+    processes.share_gpu()
     began, size = time.perf_counter(), QUICK if quick else FULL
     given |= {name: value for name, value in size.items() if given[name] is None}
     setting = make_setting(given)
@@ -164,11 +167,20 @@ def shifts(
             chains = {
                 chain[0].name: partial(run_chain, chain, setting, folder, data_dir) for chain in chained(left, jobs)
             }
-            for _ in processes.in_processes(chains, jobs, cores=1, tick=tick):
+            for _ in processes.in_processes(chains, jobs, cores=1 if platform() == "cpu" else None, tick=tick):
                 tick()
         done = merge(folder, setting, cells, digest)
-        programs = sum(read_cell(folder, cell, digest)["programs"] for cell in left)
-    return Ranking(folder, done, len(cells), time.perf_counter() - began, programs)
+        new = [read_cell(folder, cell, digest) for cell in left]
+    in_runs = sum(run["seconds"] or 0 for cell in new for run in (*cell["trials"], *cell["runs"], _own_run(cell)))
+    share = in_runs / max(sum(cell["seconds"] for cell in new), 1e-9)
+    programs = sum(cell["programs"] for cell in new)
+    return Ranking(folder, done, len(cells), time.perf_counter() - began, programs, share)
+
+
+def _own_run(cell: dict[str, Any]) -> dict[str, Any]:
+    """Returns the run of the defaults, or nothing where they are the best options, whose runs are counted already."""
+    is_best = cell["status"] != "ok" or cell["tuned"] == cell["trials"][0]["options"]
+    return {"seconds": 0.0} if is_best else cell["default"]
 
 
 @contextlib.contextmanager
@@ -196,13 +208,11 @@ def make_setting(given: dict[str, Any]) -> dict[str, Any]:
         check(len({*values}) == len(values), name, values, "given once each")
     for name in named["methods"]:
         lookup.find_method(name)
-    for name in named["shifts"]:
-        for one in (name,) if name in SHIFTS else name.split("+"):
-            check_choice(
-                "shift", one, [*(set(HETEROGENEITY) - {"none"}), *SHIFTS] if "+" not in name else HETEROGENEITY
-            )
-        if name not in SHIFTS:
-            shifts_of(name)
+    known = [*(name for name in HETEROGENEITY if name != "none"), *SHIFTS]
+    for name in (name for name in named["shifts"] if name not in SHIFTS):
+        for one in name.split("+"):
+            check_choice("shift", one, known)
+        shifts_of(name)
     for value in named["strengths"]:
         is_share = isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value <= 1
         check(is_share, "strengths", value, "in [0, 1]")
