@@ -15,6 +15,7 @@ from pathlib import Path
 import matplotlib.pyplot as plt
 import numpy as np
 from jfcl.plots import PALETTE
+from matplotlib.ticker import MaxNLocator
 
 import jfcl
 
@@ -84,6 +85,7 @@ def draw(name: str, title: str, folders: dict[str, Path]) -> plt.Figure:
         clients.plot(range(1, len(first) + 1), first, color=color, ls=line, lw=2.2 if of == name else 1.6, zorder=front)
     curves.set(xlabel="round", ylabel="accuracy, %")
     curves.legend(frameon=False, fontsize=8.5, reverse=True)
+    clients.xaxis.set_major_locator(MaxNLocator(integer=True))
     clients.set(xlabel="clients from the best to the worst", ylabel="accuracy, %", ylim=(-3, 103))
     for axes in (curves, clients):
         axes.grid(alpha=0.3)
