@@ -4,7 +4,6 @@ from pathlib import Path
 
 import matplotlib.pyplot as plt
 import numpy as np
-from jfcl.plots import PALETTE
 
 import jfcl
 from jfcl.data.concepts import CONCEPTS
@@ -13,6 +12,7 @@ from jfcl.data.heterogeneity import HETEROGENEITY, SELECTIVE, VARIANTS
 PAGE = Path(__file__).resolve().parent.parent / "howto"
 SHOWN = [1, 2, 5, 7]  # digits
 CLUSTERS = 3
+TEXTS = ("#00598C", "#855A00", "#006B4E")  # the clusters' colours, darker, to be read on white
 SHIFTS = [name for name in HETEROGENEITY if name not in ("none", *CONCEPTS)]
 
 
@@ -44,12 +44,10 @@ def draw() -> plt.Figure:
                     extent = (left, left + 1, bottom, bottom + 1)
                     shown = 1 - image if image.shape[-1] == 1 else image
                     panel.imshow(shown.squeeze(), cmap="gray", vmin=0, vmax=1, extent=extent)
-                    panel.text(
-                        left + 0.5, bottom - 0.1, str(label), ha="center", va="top", fontsize=8, color=PALETTE[k]
-                    )
+                    panel.text(left + 0.5, bottom - 0.1, str(label), ha="center", va="top", fontsize=8, color=TEXTS[k])
         for k in range(CLUSTERS):
             middle, top = (len(SHOWN) + 0.8) * k + 2.1, 1.75 * half - 0.6
-            panel.text(middle, top, f"cluster {k}", ha="center", color=PALETTE[k], fontsize=9.5, weight="bold")
+            panel.text(middle, top, f"cluster {k}", ha="center", color=TEXTS[k], fontsize=9.5, weight="bold")
         panel.set(xlim=(-4.6, 14), ylim=(-0.6, 1.75 * half))
         panel.set_axis_off()
     figure.subplots_adjust(0, 0, 1, 1, 0, 0)
