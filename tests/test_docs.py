@@ -79,7 +79,7 @@ def test_every_method_has_its_page():
         assert f".. autofunction:: jfcl.{method.make.__name__}\n" in text, name
         for heading in ("Idea", "Formula", "Run it", "When to use it", "When not", "Cost", "Options", "Paper"):
             assert f"\n## {heading}\n" in text, (name, heading)
-        assert f"](pictures/{name}.svg)" in text, name
+        assert f"](pictures/{name}.svg)" in text and f"](results/{name}.png)" in text, name
 
 
 def test_the_summary_of_the_reproduction_counts_its_verdicts():
