@@ -123,6 +123,8 @@ def options_of_cell(cell: Cell, setting: dict[str, Any]) -> dict[str, Any]:
     shift = SHIFTS.get(cell.shift, lambda s: {"heterogeneity": cell.shift, "strength": s})(cell.strength)
     options = {"dataset": cell.data} | shift | setting["of_runs"] | setting["of_data"][cell.data]
     options |= {"tuning_clients": tuning_clients(options), "mapping": "chunked"}
+    if "local_steps" in find_method(cell.method).defaults:  # of its own: its clients send gradients
+        del options["local_steps"]
     options["eval_every"] = max(options["rounds"] // EVALUATIONS, 1)
     if "mixture" in shift or cell.drift:
         del options["newcomer_examples"]

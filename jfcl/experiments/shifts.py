@@ -1,7 +1,7 @@
 """`jfcl shifts`: methods x shifts x strengths x data sets x seeds, each method tuned by the same budget.
 
     settings.json   what all cells share     cells/NAME.json   a finished cell: trials, runs, results
-    runs.csv        every run a row          lock, lock-I-N    the process that writes, or wrote last
+    runs.csv        every run a row          lock, lock-I-N    of the processes that write
 
 The cells do not depend on each other, nor on the process that runs them. Every file becomes visible whole.
 """
@@ -142,9 +142,11 @@ def shifts(
       ChildProcessError: a process was killed; finished cells are kept.
 
     Example:
-      >>> small = {"methods": ["ifca"], "clients": 4, "clusters": 2, "rounds": 2, "budget": 1}  # doctest: +SLOW
-      >>> jfcl.shifts(**small, quick=True, out="/tmp/shifts-example", jobs=2).cells
-      20
+      >>> import tempfile  # doctest: +SLOW
+      >>> small = {"methods": ["ifca"], "shifts": ["rotation"], "strengths": [1.0], "seeds": 1, "budget": 1}
+      >>> ranking = shifts(**small, rounds=2, clients=4, clusters=2, out=Path(tempfile.mkdtemp()) / "shifts")
+      >>> ranking.done, sorted(file.name for file in ranking.folder.glob("cells/*-known.json"))
+      (4, ['digits-rotation-1-ifca-known.json'])
     """
     given = dict(locals())
     check_options(globals()["shifts"], given)
@@ -160,7 +162,8 @@ def shifts(
     # Run what is not finished.
     folder.mkdir(parents=True, exist_ok=True)
     with files.lock(folder / ("lock" if part is None else f"lock-{part.replace('/', '-')}")):
-        digest = begin_folder(folder, setting)
+        with _alone(folder):
+            digest = begin_folder(folder, setting)
         left = [cell for cell in mine if read_cell(folder, cell, digest) is None]
         with _bar(len(mine), progress) as move:
             tick = lambda: move(len(mine) - sum(not _file(folder, cell).exists() for cell in left))  # noqa: E731
@@ -169,7 +172,8 @@ def shifts(
             }
             for _ in processes.in_processes(chains, jobs, cores=1 if platform() == "cpu" else None, tick=tick):
                 tick()
-        done = merge(folder, setting, cells, digest)
+        with _alone(folder):
+            done = merge(folder, cells, digest)
         new = [read_cell(folder, cell, digest) for cell in left]
     in_runs = sum(run["seconds"] or 0 for cell in new for run in (*cell["trials"], *cell["runs"], _own_run(cell)))
     share = in_runs / max(sum(cell["seconds"] for cell in new), 1e-9)
@@ -310,14 +314,28 @@ def chained(cells: list[Cell], jobs: int) -> list[list[Cell]]:
 # The folder.
 
 
+@contextlib.contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """Waits until no other part writes the files that all parts write; `ValueError` after a minute."""
+    with contextlib.ExitStack() as opened:
+        for left in reversed(range(300)):
+            try:
+                opened.enter_context(files.lock(folder / "lock-of-all"))
+                break
+            except ValueError:
+                if not left:
+                    raise
+                time.sleep(0.2)
+        yield
+
+
 def begin_folder(folder: Path, setting: dict[str, Any]) -> str:
     """Writes `settings.json` of a new folder, or checks that of an old one; returns the digest of the setting."""
     file, setting = folder / "settings.json", json.loads(json.dumps(setting))
     (folder / "cells").mkdir(exist_ok=True)
     if not file.exists():
         about = {"format": FORMAT, "setting": setting, "versions": VERSIONS, **environment()}
-        with contextlib.suppress(FileExistsError, FileNotFoundError):  # another part writes the same
-            files.write_json(file, files.seal(about))
+        files.write_json(file, files.seal(about))
     there = files.read_json(file, check_format=FORMAT)
     check_version(folder, there.get("versions"))
     if found := differences(there.get("setting") or {}, setting, {*setting, *(there.get("setting") or {})}):
@@ -363,7 +381,7 @@ def run_chain(cells: Sequence[Cell], setting: dict[str, Any], folder: Path, data
         files.write_json(_file(folder, cell), files.seal({"format": FORMAT, "setting": digest} | result))
 
 
-def merge(folder: Path, setting: dict[str, Any], cells: Sequence[Cell], digest: str) -> int:
+def merge(folder: Path, cells: Sequence[Cell], digest: str) -> int:
     """Writes `runs.csv` of all finished cells, and returns their number."""
     found = [result for cell in cells if (result := read_cell(folder, cell, digest)) is not None]
     lines = [[*COLUMNS, "tuned"]]
