@@ -51,6 +51,7 @@ from jfcl.kernels.robust_filters import caf, clipped_clustering, dnc, monna, sig
 from jfcl.kernels.robust_vectors import bulyan, centered_clip, geometric_median, krum, multi_krum
 from jfcl.kernels.silhouette import ChosenCut, cut_by_silhouette, silhouette
 from jfcl.kernels.similarity import pairwise_cosine, similarity_tolerance
+from jfcl.kernels.spectral import davies_bouldin, pivoted_clusters, spectral_embedding
 from jfcl.kernels.subspaces import ANGLES, principal_vectors, subspace_angles
 from jfcl.kernels.threshold import threshold_clustering
 
@@ -76,6 +77,7 @@ __all__ = [
     "coordinate_median",
     "cut",
     "cut_by_silhouette",
+    "davies_bouldin",
     "dnc",
     "geometric_median",
     "gram",
@@ -93,6 +95,7 @@ __all__ = [
     "optimal_bipartition",
     "orthonormal",
     "pairwise_cosine",
+    "pivoted_clusters",
     "principal_vectors",
     "profile_distances",
     "separation_gap",
@@ -101,6 +104,7 @@ __all__ = [
     "similarity_tolerance",
     "single_linkage_tree",
     "smea",
+    "spectral_embedding",
     "squared_distances",
     "subspace_angles",
     "threshold_clustering",
