@@ -56,20 +56,23 @@ def test_full_batch_steps_against_float64(momentum, prox):
         gradient = x.T @ residual / size + prox * (w - start)
         buffer = momentum * buffer + gradient
         w = w - 0.1 * buffer
-    training = local_training(optax.sgd(0.1, momentum=momentum), num_steps=5, prox=prox)
+    training = local_training(optax.sgd(0.1, momentum=momentum), num_steps=5, prox=prox)._replace(each_step=prox > 0)
     out = do(LINEAR, training, {"w": jnp.asarray(start, jnp.float32)}, data, size)
     np.testing.assert_allclose(out.params["w"], w, rtol=1e-5)
     np.testing.assert_allclose(out.loss, np.mean(losses), rtol=1e-5)
     assert out.num_steps == 5
+    np.testing.assert_allclose(out.losses, losses if prox > 0 else (), rtol=1e-5)
 
 
 @settings(max_examples=6)  # each is traced anew
 @given(size=st.integers(1, 16), batch=st.sampled_from([1, 5]), epochs=st.just(2))
 def test_an_epoch_visits_every_example_once(size, batch, epochs):
-    training = local_training(optax.sgd(1.0), num_epochs=epochs, batch_size=batch)
+    training = local_training(optax.sgd(1.0), num_epochs=epochs, batch_size=batch)._replace(each_step=True)
     out = do(COUNTING, training, {"w": jnp.zeros(16)}, {"x": jnp.arange(16)}, size)
     batches = -(-size // batch)
     assert out.num_steps == epochs * batches
+    assert out.losses.shape == (epochs * -(-16 // batch),) and not out.losses[out.num_steps :].any()
+    np.testing.assert_allclose(out.losses.sum(), float(out.loss) * float(out.num_steps), rtol=1e-5)
     last = size - (batches - 1) * batch  # the last batch is smaller: its examples weigh 1 / last
     visits = -np.asarray(out.params["w"], np.float64)
     assert (visits[size:] == 0).all()

@@ -70,6 +70,7 @@ class Report(NamedTuple):
       loss, num_steps: as in `jfcl.training.local.Trained`.
       opt_state, personal: as `client` and `personal` of `AveragingState`.
       inside: bool, whether the norm of its update is at most the clipping norm (`dp`), else `()`.
+      losses: `[C, S]`, as in `jfcl.training.local.Trained`.
     """
 
     cluster: jax.Array
@@ -80,6 +81,7 @@ class Report(NamedTuple):
     opt_state: PyTree
     personal: PyTree
     inside: jax.Array | tuple[()] = ()
+    losses: jax.Array | tuple[()] = ()
 
 
 def one_cluster(params: PyTree, clients: Clients) -> jax.Array:
@@ -105,6 +107,8 @@ class Averaging(NamedTuple):
         the cohort or their updates are not finite.
       train: how a client trains its model, with the arguments and results of `round.train_scopes`, the default.
       anchor: the model that the proximal term of `training` pulls to; None: the one that a client starts from.
+      learn: `(state, metrics, cohort, report, clients) -> (state, metrics)`, what the server does at the end of a round
+        with the `Report` of the cohort, besides the updates.
       weights and the others: the common options of methods, `jfcl.methods.options.Options`.
     """
 
@@ -116,6 +120,7 @@ class Averaging(NamedTuple):
     divide_by: str = "cluster"
     train: Callable[..., tuple[local.Trained, PyTree, PyTree]] = phases.train_scopes
     anchor: PyTree | None = None
+    learn: Callable[..., tuple[AveragingState, dict[str, jax.Array]]] | None = None
     weights: str | jax.Array = "size"
     shared: Callable[[str], bool] | None = None
     personal: Callable[[str], bool] | None = None
@@ -267,6 +272,8 @@ def step(rules: Averaging, key: jax.Array, state: AveragingState, clients: Clien
     metrics = phases.round_metrics(real, report.loss, usable, report.num_steps, up, down)
     if rules.dp is not None:
         metrics |= privacy.metrics(rules.dp, state.clip, weight)
+    if rules.learn is not None:
+        new, metrics = rules.learn(new, metrics, cohort, report, clients)
     return new, metrics | {"loss": phases.loss_of_all(cohort, metrics["loss"], num_clients(clients))}
 
 
@@ -294,7 +301,7 @@ def train_client(rules: Averaging, state: AveragingState, clients: Clients) -> C
             chosen = jnp.where(size > 0, chosen, cluster)  # a Poisson cohort has rows of clients that are not drawn
         weight = phases.client_weight(rules.weights, size, given) * finite.astype(jnp.float32)
         return (update, chosen, weight), Report(
-            chosen, compared, finite, trained.loss, trained.num_steps, trained.opt_state, own, inside
+            chosen, compared, finite, trained.loss, trained.num_steps, trained.opt_state, own, inside, trained.losses
         )
 
     return client

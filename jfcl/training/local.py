@@ -38,6 +38,7 @@ class LocalTraining(NamedTuple):
     augment: Callable[[jax.Array, Batch], Batch] | None
     keep: str
     span: str
+    each_step: bool = False  # for methods: `Trained.losses`
 
 
 class Trained(NamedTuple):
@@ -48,12 +49,15 @@ class Trained(NamedTuple):
       loss: `[]`, the mean over local steps of the batch loss before each step, without the proximal term.
       num_steps: `[]` int32, local steps done.
       opt_state: the optimiser's state, for `keep="everything"`; `()` if the client trained in the span of its examples.
+      losses: `[S]`, the batch loss before each of the local steps (`LocalTraining.each_step`), of as many as a client
+        may do, and 0 behind the last; else `()`.
     """
 
     params: PyTree
     loss: jax.Array
     num_steps: jax.Array
     opt_state: PyTree
+    losses: jax.Array | tuple[()] = ()
 
 
 def local_training(
@@ -354,7 +358,7 @@ def train(
 
     def step(t, carry, rows, real):
         """Does one local step on the examples at `rows` (None: all)."""
-        params, statistics, opt_state, total = carry
+        params, statistics, opt_state, losses = carry
         batch = examples if rows is None else blank_rows(jax.tree.map(lambda x: x[rows], examples), real)
         batch = augmented(task, training, jax.random.fold_in(augment_key, t), batch)
         step_key = None if task.train_loss is None else jax.random.fold_in(model_key, t)
@@ -367,9 +371,12 @@ def train(
             objective, grads = near_anchor(training.prox, loss, grads, params, anchor)
         updates, opt_state = optimizer_step(training.optimizer, grads, opt_state, params, objective)
         chex.assert_trees_all_equal_shapes(params, updates)  # a step is of the model's shapes, or would broadcast
-        return optax.apply_updates(params, updates), statistics, opt_state, total + loss.astype(total.dtype)
+        loss = loss.astype(losses.dtype)
+        losses = losses.at[t].set(loss) if training.each_step else losses + loss
+        return optax.apply_updates(params, updates), statistics, opt_state, losses
 
-    slots, carry = jnp.arange(batch_size), (params, statistics, opt_state, jnp.zeros(()))
+    losses = jnp.zeros(most_steps(training, m) if training.each_step else ())  # of each step, or their sum
+    slots, carry = jnp.arange(batch_size), (params, statistics, opt_state, losses)
     num_steps = steps_per_round(training, size, m)
     if full_batch:
 
@@ -400,9 +407,9 @@ def train(
                 return jax.lax.fori_loop(0, batches, one, carry)
 
         carry = jax.lax.fori_loop(0, training.num_epochs, epoch, carry)
-    params, statistics, opt_state, total = carry
+    params, statistics, opt_state, losses = carry
     if in_span:
         params, opt_state = spans.leave(start, span, params, begin), ()
-    loss = total / jnp.maximum(num_steps, 1).astype(total.dtype)
+    loss = losses.sum() / jnp.maximum(num_steps, 1).astype(losses.dtype)
     opt_state = opt_state if rounds is None else carried(training, opt_state)
-    return Trained(joined(params, statistics), loss, num_steps, opt_state)
+    return Trained(joined(params, statistics), loss, num_steps, opt_state, losses if training.each_step else ())
