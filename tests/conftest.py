@@ -142,11 +142,10 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
-    """Drops compiled programs behind every file of tests.
+    """Drops compiled programs between files of tests, when there are many.
 
     Each holds tens of memory maps, of which Linux grants a process 65,530; XLA crashes the worker when they run out.
     """
-    if nextitem is None or nextitem.path != item.path:
+    if len(_programs) > 2000 and (nextitem is None or nextitem.path != item.path):
         jax.clear_caches()
-        if len(_programs) > 2000:
-            _programs.clear()
+        _programs.clear()
