@@ -103,11 +103,22 @@ def test_the_best_trial_on_the_held_out_clients_is_run(whole):
             assert cell["default"]["accuracy"] == cell["runs"][0]["accuracy"]
 
 
-def test_the_command_of_a_cell_repeats_its_first_run(whole):
+def of_command(whole) -> tuple[dict, Config]:
+    """Returns a cell, and the configuration that its command has."""
     cell = json.loads((whole / "cells" / "digits-rotation-1-oracle.json").read_text())
-    config = Config(**given_options(parse(shlex.split(cell["command"])[1:])))
-    summary, *_ = run(config)
-    assert summary["per_seed"][0]["accuracy"] == pytest.approx(cell["runs"][0]["accuracy"], abs=1e-6)
+    return cell, Config(**given_options(parse(shlex.split(cell["command"])[1:])))
+
+
+def test_the_command_of_a_cell_has_its_options(whole):
+    cell, config = of_command(whole)
+    options = options_of_cell(Cell(**cell["cell"]), setting()) | cell["tuned"]
+    assert config == Config("oracle", **options, seed=0) and config.tuning_clients == 8
+
+
+@pytest.mark.slow
+def test_the_command_of_a_cell_repeats_its_first_run(whole):
+    cell, config = of_command(whole)
+    assert run(config)[0]["per_seed"][0]["accuracy"] == pytest.approx(cell["runs"][0]["accuracy"], abs=1e-6)
 
 
 def test_parts_merge_to_the_same_folder(whole, tmp_path):
@@ -230,6 +241,7 @@ def test_parts_of_other_settings_do_not_fit(whole, tmp_path):
         jfcl.shifts(**SMALL | {"seeds": 1}, out=tmp_path / "other", part="2/3", jobs=1)
 
 
+@pytest.mark.slow
 def test_a_method_of_a_user_is_ranked_by_the_command(tmp_path, capsys):
     flags = "--shifts rotation --strengths 1 --seeds 1 --budget 1 --rounds 2 --clients 8 --clusters 2 --model linear"
     flags += " --local-steps 2 --examples-per-client 20 --jobs 1 --quiet --part 2/2"
