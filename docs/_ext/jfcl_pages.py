@@ -138,6 +138,7 @@ def table_of(options: Mapping[str, Option], texts: Mapping[str, str]) -> str:
         kind += "".join(f"; tuned in {m.low:g} to {m.high:g}" for m in option.metadata if isinstance(m, Search))
         default = "–" if option.default is None else f"`{option.default}`"
         flag = flag_of(flags.get(option.name, option.name))
+        flag = flag.replace("--", "--no-", 1) if option.kind is bool and option.default else flag  # turns it off
         cells = [f"`{option.name}`, `{flag}`", kind, default, texts[option.name]]
         lines.append("| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in cells) + " |")
     return "\n".join(lines)
