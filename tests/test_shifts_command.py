@@ -46,8 +46,6 @@ def _here():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(jobs, "in_processes", lambda parts, jobs, **_: [part() for part in parts.values()])
         patch.setattr(SHIFTS, "ALWAYS", ())
-        for module in (SHIFTS, shift_cells):  # as many as the others, so that both have the same programs
-            patch.setattr(module, "tuning_clients", lambda options: options["clients"])
         yield
 
 
@@ -203,7 +201,7 @@ REFUSED = {
     "unknown shift 'rotatoin': did you mean 'rotation'?": {"shifts": ["rotatoin"]},
     "did you mean 'digits'?": {"datasets": ["digit"]},
     "strengths must be in [0, 1], got 1.5": {"strengths": [1.5]},
-    "wrong_k must be other numbers than 2, from 1 to half of the clients, got 2": {"wrong_k": [2]},
+    "wrong_k must be other numbers than 2, from 1 to that of the clients, got 2": {"wrong_k": [2]},
     "part must be I/N with I from 1 to N, such as 3/16, got '4/3'": {"part": "4/3"},
     "few enough for two examples": {"clients": 2000, "clusters": 4, "examples_per_client": None},
     "unknown model": {"model": "mpl"},

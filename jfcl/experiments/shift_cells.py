@@ -122,7 +122,7 @@ def options_of_cell(cell: Cell, setting: dict[str, Any]) -> dict[str, Any]:
     """Returns the options of `Config` for a cell, but for the tuned ones and the seed."""
     shift = SHIFTS.get(cell.shift, lambda s: {"heterogeneity": cell.shift, "strength": s})(cell.strength)
     options = {"dataset": cell.data} | shift | setting["of_runs"] | setting["of_data"][cell.data]
-    options |= {"tuning_clients": tuning_clients(options), "mapping": "chunked"}
+    options |= {"tuning_clients": options["clients"], "mapping": "chunked"}
     if "local_steps" in find_method(cell.method).defaults:  # of its own: its clients send gradients
         del options["local_steps"]
     options["eval_every"] = max(options["rounds"] // EVALUATIONS, 1)
@@ -136,13 +136,8 @@ def options_of_cell(cell: Cell, setting: dict[str, Any]) -> dict[str, Any]:
         options["num_models"] = cell.wrong_k
     if cell.clusters == "auto":
         by_option = find_method(cell.method).finds_number_by is not None
-        options["num_models"] = options["clients"] // 2 if by_option else "auto"
+        options["num_models"] = options["clients"] if by_option else "auto"
     return options
-
-
-def tuning_clients(options: dict[str, Any]) -> int:
-    """Returns the number of clients to tune on: half as many as are tested, and no fewer than clusters."""
-    return max(options["clients"] // 2, options["clusters"], 2)
 
 
 def run_cell(cell: Cell, setting: dict[str, Any], data_dir: str | None) -> dict[str, Any]:
@@ -164,7 +159,7 @@ def run_cell(cell: Cell, setting: dict[str, Any], data_dir: str | None) -> dict[
         clients, others = divided_clients(Config(cell.method, **options), data_dir)
 
         # Choose the options.
-        on_others = options | {"clients": len(others.cluster), "tuning_clients": 0, "eval_every": options["rounds"]}
+        on_others = options | {"eval_every": options["rounds"]}
         for trial in draw_trials(cell, setting["budget"]):
             run = run_once(cell, on_others | trial, others, TUNING_SEED, first=not result["trials"])
             score = run["accuracy"] if run["status"] in ("ok", "collapsed") else None
@@ -188,24 +183,19 @@ def run_cell(cell: Cell, setting: dict[str, Any], data_dir: str | None) -> dict[
 
 def divided_clients(config: Config, data_dir: str | None) -> tuple[Federation, Federation]:
     """Returns the clients of `config`, and those on which options are tuned, after an attack on the data of both."""
-    dataset, count = _dataset(config.dataset, data_dir), config.clients
-    federation, parts = setups.make_everyone(config, dataset), []
-    for rows in (slice(count), slice(count, None)):
-        part = select_clients(federation, rows)
-        of_part = dataclasses.replace(config, clients=len(part.cluster), tuning_clients=0)
-        parts.append(part if config.attack is None else setups.attack_data(of_part, part))
-    return _padded(parts[0]), _padded(parts[1]._replace(newcomers=None))
-
-
-def _padded(clients: Federation) -> Federation:
-    """Returns clients whose evaluations have the same shapes for most shifts, and so the same programs."""
-    n, test, new = len(clients.cluster), clients.test, clients.newcomers
-    length = max(max_examples(test), 2 * -(-int(np.sum(test.size)) // n))
+    federation, n = setups.make_everyone(config, _dataset(config.dataset, data_dir)), config.clients
+    # Evaluations have the same shapes for most shifts, and so the same programs.
+    test, new = federation.test, federation.newcomers
+    length = max(max_examples(test), 2 * -(-int(np.sum(test.size)) // len(test.size)))
     test = test._replace(examples=jax.tree.map(lambda x: _filled(x, 1, length), test.examples))
     if new is not None:
         examples = jax.tree.map(lambda x: _filled(x, 0, n), new.examples)
         new = new._replace(examples=examples, size=_filled(new.size, 0, n))
-    return clients._replace(test=test, newcomers=new)
+    federation = federation._replace(test=test, newcomers=new)
+    parts = [select_clients(federation, rows) for rows in (slice(n), slice(n, None))]
+    if config.attack is not None:
+        parts = [setups.attack_data(config, part) for part in parts]
+    return parts[0], parts[1]._replace(newcomers=None)
 
 
 def _filled(x: np.ndarray, axis: int, length: int) -> np.ndarray:

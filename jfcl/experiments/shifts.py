@@ -33,7 +33,7 @@ from jfcl.data.heterogeneity import HETEROGENEITY, shifts_of
 from jfcl.experiments import jobs as processes
 from jfcl.experiments import lookup
 from jfcl.experiments.config import Config
-from jfcl.experiments.shift_cells import MEASURED, SHIFTS, TEST_FRACTION, Cell, modes, run_cell, tuning_clients
+from jfcl.experiments.shift_cells import MEASURED, SHIFTS, TEST_FRACTION, Cell, modes, run_cell
 from jfcl.robust import attacks
 from jfcl.simulation.folder import differences, environment
 from jfcl.simulation.versions import UNCHANGED, VERSIONS, check_version
@@ -116,7 +116,7 @@ def shifts(
       datasets: names, or `MODULE:FUNCTION`.
       seeds: runs of each cell.
       budget: trials of each cell.
-      clients: number of clients that are reported; half as many are held out for tuning.
+      clients: number of clients that are reported; as many more are held out for tuning.
       clusters: number of hidden clusters, and of models where it is known.
       model: model, as in jfcl run.
       rounds: communication rounds of each run.
@@ -221,12 +221,12 @@ def make_setting(given: dict[str, Any]) -> dict[str, Any]:
         is_share = isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value <= 1
         check(is_share, "strengths", value, "in [0, 1]")
     for k in given["wrong_k"]:
-        is_other = type(k) is int and 0 < k <= given["clients"] // 2 and k != given["clusters"]
-        check(is_other, "wrong_k", k, f"other numbers than {given['clusters']}, from 1 to half of the clients")
+        is_other = type(k) is int and 0 < k <= given["clients"] and k != given["clusters"]
+        check(is_other, "wrong_k", k, f"other numbers than {given['clusters']}, from 1 to that of the clients")
     of_runs = {name: given[name] for name in OF_RUNS if given[name] is not None}
     Config("fedavg", **of_runs)  # refuses what no cell could run
     if given["hostile"]:
-        Config("fedavg", clients=tuning_clients(of_runs), attack=given["attack"], malicious=given["hostile"])
+        Config("fedavg", clients=given["clients"], attack=given["attack"], malicious=given["hostile"])
     return (
         {
             "methods": [*ALWAYS, *(name for name in named["methods"] if name not in ALWAYS)],
@@ -252,11 +252,11 @@ def _of_data(name: str, of_runs: dict[str, Any], given: dict[str, Any]) -> dict[
     count, k = len(dataset.train["y"]), of_runs["clusters"]
     train = count if dataset.test is not None else int(count * (1 - TEST_FRACTION))
     test = len(dataset.test["y"]) if dataset.test is not None else count - train
-    everyone, labels = of_runs["clients"] + tuning_clients(of_runs), max(dataset.num_classes // k, 1)
+    everyone, labels = 2 * of_runs["clients"], max(dataset.num_classes // k, 1)
     each = given["examples_per_client"] or int(0.95 * train * labels / dataset.num_classes / -(-everyone // k))
     accepted = f"few enough for two examples of {name!r} each, and for the held-out ones"
     check(each > 1, "clients", of_runs["clients"], accepted)
-    newcomer = max(test * of_runs["clients"] // everyone // max(of_runs["clients"] // k, 1), 1)
+    newcomer = max(test // 2 // max(of_runs["clients"] // k, 1), 1)
     return {"examples_per_client": each, "newcomer_examples": newcomer, "test_fraction": TEST_FRACTION}
 
 
