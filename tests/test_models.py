@@ -1,3 +1,5 @@
+from functools import partial
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -19,7 +21,7 @@ from jfcl.models import (
     parameter_paths,
     regression,
 )
-from jfcl.models.conv import _canonical, _of_columns, _of_few_channels, _of_fewest_numbers, patches
+from jfcl.models.conv import _canonical, _of_blocks, _of_columns, _of_few_channels, _of_fewest_numbers, patches
 from jfcl.models.tasks import cross_entropy
 
 GEOMETRIES = [
@@ -73,6 +75,13 @@ def test_conv_against_scipy(strides, padding):
 def test_matrix_products_of_a_gpu_convolve(of, strides, padding, features):
     x, w = tensors(o=features)
     np.testing.assert_allclose(of(x, w, strides, padding), loop_conv(x, w, strides, padding), atol=1e-4)
+
+
+@pytest.mark.parametrize("channels", [1, 6])  # an image, and a layer
+@pytest.mark.parametrize("padding", [padding for strides, padding in GEOMETRIES if strides == (1, 1)])
+def test_blocks_of_a_gpu_convolve(padding, channels):
+    x, w = tensors(c=channels)
+    np.testing.assert_allclose(_of_blocks(x, w, padding), loop_conv(x, w, (1, 1), padding), atol=1e-4)
 
 
 @pytest.mark.slow_cases("cpu-strides0-padding0-2", "cpu-strides10-padding10-150")
@@ -137,6 +146,25 @@ def test_vmapped_conv_is_each_client_alone(padding, own, channels, strides, form
             jax.tree.leaves(jax.tree.map(lambda v, i=i: v[i], vmapped)), jax.tree.leaves(alone), strict=True
         ):
             np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("form", ["gpu"], indirect=True)
+@pytest.mark.parametrize(("channels", "batch"), [(1, 5), (1, 7), (6, 2), (1, 0)])  # in parts, in one, of a layer, none
+def test_gradients_of_blocks_are_those_of_lax(channels, batch, form):
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(2, batch, 7, 8, channels)).astype(np.float32)
+    w = rng.normal(size=(2, 3, 3, channels, 4)).astype(np.float32)
+
+    def loss(use, w, x):
+        return jnp.sin(use(x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))).sum()
+
+    def gradients(use):
+        return jax.vmap(jax.value_and_grad(partial(loss, use), argnums=(0, 1)))(w, x)
+
+    found, expected = gradients(partial(conv, pooled=True)), gradients(jax.lax.conv_general_dilated)
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-4), found, expected)
+    text = str(jax.make_jaxpr(partial(gradients, partial(conv, pooled=True)))())
+    assert batch == 0 or ("dot_general" in text and "conv_general_dilated" not in text)  # lax would agree as well
 
 
 def test_vmap_of_vmap_and_scan():

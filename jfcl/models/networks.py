@@ -84,7 +84,7 @@ class Conv(nn.Module):
             out = [n + low + high - self.size + 1 for n, (low, high) in zip(x.shape[1:3], padding, strict=True)]
             dropped = [n % 2 if n > 1 else 0 for n in out]
             padding = tuple((low, high - cut) for (low, high), cut in zip(padding, dropped, strict=True))
-        x = conv(x, kernel, (1, 1), padding, dimension_numbers=NHWC)
+        x = conv(x, kernel, (1, 1), padding, dimension_numbers=NHWC, pooled=self.pool is True)
         if self.pool:
             x = max_pool(x, 2) if self.pool is True else self.pool(x)
         return nn.relu(x + bias.reshape(1, 1, 1, -1))
