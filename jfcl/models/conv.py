@@ -230,13 +230,15 @@ def _canonical(
         return _transpose(lambda w: form(x, w), (*kernel, x.shape[-1], g.shape[-1]), g)
 
     def to_weights_of_gpu(x, g):
-        if in_blocks(x.shape[-1]):
-            # XLA divides a sum over millions of places itself, and first copies them to a length that it can divide.
-            parts = next(n for n in (5, 4, 3, 2, 1) if (len(x) % n == 0 and x.shape[-1] <= IMAGE) or n == 1)
-            x, g = (a.reshape(parts, len(a) // parts, *a.shape[1:]) for a in (x, g))
-            return jax.vmap(partial(to_weights, of_gpu))(x, g).sum(axis=0)
-        form = _of_few_channels if few(x.shape[-1], g.shape[-1]) else _of_fewest_numbers
-        return to_weights(partial(form, strides=strides, padding=padding), x, g)
+        if not in_blocks(x.shape[-1]):
+            form = _of_few_channels if few(x.shape[-1], g.shape[-1]) else _of_fewest_numbers
+            return to_weights(partial(form, strides=strides, padding=padding), x, g)
+        parts = 1 if x.shape[-1] > IMAGE else next(n for n in (5, 4, 3, 2, 1) if len(x) % n == 0)
+        if parts == 1:
+            return to_weights(of_gpu, x, g)
+        # XLA divides a sum over that many places itself, and first copies them to a length that it can divide.
+        x, g = (a.reshape(parts, len(a) // parts, *a.shape[1:]) for a in (x, g))
+        return jax.vmap(partial(to_weights, of_gpu))(x, g).sum(axis=0)
 
     def to_weights_of_patches(x, g):
         rows, columns = patches(x, kernel, strides, padding), g.reshape(-1, g.shape[-1])
