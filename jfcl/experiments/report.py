@@ -31,12 +31,24 @@ MOST_ROWS = 300  # of a matrix of similarities; larger ones are drawn from as ma
 
 
 class Table(NamedTuple):
-    """A table: its `id`, the heads of its columns, its rows, each with the name first, a caption, a class."""
+    """A table: its `id`, the heads of its columns, its rows, each with the name first, a caption, a class.
+
+    Columns may have heads of groups above theirs: each with its number of columns, from the second one on.
+    """
 
     name: str
     heads: Sequence[str]
     rows: Sequence[Sequence[object]]
     caption: str = ""
+    kind: str = ""
+    groups: Sequence[tuple[str, int]] = ()
+
+
+class Link(NamedTuple):
+    """A cell of a table: its text, the `id` of what it leads to, a class."""
+
+    text: str
+    to: str = ""
     kind: str = ""
 
 
@@ -109,8 +121,8 @@ def write_report(runs: dict[str, Results], file: Path) -> None:
 
 
 @cache
-def _template() -> Any:
-    """Returns the template of the page, in which every text is escaped, and control characters are written out."""
+def template(name: str) -> Any:
+    """Returns one of `templates/`, in which every text is escaped, and control characters are written out."""
     import jinja2  # only where a page is written
     from markupsafe import Markup
 
@@ -121,7 +133,7 @@ def _template() -> Any:
         finalize=lambda value: value if isinstance(value, Markup) else printable(value),
     )
     pages.filters["shown"] = shown
-    return pages.get_template("report.html")
+    return pages.get_template(name)
 
 
 def page_of(runs: dict[str, Results]) -> bytes:
@@ -129,7 +141,8 @@ def page_of(runs: dict[str, Results]) -> bytes:
     names, is_alone = list(runs), len(runs) == 1
     each = runs if len(runs) <= comparison.MOST_DRAWN else {}  # runs with sections of their own
     differ = [[option, *values.values()] for option, values in comparison.run_differences(runs).items()]
-    page = _template().render(
+    page = template("report.html").render(
+        command="report",
         title=names[0] if is_alone else f"{len(runs)} runs{': ' * bool(each)}{', '.join(each)}",
         version=__version__,
         is_alone=is_alone,
