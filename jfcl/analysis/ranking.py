@@ -1,4 +1,4 @@
-"""Which method is better over many settings: ranks with intervals, their tests, and the methods worth a cost.
+"""Which method is better over many settings: ranks with intervals, their tests, the methods worth a cost; pictures.
 
 A *setting* is a data set with a shift of some strength. Its `values` are `[A, R, N]`: the accuracies, from 0 to 1, of
 `A` methods, `R` seeds and `N` clients, the same clients for every method. A run without any value has failed.
@@ -12,6 +12,7 @@ from itertools import pairwise
 
 import numpy as np
 
+from jfcl.analysis import plots
 from jfcl.core import check
 
 LEVEL = 0.05  # of every test; the intervals are those of 95 %
@@ -183,21 +184,105 @@ def pareto(cost: np.ndarray, value: np.ndarray) -> np.ndarray:
 def complete(is_there: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Returns the settings and the methods of a complete part of a table, by their numbers.
 
-    As long as something is missing, the setting or the method that lacks the largest share is left out.
+    As long as something is missing, the setting or the method that lacks the largest share is left out; a setting also
+    where it lacks half as much as a method.
 
     Args:
       is_there: `[S, A]`.
 
     Example:
-      >>> settings, methods = complete(np.array([[True, True, False], [True, True, False], [True, False, True]]))
+      >>> settings, methods = complete(np.array([[True, True, False]] * 4 + [[True, False, True]]))
       >>> settings.tolist(), methods.tolist()
-      ([0, 1], [0, 1])
+      ([0, 1, 2, 3], [0, 1])
     """
     rows, columns = (np.arange(n) for n in is_there.shape)
     while len(rows) and len(columns) and not (part := is_there[np.ix_(rows, columns)]).all():
         of_row, of_column = 1 - part.mean(axis=1), 1 - part.mean(axis=0)
-        if of_row.max() >= of_column.max():
+        if 2 * of_row.max() >= of_column.max():
             rows = np.delete(rows, of_row.argmax())
         else:
             columns = np.delete(columns, of_column.argmax())
     return rows, columns
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Pictures.
+
+
+def plot_ranks(methods: Sequence[str], mean_ranks: np.ndarray, low: np.ndarray, high: np.ndarray) -> plots.Figure:
+    """Plots the mean ranks with their intervals, the first method on top.
+
+    Example:
+      >>> figure = plot_ranks(["a", "b"], np.array([1.2, 1.8]), np.array([1.0, 1.5]), np.array([1.5, 2.0]))
+      >>> [text.get_text() for text in figure.axes[0].get_yticklabels()]
+      ['a', 'b']
+    """
+    figure = plots.new_figure(6, 1.2 + 0.24 * len(methods))
+    axes, at = figure.subplots(), np.arange(len(methods))
+    away = np.abs([mean_ranks - low, high - mean_ranks])
+    axes.errorbar(mean_ranks, at, xerr=away, fmt="o", color=plots.PALETTE[0], capsize=3)
+    axes.set_yticks(at, [plots.label(method) for method in methods])
+    axes.set(xlabel="mean rank, 1 is the best", ylim=(len(at) - 0.5, -0.5))
+    axes.grid(axis="x", alpha=0.3)
+    return figure
+
+
+def plot_difference(methods: Sequence[str], mean_ranks: np.ndarray, difference: float) -> plots.Figure:
+    """Plots the critical-difference diagram of Demšar (JMLR 2006), figure 1; the methods are sorted by rank.
+
+    Example:
+      >>> figure = plot_difference(["a", "b", "c"], np.array([1.0, 1.5, 2.9]), 0.8)
+      >>> [text.get_text().strip() for text in figure.axes[0].texts]
+      ['a (1.00)', 'b (1.50)', 'c (2.90)', 'critical difference 0.80']
+    """
+    count, joined = len(methods), groups(mean_ranks, difference)
+    half, top = -(-count // 2), 0.9 + 0.28 * len(joined)  # the names begin below the bars
+    figure = plots.new_figure(6.4, 1.2 + 0.28 * (top + half))
+    axes = figure.subplots()
+    for i, (method, rank) in enumerate(zip(methods, mean_ranks, strict=True)):
+        y, x, side = (top + i, 0.6, "right") if i < half else (top + count - 1 - i, count + 0.4, "left")
+        axes.plot([rank, rank, x], [0, y, y], color="0.4", lw=0.8)
+        axes.text(x, y, f" {plots.label(method)} ({rank:.2f}) ", ha=side, va="center", fontsize=9)
+    for i, (first, last) in enumerate(joined):
+        ends = mean_ranks[[first, last]] + [-0.04, 0.04]
+        axes.plot(ends, [0.5 + 0.28 * i] * 2, color=plots.PALETTE[3], lw=3.5)
+    axes.plot([1, 1 + difference], [-1.4, -1.4], color="black", lw=1.5, marker="|")
+    axes.text(1, -1.6, f"critical difference {difference:.2f}", fontsize=9)
+    axes.set(xlim=(0.5, count + 0.5), ylim=(top + half - 0.5, -2.3), yticks=[], xticks=range(1, count + 1))
+    axes.spines[["left", "right", "bottom"]].set_visible(False)
+    axes.spines["top"].set_position(("data", 0))
+    axes.xaxis.tick_top()
+    return figure
+
+
+def plot_costs(
+    methods: Sequence[str], costs: dict[str, np.ndarray], value: np.ndarray, named: set[str]
+) -> plots.Figure:
+    """Plots a value by each of some costs `[A]`; a line joins the methods that are worth their cost.
+
+    These, and those in `named`, have their names beside them. A cost that differs by more than ten times has a
+    logarithmic axis, with 0. A NaN is not drawn.
+
+    Example:
+      >>> figure = plot_costs(["a", "b"], {"seconds": np.array([1.0, 2.0])}, np.array([0.9, 0.8]), set())
+      >>> [text.get_text() for text in figure.axes[0].texts]
+      ['a']
+    """
+    figure = plots.new_figure(6.2, 2.9 * len(costs), layout="constrained")
+    for axes, (name, cost) in zip(figure.subplots(len(costs), squeeze=False)[:, 0], costs.items(), strict=True):
+        known = np.flatnonzero(np.isfinite(cost + value))
+        front = known[pareto(cost[known], value[known])]
+        least, most = min((c for c in cost[known] if c > 0), default=1), max(cost[known], default=1)
+        if most > 10 * least:
+            axes.set_xscale("symlog", linthresh=least)
+        line = front[np.argsort(cost[front])]
+        axes.step(cost[line], value[line], where="post", color=plots.PALETTE[1], zorder=1)
+        for i in known:
+            axes.plot(cost[i], value[i], "o", color=plots.PALETTE[0] if i in front else "0.5")
+            if i in front or methods[i] in named:
+                near = {"xytext": (4, 3), "textcoords": "offset points", "fontsize": 8}
+                axes.annotate(plots.label(methods[i]), (cost[i], value[i]), **near)
+        axes.set(xlabel=name, ylabel="accuracy %")
+        axes.margins(0.12)
+        axes.grid(alpha=0.3)
+    return figure
