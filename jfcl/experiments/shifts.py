@@ -34,13 +34,15 @@ from jfcl.experiments import jobs as processes
 from jfcl.experiments import lookup
 from jfcl.experiments.config import Config
 from jfcl.experiments.shift_cells import MEASURED, SHIFTS, TEST_FRACTION, Cell, modes, run_cell
+from jfcl.experiments.shift_results import REFERENCES
+from jfcl.experiments.shifts_page import write_page, write_table
 from jfcl.robust import attacks
 from jfcl.simulation.folder import differences, environment
 from jfcl.simulation.versions import UNCHANGED, VERSIONS, check_version
 
 FORMAT = 1
-FILES = ("cells/", "runs.csv", "settings.json")
-ALWAYS = ("fedavg", "local", "oracle")  # in every table
+FILES = ("index.html", "table.tex", "runs.csv", "cells/", "settings.json")
+ALWAYS = REFERENCES  # in every table
 METHODS = (*ALWAYS, "cfl", "ifca", "fesem", "flhc", "one_shot", "pacfl", "stocfl", "fedem", "ditto")
 OF_SHIFTS = ("rotation", "corruption", "label_permutation", "class", "mixture", "dirichlet")
 QUICK = {"shifts": OF_SHIFTS[:5], "strengths": (1.0,), "seeds": 2, "budget": 4, "rounds": 60}
@@ -382,7 +384,7 @@ def run_chain(cells: Sequence[Cell], setting: dict[str, Any], folder: Path, data
 
 
 def merge(folder: Path, cells: Sequence[Cell], digest: str) -> int:
-    """Writes `runs.csv` of all finished cells, and returns their number."""
+    """Writes `runs.csv`, the page and the table of all finished cells, and returns their number."""
     found = [result for cell in cells if (result := read_cell(folder, cell, digest)) is not None]
     lines = [[*COLUMNS, "tuned"]]
     for result in found:
@@ -391,4 +393,7 @@ def merge(folder: Path, cells: Sequence[Cell], digest: str) -> int:
             lines.append([*about, *(run.get(name) for name in COLUMNS[len(about) :]), tuned])
     csv.writer(text := io.StringIO(), lineterminator="\n").writerows(lines)
     files.write_whole(folder / "runs.csv", text.getvalue().encode())
+    if found:
+        write_page(folder)
+        write_table(folder)
     return len(found)

@@ -1,0 +1,202 @@
+"""The results of `jfcl shifts`: the one reader of its cells, and the ranks of the methods in them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jfcl.analysis import ranking
+from jfcl.analysis.metrics import deviation
+from jfcl.core import check, files
+from jfcl.experiments.comparison import number
+
+MODES = {"known": "known number of clusters", "auto": "unknown number of clusters"}
+REFERENCES = ("fedavg", "local", "oracle")
+BOUND = "oracle"  # is given the true clusters: no method to choose
+CONDITIONS = {  # fields of a cell: title, head of a column
+    "wrong_k": ("Wrong number of clusters", "K = {}"),
+    "hostile": ("Hostile clients", "{:.0%} hostile"),
+    "drift": ("Drift", "drift {}"),
+}
+STATUSES = ("ok", "collapsed", "diverged", "failed")  # of a run; the first two have results
+
+
+class Cell(NamedTuple):
+    """A finished cell: the content of `cells/NAME.json`."""
+
+    name: str
+    data: str
+    shift: str
+    strength: float
+    method: str
+    clusters: str
+    hostile: float
+    wrong_k: int | None
+    drift: str | None
+    command: str
+    tuned: dict[str, Any]
+    trials: list[dict[str, Any]]
+    runs: list[dict[str, Any]]
+    default: dict[str, Any] | None
+    status: str
+    reason: str | None
+    programs: int | None
+    seconds: float | None
+
+    @property
+    def setting(self) -> tuple[str, str, float]:
+        """The data set, the shift and its strength."""
+        return self.data, self.shift, self.strength
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the cell is under none of `CONDITIONS`."""
+        return not any(getattr(self, name) for name in CONDITIONS)
+
+    @property
+    def ended(self) -> list[dict[str, Any]]:
+        """The runs that have results."""
+        return [run for run in self.runs if run["status"] in STATUSES[:2]]
+
+    def over_seeds(self, metric: str) -> tuple[float | None, float | None]:
+        """Returns the mean and the sample standard deviation over the runs with results; None where one lacks it."""
+        values = [run[metric] for run in self.ended]
+        return (None, None) if not values or None in values else (float(np.mean(values)), deviation(values))
+
+    @property
+    def accuracy(self) -> float | None:
+        """The mean accuracy of the runs with results."""
+        return self.over_seeds("accuracy")[0]
+
+    @property
+    def marks(self) -> str:
+        """What stands beside the figures: how many runs have results, and how many of these have collapsed."""
+        collapsed = sum(run["status"] == "collapsed" for run in self.runs)
+        few = f" {len(self.ended)}/{len(self.runs)}" * (len(self.ended) < len(self.runs))
+        return few + f" †{collapsed}" * bool(collapsed)
+
+    @property
+    def text(self) -> str:
+        """The accuracy in percent, with the standard deviation over seeds and the marks."""
+        return number(*self.over_seeds("accuracy"), 1, 100) + self.marks
+
+    @property
+    def title(self) -> str:
+        """What the cell is, as a text."""
+        of = f" ({MODES[self.clusters]})" if self.clusters in MODES else ""
+        return " ".join([*names_of(self.setting), f"{self.method}{of}", *self.conditions])
+
+    @property
+    def conditions(self) -> list[str]:
+        """The conditions that the cell is under."""
+        return [form.format(value) for name, (_, form) in CONDITIONS.items() if (value := getattr(self, name))]
+
+
+class Ranks(NamedTuple):
+    """The ranks in one of `MODES`. The methods are sorted by them.
+
+    Attributes:
+      mode: known or auto.
+      cells: by setting and method, also those that are not ranked.
+      settings, methods: the ranked ones; every one of them has a cell.
+      mean, low, high: `[A]`, the mean ranks over settings with their intervals.
+      problems: the pairs of a data set and a shift, whose strengths are not independent, and count once in tests.
+      scores: `[P, A]`, `ranking.scores` of the problems.
+    """
+
+    mode: str
+    cells: dict[tuple[tuple, str], Cell]
+    settings: list[tuple]
+    methods: list[str]
+    mean: np.ndarray
+    low: np.ndarray
+    high: np.ndarray
+    problems: list[tuple]
+    scores: np.ndarray
+
+    @property
+    def rows(self) -> list[str]:
+        """All methods, the ranked ones first."""
+        return self.methods + sorted({method for _, method in self.cells} - {*self.methods})
+
+    @property
+    def columns(self) -> list[tuple]:
+        """All settings."""
+        return sorted({setting for setting, _ in self.cells})
+
+    @property
+    def is_tested(self) -> bool:
+        """Whether there are enough methods and problems for tests."""
+        return len(self.methods) > 1 and len(self.problems) > 1
+
+    @property
+    def difference(self) -> float:
+        """The critical difference."""
+        return ranking.critical_difference(len(self.methods), len(self.problems))
+
+    def over_settings(self, metric: str) -> list[float | None]:
+        """Returns the mean of each method over the ranked settings where any has the metric; None if it lacks one."""
+        each = [[self.cells[s, m].over_seeds(metric)[0] for m in self.methods] for s in self.settings]
+        columns = [*zip(*[row for row in each if any(v is not None for v in row)], strict=True)]
+        return [
+            None if None in values else float(np.mean(values)) for values in columns or [[None]] * len(self.methods)
+        ]
+
+
+def read_cells(folder: Path) -> list[Cell]:
+    """Reads the finished cells in a folder, sorted by their names."""
+    names, cells = sorted((folder / "cells").glob("*.json")), []
+    check(names, "folder", str(folder), "a folder of jfcl shifts with a finished cell")
+    for file in names:
+        saved = files.read_json(file)
+        try:
+            values = [file.stem, *(saved["cell"][name] for name in Cell._fields[1:9])]
+            cells.append(Cell(*values, *(saved[name] for name in Cell._fields[9:])))
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"{file} is damaged: it lacks {error}") from None
+    return cells
+
+
+def rank(cells: Sequence[Cell]) -> list[Ranks]:
+    """Returns the ranks in each of `MODES` in which there are cells; methods without a number of clusters are in both.
+
+    Settings and methods are left out until every method has a cell in every setting.
+    """
+    plain = [cell for cell in cells if cell.is_plain]
+    modes, ranked = [mode for mode in MODES if any(cell.clusters == mode for cell in plain)], []
+    for mode in modes or ["known"] * bool(plain):
+        table = {(c.setting, c.method): c for c in plain if c.clusters in (mode, "")}
+        settings, methods = sorted({s for s, _ in table}), sorted({m for _, m in table})
+        is_there = [[(s, m) in table and table[s, m].status == "ok" for m in methods] for s in settings]
+        rows, columns = ranking.complete(np.array(is_there))
+        settings, methods = [settings[i] for i in rows], [methods[i] for i in columns]
+        values = [_values([table[s, m] for m in methods]) for s in settings]
+        scores = np.array([ranking.scores(each) for each in values]).reshape(len(settings), len(methods))
+        mean = ranking.ranks(scores).mean(axis=0) if values else np.empty(0)
+        low, high = ranking.rank_intervals(values) if values else (mean, mean)
+        problems = list(dict.fromkeys(s[:2] for s in settings))
+        of_problems = [scores[[s[:2] == problem for s in settings]].mean(axis=0) for problem in problems]
+        of_problems = np.array(of_problems).reshape(len(problems), len(methods))
+        order = np.argsort(mean, kind="stable")
+        methods = [methods[i] for i in order] if values else []
+        sorted_ones = (mean[order], low[order], high[order], problems, of_problems[:, order])
+        ranked.append(Ranks(mode, table, settings, methods, *sorted_ones))
+    return ranked
+
+
+def _values(cells: Sequence[Cell]) -> np.ndarray:
+    """Returns the accuracies `[A, R, N]` of the cells of a setting; NaN for runs without results."""
+    seeds = sorted({run["seed"] for cell in cells for run in cell.runs})
+    each = {(i, run["seed"]): run["per_client"] for i, cell in enumerate(cells) for run in cell.ended}
+    values = np.full((len(cells), max(1, len(seeds)), max(map(len, each.values()), default=1)), np.nan)
+    for (i, seed), accuracies in each.items():
+        values[i, seeds.index(seed), : len(accuracies)] = accuracies
+    return values
+
+
+def names_of(setting: Sequence[Any]) -> list[str]:
+    """Returns a setting, or a problem, as texts."""
+    return [f"{part:g}" if isinstance(part, float) else str(part).replace("_", " ") for part in setting]

@@ -1,0 +1,364 @@
+"""The page and the LaTeX table of a folder of `jfcl shifts`; `templates/shifts.html` is the text of the page."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jfcl._version import __version__
+from jfcl.analysis import plots, ranking
+from jfcl.core import files
+from jfcl.experiments.comparison import number, size_text, tex
+from jfcl.experiments.report import Figure, Link, Table, figure, template
+from jfcl.experiments.shift_results import (
+    BOUND,
+    CONDITIONS,
+    MODES,
+    REFERENCES,
+    STATUSES,
+    Cell,
+    Ranks,
+    names_of,
+    rank,
+    read_cells,
+)
+
+SHADES = (1, 2, 5, 10, 20)  # percentage points below the best of a column, where the next shade begins
+MOST_FIGURES, MOST_LINES = 12, 7  # of curves, and in each
+PERCENT = partial(number, std=None, digits=1, scale=100)
+COSTS = {  # columns of the table of costs: head, text of a value
+    "accuracy": ("accuracy %", PERCENT),
+    "worst_tenth": ("worst tenth %", PERCENT),
+    "newcomers": ("new-\ncomers %", PERCENT),
+    "adjusted_rand": ("adjusted Rand", partial(number, std=None, digits=2)),
+    "clusters_found": ("clusters found", partial(number, std=None, digits=1)),
+    "rounds_to_95": ("rounds to 95 %", partial(number, std=None, digits=1)),
+    "bytes_to_95": ("bytes to 95 %", size_text),
+    "client_steps": ("client steps", lambda value: "–" if value is None else f"{value:,.0f}"),
+    "seconds": ("seconds", partial(number, std=None, digits=2)),
+    "joules": ("joules", partial(number, std=None, digits=1)),
+}
+
+
+def write_page(folder: str | Path) -> Path:
+    """Writes `index.html` on the finished cells of `jfcl shifts` in a folder; the page needs no other file.
+
+    A run without results is in no mean: it is counted beside the figures of the others, and in ranks it is below all
+    that have results. Raises `ValueError` for a folder without a finished cell, or with a damaged one.
+    """
+    folder = Path(folder)
+    page = page_of(read_cells(folder), files.read_json(folder / "settings.json"))
+    files.write_whole(folder / "index.html", page)
+    return folder / "index.html"
+
+
+def write_table(folder: str | Path) -> Path:
+    """Writes `table.tex`: for each data set and mode the methods by shifts, with the rules of the package booktabs.
+
+    Raises `ValueError` as `write_page`.
+    """
+    folder = Path(folder)
+    lines = [line for ranks in rank(read_cells(folder)) for line in _tex(ranks)]
+    files.write_whole(folder / "table.tex", "\n".join(lines).encode())
+    return folder / "table.tex"
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Tables.
+
+
+def _heat(
+    name: str, caption: str, rows: dict[str, dict[Any, Cell]], heads: dict[Any, tuple[str, str]], base: Any = None
+) -> Table:
+    """Returns a table of accuracies, each shaded by how far it is below the best of its column.
+
+    Args:
+      rows: the cells of each row, by their columns.
+      heads: of each column: the head of a group of columns, and its own.
+      base: cells by the names of those that are compared with them: the change is shown.
+    """
+    lines = [[row] for row in rows]
+    for column in heads:
+        values = [cells[column].accuracy for cells in rows.values() if column in cells]
+        best = max((value for value in values if value is not None), default=0.0)
+        for line, cells in zip(lines, rows.values(), strict=True):
+            line.append(_shown(cells[column], best, base or {}) if column in cells else Link("–"))
+    return Table(name, ["method", *(head for _, head in heads.values())], lines, caption, "heat", _groups(heads))
+
+
+def _groups(heads: dict[Any, tuple[str, str]]) -> list[tuple[str, int]]:
+    """Returns the heads of groups of columns, with the number of their columns."""
+    return [*Counter(group for group, _ in heads.values()).items()]
+
+
+def _shown(cell: Cell, best: float, base: dict[str, Cell]) -> Link:
+    """Returns a cell as it is shown: its accuracy, or why there is none."""
+    value = cell.accuracy
+    if value is None:
+        return Link("cannot" if cell.status == "cannot" else cell.marks.strip(), cell.name, "none")
+    before = base[cell.name].accuracy if cell.name in base else None
+    change = "" if before is None else f" ({100 * (value - before):+.1f})"
+    shade = np.searchsorted(SHADES, round(100 * (best - value), 6), side="right")
+    return Link(f"{100 * value:.1f}{change}{cell.marks}", cell.name, f"g{shade}" + " best" * (value == best))
+
+
+def _heats(ranks: Ranks) -> list[Table]:
+    """Returns a table of accuracies for each data set."""
+    tables = []
+    for data in dict.fromkeys(setting[0] for setting in ranks.columns):
+        heads = {s: (names_of(s)[1], names_of(s)[2]) for s in ranks.columns if s[0] == data}
+        rows = {m: {s: ranks.cells[s, m] for s in heads if (s, m) in ranks.cells} for m in ranks.rows}
+        caption = f"{data}: accuracy in %, by shift and strength"
+        tables.append(_heat(f"heat-{ranks.mode}-{data}", caption, rows, heads))
+    return tables
+
+
+def _condition(cells: Sequence[Cell], field: str) -> Table | None:
+    """Returns the accuracies under one of `CONDITIONS`, with the changes from the cells without it."""
+    plain = {(c.setting, c.method, c.clusters): c for c in cells if c.is_plain}
+    base, rows, heads = {}, {}, {}
+    for cell in sorted((c for c in cells if getattr(c, field)), key=lambda c: (c.setting, str(getattr(c, field)))):
+        clusters = "known" if field == "wrong_k" else cell.clusters
+        column = (*cell.setting, getattr(cell, field))
+        heads[column] = " ".join(names_of(cell.setting)), CONDITIONS[field][1].format(column[-1])
+        rows.setdefault(cell.method + ", unknown number" * (clusters == "auto"), {})[column] = cell
+        if same := plain.get((cell.setting, cell.method, clusters)):
+            base[cell.name] = same
+    caption = "Accuracy in %, and the change in percentage points from the same cell without the condition"
+    return _heat(field, caption, dict(sorted(rows.items())), heads, base) if rows else None
+
+
+def _choices(ranks: Ranks) -> Table:
+    """Returns the best method for each shift, and those that are as good within a standard deviation."""
+    rows = []
+    for problem, scores in zip(ranks.problems, ranks.scores.tolist(), strict=True):
+        each = {m: score for m, score in zip(ranks.methods, scores, strict=True) if m != BOUND}
+        best = max(each, key=lambda m: each[m], default=BOUND)
+        accuracy, std = _over_cells([ranks.cells[s, best] for s in ranks.settings if s[:2] == problem])
+        near = [m for m, score in each.items() if m != best and std is not None and score >= each[best] - std]
+        rows.append([" ".join(names_of(problem)), best, number(accuracy, std, 1, 100), ", ".join(near) or "–"])
+    caption = f"Means over strengths, with the standard deviation over seeds, without {BOUND}"
+    heads = ["data and shift", "best", "accuracy %", "as good within a standard deviation"]
+    return Table(f"choices-{ranks.mode}", heads, rows, caption, "text")
+
+
+def _over_cells(cells: Sequence[Cell]) -> tuple[float | None, float | None]:
+    """Returns the mean accuracy of cells, and the mean of their standard deviations; None where a cell has none."""
+    columns = [*zip(*(cell.over_seeds("accuracy") for cell in cells), strict=True)] or [(None,), (None,)]
+    mean, std = (None if None in values else float(np.mean(values)) for values in columns)
+    return mean, std
+
+
+def _ranks_table(ranks: Ranks) -> Table:
+    """Returns the table of ranks, with the tests of neighbours."""
+    after = (
+        [f"{p:.3g}" for p in ranking.neighbours(ranks.scores)] if ranks.is_tested else ["–"] * (len(ranks.methods) - 1)
+    )
+    rows = [
+        [method, f"{mean:.2f}", f"{low:.2f} to {high:.2f}", p]
+        for method, mean, low, high, p in zip(
+            ranks.methods, ranks.mean, ranks.low, ranks.high, [*after, ""], strict=True
+        )
+    ]
+    caption = "Mean ranks over settings, 1 is the best, with bootstrap intervals; p of the signed-rank test against the"
+    caption += " next method, over pairs of a data set and a shift, after Holm's correction"
+    return Table(f"ranks-{ranks.mode}", ["method", "mean rank", "95 % interval", "p, next"], rows, caption)
+
+
+def _costs(ranks: Ranks, columns: dict[str, list[float | None]]) -> Table:
+    """Returns the table of what is measured."""
+    texts = [[COSTS[name][1](value) for value in values] for name, values in columns.items()]
+    rows = [[method, *row] for method, *row in zip(ranks.methods, *texts, strict=True)]
+    caption = "Means over the ranked settings in which it can be measured; a dash where a setting has no value"
+    return Table(f"costs-{ranks.mode}", ["method", *(COSTS[name][0] for name in columns)], rows, caption)
+
+
+def _rank_parts(ranks: Ranks) -> dict[str, Any]:
+    """Returns the tables and the pictures of the ranks and the costs."""
+    mode, methods = ranks.mode, ranks.methods
+    columns = {name: ranks.over_settings(name) for name in COSTS}
+    columns = {name: values for name, values in columns.items() if values != [None] * len(methods)}
+    draw = partial(ranking.plot_ranks, methods, ranks.mean, ranks.low, ranks.high)
+    caption = "Mean ranks, with bootstrap intervals of 95 % over seeds and clients."
+    figures = [figure(None, f"intervals-{mode}", draw, caption)]
+    if ranks.is_tested:
+        draw = partial(ranking.plot_difference, methods, ranks.mean, ranks.difference)
+        caption = "Critical-difference diagram: a bar joins methods whose mean ranks differ by less than"
+        caption += f" {ranks.difference:.2f}, which Nemenyi's test does not tell apart at 5 %."
+        figures.append(figure(None, f"difference-{mode}", draw, caption))
+    # The accuracy by cost, without the method that nobody can choose.
+    chosen = [i for i, method in enumerate(methods) if method != BOUND]
+    arrays = {name: np.array(values, float)[chosen] for name, values in columns.items()}
+    costs = {COSTS[name][0]: arrays[name] for name in ("bytes_to_95", "client_steps", "seconds") if name in arrays}
+    if costs and "accuracy" in arrays:
+        names, accuracy = [methods[i] for i in chosen], 100 * arrays["accuracy"]
+        caption = f"Accuracy by cost, without {BOUND}. The line joins the methods that no other beats in both (Pareto)."
+        draw = partial(ranking.plot_costs, names, costs, accuracy, {*REFERENCES})
+        figures.append(figure(None, f"pareto-{mode}", draw, caption))
+    tables = {"choices": _choices(ranks), "ranks": _ranks_table(ranks), "costs": _costs(ranks, columns)}
+    return tables | {"figures": figures}
+
+
+def _failures(cells: Sequence[Cell]) -> Table:
+    """Returns how the runs of each method have ended, and a reason of those that have not ended well."""
+    rows = []
+    for method in sorted({cell.method for cell in cells}):
+        of = [cell for cell in cells if cell.method == method]
+        ends = Counter(run["status"] for cell in of for run in cell.runs)
+        accuracies = [run["accuracy"] for cell in of for run in cell.runs if run["status"] == "collapsed"]
+        of_collapsed = f"{ends['collapsed']} ({PERCENT(np.mean(accuracies))} %)" if accuracies else "0"
+        reasons = [(run["reason"], cell) for cell in of for run in cell.runs if run["status"] != "ok"]
+        reasons += [(cell.reason, cell) for cell in of if cell.status == "cannot"]
+        first = Link(str(reasons[0][0]), reasons[0][1].name) if reasons else Link("")
+        counts = [ends["ok"], of_collapsed, ends["diverged"], ends["failed"], sum(c.status == "cannot" for c in of)]
+        rows.append([method, *counts, first])
+    heads = [
+        "method",
+        "ended well",
+        "collapsed (their accuracy)",
+        *STATUSES[2:],
+        "cells that cannot run",
+        "first reason",
+    ]
+    return Table("failures", heads, rows, "Runs of all cells, also under other conditions", "reasons")
+
+
+def _below_default(cells: Sequence[Cell]) -> tuple[int, Table | None]:
+    """Returns how many cells have a figure at the defaults, and those where tuning is a standard deviation worse."""
+    known = [cell for cell in cells if cell.default and cell.default["accuracy"] is not None]
+    rows = []
+    for cell in known:
+        (tuned, std), default = cell.over_seeds("accuracy"), cell.default["accuracy"]
+        if tuned is None or tuned < default - (std or 0):
+            rows.append([cell.title, Link(cell.text, cell.name), PERCENT(default)])
+    return len(known), Table("below-default", ["cell", "tuned %", "default %"], rows) if rows else None
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Figures and texts.
+
+
+def _curves(cells: Sequence[Cell], ranks: Ranks) -> list[Figure | None]:
+    """Returns the accuracy over rounds of each shift at its largest strength, and under drift, of the best methods."""
+    others = [m for m in ranks.rows if m not in REFERENCES][: MOST_LINES - len(REFERENCES)]
+    lines = [m for m in ranks.rows if m in REFERENCES or m in others]
+    panels: dict[tuple, dict[str, Cell]] = {}
+    for cell in sorted(cells, key=lambda c: c.strength):  # the largest is the last
+        if (cell.is_plain or cell.drift) and cell.clusters in (ranks.mode, "") and cell.method in lines:
+            panels.setdefault((cell.data, cell.shift, cell.drift or ""), {})[cell.method] = cell
+    drawn = []
+    for key, of in list(panels.items())[:MOST_FIGURES]:
+        each = {
+            plots.label(m): [{"seed": r["seed"], "round": t, "accuracy": a} for r in of[m].ended for t, a in r["curve"]]
+            for m in lines
+            if m in of and of[m].ended
+        }
+        first = next(iter(of.values()))
+        caption = f"{' '.join([*names_of(first.setting), *first.conditions])}: mean over seeds, and their range."
+        drawn.append(figure(None, "-".join(["curves", *key]), partial(plots.curves, each) if each else None, caption))
+    return drawn
+
+
+def _findings(ranks: Ranks) -> dict[str, Any]:
+    """Returns what the sentences on the ranks say; `best` is the place of the first method that is no reference."""
+    best = next((i for i, method in enumerate(ranks.methods) if method not in REFERENCES), None)
+    facts = {"best": best, "left_out": ranks.rows[len(ranks.methods) :]}
+    if best is None or not ranks.is_tested:
+        return facts
+    pairs, near = ranking.neighbours(ranks.scores), np.abs(ranks.mean - ranks.mean[best]) < ranks.difference
+    facts["near"] = [m for i, m in enumerate(ranks.methods) if near[i] and i != best]
+    facts |= {"p": ranking.friedman(ranks.mean, len(ranks.problems))[1], "told": sum(p < ranking.LEVEL for p in pairs)}
+    return facts | {"least": 2.0 ** (1 - len(ranks.problems)), "too_few": 2.0 ** (1 - len(ranks.problems)) * len(pairs)}
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# The page, and the table for LaTeX.
+
+
+def page_of(cells: Sequence[Cell], settings: dict[str, Any]) -> bytes:
+    """Returns the page."""
+    ranked, (num_known, below), modes = rank(cells), _below_default(cells), []
+    for r in ranked:
+        parts = {"r": r, "findings": _findings(r), "missing": len(r.rows) * len(r.columns) - len(r.cells)}
+        modes.append(parts | {"heats": _heats(r)} | (_rank_parts(r) if r.methods else {}))
+    page = template("shifts.html").render(
+        command="shifts",
+        title="Which method for which shift",
+        version=__version__,
+        titles=MODES,
+        num_cells=len(cells),
+        num_runs=sum(len(cell.runs) for cell in cells),
+        programs=sum(cell.programs or 0 for cell in cells),
+        seconds=sum(cell.seconds or 0 for cell in cells),
+        modes=modes,
+        not_run=[mode for mode in MODES if mode not in {r.mode for r in ranked}],
+        curves=_curves(cells, ranked[0]) if ranked else [],
+        conditions={title: _condition(cells, field) for field, (title, _) in CONDITIONS.items()},
+        failures=_failures(cells),
+        num_known=num_known,
+        below=below,
+        datasets=sorted({cell.data for cell in cells}),
+        seeds=_several({len(cell.runs) for cell in cells if cell.runs}),
+        trials=_several({len(cell.trials) for cell in cells if cell.trials}),
+        has_energy=any(run["joules"] is not None for cell in cells for run in cell.runs),
+        by_method={method: [c for c in cells if c.method == method] for method in sorted({c.method for c in cells})},
+        settings=_flat(settings.pop("setting", {}) | settings),
+    )
+    return f"{page}\n".encode(errors="replace")
+
+
+def _several(values: set[int]) -> str:
+    """Returns a number, or the least and the largest of several."""
+    return " to ".join(str(value) for value in sorted({min(values, default=0), max(values, default=0)}))
+
+
+def _flat(settings: dict[str, Any], before: str = "") -> dict[str, Any]:
+    """Returns settings without those inside others, which get both names."""
+    flat: dict[str, Any] = {}
+    for name, value in settings.items():
+        if isinstance(value, dict):
+            flat |= _flat(value, f"{before}{name} ")
+        elif name not in ("format", "sha256"):
+            flat[before + name] = ", ".join(map(str, value)) if isinstance(value, list) else value
+    return flat
+
+
+def _tex(ranks: Ranks) -> list[str]:
+    """Returns the lines of a table for each data set: mean accuracy over strengths, and the mean rank."""
+    lines, rank_of = [], {m: f"{r:.2f}" for m, r in zip(ranks.methods, ranks.mean, strict=True)}
+    for data in dict.fromkeys(setting[0] for setting in ranks.columns):
+        settings = {shift: [s for s in ranks.columns if s[:2] == (data, shift)] for _, shift, _ in ranks.columns}
+        settings = {shift: of for shift, of in settings.items() if of}
+        columns = []
+        for of in settings.values():
+            cells = {m: [ranks.cells[s, m] for s in of if (s, m) in ranks.cells] for m in ranks.rows}
+            means = {m: _over_cells(each) if len(each) == len(of) else (None, None) for m, each in cells.items()}
+            best = max((mean for m, (mean, _) in means.items() if mean is not None and m != BOUND), default=None)
+            columns.append(
+                [_tex_cell(cells[m], means[m], m != BOUND and means[m][0] == best is not None) for m in ranks.rows]
+            )
+        rows = zip(map(tex, ranks.rows), *columns, (rank_of.get(m, "--") for m in ranks.rows), strict=True)
+        heads = ["method", *(tex(shift.replace("_", " ")) for shift in settings), "mean rank"]
+        lines += [
+            f"% {tex(data)}, {MODES[ranks.mode]}: accuracy in %, mean over strengths, with the standard deviation over",
+            "% seeds; in brackets the runs with results, where some have none; mean ranks are over all data.",
+            r"% Needs \usepackage{booktabs}.",
+            rf"\begin{{tabular}}{{l{'r' * (len(heads) - 1)}}}",
+            r"\toprule",
+            " & ".join(heads) + r" \\",
+            r"\midrule",
+        ]
+        lines += [*(" & ".join(row) + r" \\" for row in rows), r"\bottomrule", r"\end{tabular}", ""]
+    return lines
+
+
+def _tex_cell(cells: Sequence[Cell], over: tuple[float | None, float | None], is_best: bool) -> str:
+    """Returns a cell of the table for LaTeX."""
+    text = tex(number(*over, 1, 100)).replace(r"$\pm$", r" $\pm$ ")
+    ended, runs = (sum(len(getattr(cell, name)) for cell in cells) for name in ("ended", "runs"))
+    return (rf"\textbf{{{text}}}" if is_best else text) + (f" ({ended}/{runs})" if ended < runs else "")
