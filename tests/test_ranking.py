@@ -123,7 +123,7 @@ def test_rank_intervals_are_those_of_a_loop_that_draws_seeds_and_clients():
     settings[1][2, 0] = np.nan  # a failed run of the best method
     low, high = ranking.rank_intervals(settings, draws=4000)
     drawn = []
-    for _ in range(300):
+    for _ in range(200):
         each = []
         for values in settings:
             pairs = [(r, RNG.integers(6, size=6)) for r in RNG.integers(3, size=3)]

@@ -152,13 +152,14 @@ def test_every_number_leads_to_its_cell_with_the_command(page, folder):
 
 
 def test_the_page_has_the_accuracies_and_needs_no_other_file(page, folder):
+    cells = cells_in(folder)
     for mode in ("known", "auto"):
         rows = rows_of(page, f"heat-{mode}-digits")
         assert set(rows) == set(LEVELS)
         for method, texts in rows.items():
             clusters = "none" if method in ("fedavg", "local", "oracle") else mode
             names = [f"digits-{shift}-{s:g}-{method}-{clusters}" for shift in sorted(SHIFTS) for s in (0.5, 1.0)]
-            assert texts == [f"{accuracy(cells_in(folder)[name]):.1f}" for name in names]
+            assert texts == [f"{accuracy(cells[name]):.1f}" for name in names]
     assert {value for tag, name, value in page.attributes if (tag, name) == ("td", "class")} >= {"g0 best", "g3", "g5"}
     for name in page.images:
         assert page.png(name)[:4] == b"\x89PNG"
@@ -262,7 +263,7 @@ def test_failures_are_counted_and_in_no_mean(tmp_path, no_pictures):
     assert "(3/4)" in write_table(folder).read_text()
 
 
-def test_little_is_said_of_little(tmp_path):
+def test_little_is_said_of_little(tmp_path, no_pictures):
     small = {
         "methods": {"fedavg": 0.5, "oracle": 0.9, "ifca": 0.8},
         "shifts": ("rotation",),
