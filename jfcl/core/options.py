@@ -92,7 +92,7 @@ class Search(NamedTuple):
         Example:
           >>> rng = np.random.default_rng(0)
           >>> [Search(0.01, 1).draw(rng), Search(0, 90, log=False).draw(rng)]
-          [0.1881, 24.28]
+          [0.1879, 24.28]
         """
         low, high = (math.log(self.low), math.log(self.high)) if self.log else (self.low, self.high)
         value = rng.uniform(low, high)

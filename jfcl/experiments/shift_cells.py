@@ -82,11 +82,11 @@ def modes(name: str) -> list[str]:
 
     Example:
       >>> modes("ifca"), modes("clove"), modes("pacfl"), modes("cfl"), modes("oracle")
-      (['known'], ['known', 'auto'], ['known', 'auto'], [''], [''])
+      (['known'], ['known', 'auto'], ['known', 'auto'], ['auto'], [''])
     """
     method = find_method(name)
     if "num_clusters" not in method.options or "cluster" in method.options:  # the oracle knows all clusters
-        return [""]
+        return [""] if method.finds_number_by is None else ["auto"]
     words = method.declared["num_clusters"].words if "num_clusters" in method.declared else ()
     return ["known"] + ["auto"] * ("auto" in words or method.finds_number_by is not None)
 
@@ -115,7 +115,8 @@ def draw_trials(cell: Cell, budget: int) -> list[dict[str, float]]:
     rng = np.random.default_rng(zlib.crc32(f"{cell.method} {cell.clusters}".encode()))
     ranges, number = searched(cell), find_method(cell.method).finds_number_by
     trials = [{name: span.draw(rng) for name, span in ranges.items()} for _ in range(budget)]
-    return [{name: value for name, value in trials[0].items() if name == number}, *trials[1:]]
+    drawn = number is not None and find_method(cell.method).declared[number].default is None
+    return [{name: value for name, value in trials[0].items() if drawn and name == number}, *trials[1:]]
 
 
 def options_of_cell(cell: Cell, setting: dict[str, Any]) -> dict[str, Any]:
@@ -134,7 +135,7 @@ def options_of_cell(cell: Cell, setting: dict[str, Any]) -> dict[str, Any]:
         options |= {"attack": setting["attack"], "malicious": cell.hostile}
     if cell.wrong_k:
         options["num_models"] = cell.wrong_k
-    if cell.clusters == "auto":
+    if cell.clusters == "auto" and takes(cell.method, "num_models"):
         by_option = find_method(cell.method).finds_number_by is not None
         options["num_models"] = options["clients"] if by_option else "auto"
     return options

@@ -45,8 +45,8 @@ class Method(NamedTuple):
       by_client: whether there is a model for each client, and no clusters are found.
       chooses: whether clients choose the model of lowest loss, or weigh models by their losses.
       sends: whether clients send anything.
-      finds_number_by: the option with which it finds the number of clusters itself; `num_clusters` is then the most
-        there may be.
+      finds_number_by: the option that decides on the number of clusters, where it finds this number itself;
+        `num_clusters`, if it has one, is then the most there may be.
     """
 
     make: Callable[..., Algorithm]
@@ -80,7 +80,9 @@ METHODS = {
     "local": Method(local_only, "every client trains alone, nothing is sent", by_client=True, sends=False),
     "oracle": Method(oracle, "FedAvg inside the true clusters: what clustering can reach at best"),
     "ifca": Method(ifca, "clients pick the model of lowest loss (Ghosh et al. 2020)", RESTARTS, chooses=True),
-    "cfl": Method(cfl, "clusters of diverging clients are split in two (Sattler et al. 2021)"),
+    "cfl": Method(
+        cfl, "clusters of diverging clients are split in two (Sattler et al. 2021)", finds_number_by="gamma_max"
+    ),
     "byzantine_cfl": Method(byzantine_cfl, "one model for the majority, dissenters are excluded (Sattler et al. 2020)"),
     "federated_clustering": Method(
         federated_clustering, "clients average gradients like their own (Werner et al. 2023)", STEPWISE, by_client=True
@@ -105,8 +107,16 @@ METHODS = {
     ),
     "fedgroup": Method(fedgroup, "groups by the directions of first updates (Duan et al. 2021); FlexCFL: --migrate"),
     "flux": Method(flux, "k-means or DBSCAN of the moments of features, once (Fenoglio et al. 2025)"),
-    "stocfl": Method(stocfl, "clusters of similar clients merge as they are seen (Zeng et al. 2023)"),
-    "feddrift": Method(feddrift, "models are made where data drift, and merged (Jothimurugesan et al. 2023)"),
+    "stocfl": Method(
+        stocfl,
+        "clusters of similar clients merge as they are seen (Zeng et al. 2023)",
+        finds_number_by="merge_threshold",
+    ),
+    "feddrift": Method(
+        feddrift,
+        "models are made where data drift, and merged (Jothimurugesan et al. 2023)",
+        finds_number_by="drift_threshold",
+    ),
     "fesem": Method(fesem, "clients join the model nearest to their own (Xie et al. 2021)"),
     "fedem": Method(fedem, "each client has its own mixture of K models (Marfoq et al. 2021)", chooses=True),
     "fedrc": Method(fedrc, "the same, clustered by concept and not by label (Guo et al. 2024)", chooses=True),
