@@ -12,6 +12,7 @@ random. With `results` (a path), the models after the round are written there.
 """
 
 import contextlib
+import faulthandler
 import functools
 import gc
 import json
@@ -360,6 +361,7 @@ def measured(case, form, models, x, y):
 
 
 def main(case):
+    faulthandler.enable()  # a crash says where
     torch.backends.cudnn.benchmark = True
     given = {name: torch.from_numpy(np.asarray(array)).to(DEVICE) for name, array in np.load(case["models"]).items()}
     torch.manual_seed(0)
