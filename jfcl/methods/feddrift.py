@@ -174,7 +174,7 @@ def check_steps(clients: Clients) -> None:
     """Raises `ValueError` unless the examples have their time steps."""
     examples = clients.examples
     found = sorted(examples) if isinstance(examples, dict) else type(examples).__name__
-    accepted = f"a dict with {STEP!r}, the time step of each example, as drifting data have"
+    accepted = f"a dict with {STEP!r}, the time step of each example (drifting data: --drift, or drift= of build)"
     check(isinstance(examples, dict) and STEP in examples, "clients.examples", found, accepted)
     check(OWNED not in examples, "clients.examples", found, f"a dict of arrays, none of them named {OWNED!r}")
     step, real = np.asarray(examples[STEP]), np.asarray(mask(clients))
