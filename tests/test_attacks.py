@@ -71,7 +71,7 @@ CLUSTERS = jnp.array([7, 9, 7, 9, 9])  # in any numbering
 @pytest.mark.slow_cases("attack0")
 @pytest.mark.parametrize("attack", [attacks.force_split(), attacks.hijack(10.0)])
 def test_aimed_attacks_look_at_their_own_cluster(attack):
-    malicious, usable = jnp.asarray(MALICIOUS), jnp.asarray(USABLE)
+    malicious, usable, attack = jnp.asarray(MALICIOUS), jnp.asarray(USABLE), jax.jit(attack)
     result = attack(KEY, jax.tree.map(jnp.asarray, UPDATES), malicious, usable, CLUSTERS)
     for k in (7, 9):
         mine = np.asarray(k == CLUSTERS)

@@ -8,6 +8,7 @@ import numpy as np
 import optax
 import pytest
 import scipy.cluster.hierarchy
+from compiled import rollout
 from padded_clients import padded
 from scipy.spatial.distance import squareform
 from sklearn.cluster import AgglomerativeClustering, KMeans
@@ -168,9 +169,9 @@ def test_one_group_is_fedavg_from_the_mean_of_the_pretrained_models():
     clients, key = regression(3), jax.random.key(1)
     algorithm = jfcl.fedgroup(LINEAR, TWO, num_clusters=1, pretrain_steps=STEPS, init_params=START)
     start = np.mean([descend(START["w"].astype(np.float64), clients, i, STEPS) for i in range(12)], axis=0)
-    ours = jfcl.rollout(algorithm, clients, key=key, num_rounds=3)[0].params["w"]
+    ours = rollout(algorithm, clients, key=key, num_rounds=3)[0].params["w"]
     fedavg = jfcl.fedavg(LINEAR, TWO, init_params={"w": np.float32(start)})
-    theirs = jfcl.rollout(fedavg, clients, key=key, num_rounds=3)[0].params["w"]
+    theirs = rollout(fedavg, clients, key=key, num_rounds=3)[0].params["w"]
     np.testing.assert_allclose(ours, theirs, rtol=1e-5)
 
 
@@ -224,7 +225,7 @@ def test_a_client_without_a_finite_update_starts_cold_again():
     clients = regression(4, n=6)
     clients.examples["x"][4] = 1e30
     algorithm = jfcl.fedgroup(LINEAR, TWO, num_clusters=2, pretrain_steps=STEPS, init_params=START)
-    state, metrics = jfcl.rollout(algorithm, clients, key=jax.random.key(0), num_rounds=3)
+    state, metrics = rollout(algorithm, clients, key=jax.random.key(0), num_rounds=3)
     assert metrics["cold_starts"].tolist() == [1, 1, 1]
     assert np.flatnonzero(state.unchanged == UNSEEN).tolist() == [4]
     assert np.isfinite(state.params["w"]).all()
@@ -236,7 +237,7 @@ def test_without_directions_a_client_starts_cold_once(measure):
     clients = regression(4, n=6)
     clients.examples["y"][:] = 0
     options = {"num_clusters": 2, "pretrain_clients": 3, "measure": measure, "init_params": {"w": np.zeros(D)}}
-    _, metrics = jfcl.rollout(jfcl.fedgroup(LINEAR, TWO, **options), clients, key=jax.random.key(0), num_rounds=2)
+    _, metrics = rollout(jfcl.fedgroup(LINEAR, TWO, **options), clients, key=jax.random.key(0), num_rounds=2)
     assert metrics["cold_starts"].tolist() == [3, 0]
 
 

@@ -94,7 +94,7 @@ def test_the_clusters_are_the_papers(by_label, p, seed):
 def test_each_measure_finds_separate_subspaces(measure):
     clients = clients_of(5, k=3)
     algorithm = jfcl.pacfl(TASK, TWO, num_clusters=3, measure=measure, by_label=False, num_vectors=2)
-    state = algorithm.init(jax.random.key(0), clients)
+    state = jax.jit(algorithm.init)(jax.random.key(0), clients)
     assert adjusted_rand_score(state.cluster, np.arange(10) % 3) == 1
 
 
@@ -125,7 +125,7 @@ def test_newcomers_join_the_cluster_with_the_smallest_mean_angle(personal):
         algorithm, clients, key=jax.random.key(0), num_rounds=1, test_clients=clients, newcomers=newcomers
     )
     state = history.state
-    to = np.asarray(algorithm.adopt(state, newcomers).to)
+    to = np.asarray(jax.jit(algorithm.adopt)(state, newcomers).to)
     new = np.concatenate([newcomers.examples["x"], np.zeros((6, 3, F), np.float32)], axis=1)
     joint = Clients(
         {"x": np.concatenate([clients.examples["x"], new]), "y": np.zeros((16, 14), int)},

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from compiled import rollout
 from padded_clients import padded
 
 import jfcl
@@ -126,7 +127,7 @@ def test_one_cluster_is_fedavg_and_no_merging_is_local_training():
     clients, key = regression(1), jax.random.key(2)
 
     def models(algorithm):
-        state, _ = jfcl.rollout(algorithm, clients, key=key, num_rounds=3)
+        state, _ = rollout(algorithm, clients, key=key, num_rounds=3)
         served = algorithm.serve(state, None)
         return np.asarray(served.models["w"])[np.arange(12) if served.to is None else np.asarray(served.to)]
 
@@ -143,7 +144,7 @@ def test_one_cluster_is_fedavg_and_no_merging_is_local_training():
 def test_clients_beyond_the_capacity_wait_with_the_common_model():
     clients = regression(2, n=9, m=40)
     algorithm = jfcl.stocfl(LINEAR, TWO, merge_threshold=0.8, max_clusters=2, observe_epochs=SEE, init_params=START)
-    state, metrics = jfcl.rollout(algorithm, clients, key=jax.random.key(0), num_rounds=3)
+    state, metrics = rollout(algorithm, clients, key=jax.random.key(0), num_rounds=3)
     assert metrics["capacity_reached"].tolist() == [3, 3, 3] and metrics["clusters_found"].tolist() == [2, 2, 2]
     served = algorithm.serve(state, None)
     assert np.asarray(served.to).tolist() == [0, 1, 2] * 3  # row 2 is the common model
@@ -154,7 +155,7 @@ def test_clients_beyond_the_capacity_wait_with_the_common_model():
     assert metrics["bytes_up"].tolist() == metrics["bytes_down"].tolist() == [4 * D * n for n in (18 + 9 - 3, 15, 15)]
     assert metrics["client_steps"].tolist() == [30 + 9 * SEE, 30, 30]
     common = jfcl.fedavg(LINEAR, TWO, weights="equal", init_params=START)
-    _, of_common = jfcl.rollout(common, clients, key=jax.random.key(0), num_rounds=3)
+    _, of_common = rollout(common, clients, key=jax.random.key(0), num_rounds=3)
     np.testing.assert_allclose(metrics["loss"][:, 2::3], of_common["loss"][:, 2::3], rtol=1e-6)
 
 
@@ -162,7 +163,7 @@ def test_a_client_without_a_finite_update_is_observed_again():
     clients = regression(2, n=6)
     clients.examples["x"][4] = 1e30
     algorithm = jfcl.stocfl(LINEAR, TWO, merge_threshold=0.5, observe_epochs=SEE, init_params=START)
-    state, metrics = jfcl.rollout(algorithm, clients, key=jax.random.key(0), num_rounds=3)
+    state, metrics = rollout(algorithm, clients, key=jax.random.key(0), num_rounds=3)
     assert np.flatnonzero(state.unchanged == UNSEEN).tolist() == [4]
     assert algorithm.serve(state, None).to[4] == 6  # the common model
     assert metrics["clusters_found"].tolist() == [3, 3, 3] and metrics["capacity_reached"].tolist() == [0, 0, 0]
