@@ -220,6 +220,8 @@ def _check_together(config: Config) -> None:
             got = f"{getattr(config, one)} and {getattr(config, other)}"
             raise ValueError(f"Give {one} or {other}, not both (got {got}).")
     # The others.
+    fits = config.num_models != "auto" or method.chooses_number
+    check(fits, "num_models", config.num_models, f"a number: method {config.method} does not choose it")
     of_method = set(method.options)
     rules = [_of_population(config)] if config.of_population else []
     rules += [_of_data(config), _of_training(config, of_method), _of_attack(config, of_method, method.sends)]

@@ -87,8 +87,7 @@ def modes(name: str) -> list[str]:
     method = find_method(name)
     if "num_clusters" not in method.options or "cluster" in method.options:  # the oracle knows all clusters
         return [""] if method.finds_number_by is None else ["auto"]
-    words = method.declared["num_clusters"].words if "num_clusters" in method.declared else ()
-    return ["known"] + ["auto"] * ("auto" in words or method.finds_number_by is not None)
+    return ["known"] + ["auto"] * (method.chooses_number or method.finds_number_by is not None)
 
 
 def searched(cell: Cell) -> dict[str, Search]:

@@ -70,6 +70,11 @@ class Method(NamedTuple):
             for name, option in options_of(self.make).items()
         }
 
+    @property
+    def chooses_number(self) -> bool:
+        """Whether `num_clusters` may be `"auto"`."""
+        return "num_clusters" in self.declared and "auto" in self.declared["num_clusters"].words
+
 
 # Their clients send gradients: a step is a round, and momentum lasts from one to the next.
 STEPWISE = MappingProxyType({"local_steps": 1, "keep": "everything"})
