@@ -1,5 +1,10 @@
 """Drift: patterns, data by steps, runs in phases."""
 
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
 import jax
 import numpy as np
 import optax
@@ -172,6 +177,11 @@ def task_and_data(window=None):
     return jfcl.models.classification(jfcl.models.Linear(2), (2,), 2), fed
 
 
+def algorithm_and_data():
+    task, fed = task_and_data(window=2)
+    return jfcl.ifca(task, TRAINING, num_clusters=2), fed
+
+
 def run(make, fed, num_rounds=7, **options):
     return jfcl.simulate(make, fed, key=jax.random.key(3), num_rounds=num_rounds, **options)
 
@@ -216,8 +226,7 @@ def test_a_run_is_that_of_its_steps_one_after_another(window):
 @pytest.mark.slow_cases("1", "2", "6")
 @pytest.mark.parametrize("done", [1, 2, 3, 6])
 def test_a_run_that_is_killed_in_any_step_goes_on_bit_for_bit(tmp_path, done):
-    task, fed = task_and_data(window=2)
-    algorithm = jfcl.ifca(task, TRAINING, num_clusters=2)
+    algorithm, fed = algorithm_and_data()
     whole = run(algorithm, fed)
     part = run(algorithm, fed, out=tmp_path, stop_after=done)
     assert part.records == whole.records[:done]
@@ -232,6 +241,34 @@ def test_a_run_that_is_killed_in_any_step_goes_on_bit_for_bit(tmp_path, done):
     assert summary["drift"]["per_seed"][0]["round"] == [2, 4, 7] and len(summary["drift"]["mean"]) == 4
     with pytest.raises(ValueError, match="schedule_rounds: it has 7, asked for 9"):
         run(algorithm, fed, num_rounds=9, out=tmp_path, resume=True)
+
+
+KILLED = """
+import os, signal, sys
+sys.path.insert(0, sys.argv[1])
+import test_drift
+
+class Kill:
+    def on_records(self, records):
+        if records[0]["round"] == int(sys.argv[3]):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+algorithm, fed = test_drift.algorithm_and_data()
+test_drift.run(algorithm, fed, out=sys.argv[2], checkpoint_seconds=0.0, callbacks=[Kill()])
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("at", [4, 5])  # the last round of a step, and the first one
+def test_a_process_that_is_killed_in_a_step_goes_on_bit_for_bit(tmp_path, at):
+    algorithm, fed = algorithm_and_data()
+    killed = subprocess.run([sys.executable, "-c", KILLED, Path(__file__).parent, tmp_path, str(at)], check=False)
+    assert killed.returncode == -signal.SIGKILL
+    kept = [int(p.name) for p in (tmp_path / "checkpoints").glob("[0-9]*")]
+    assert 0 < max(kept) < 7, "it was killed on the way"
+    history, whole = run(algorithm, fed, out=tmp_path, resume=True), run(algorithm, fed)
+    assert history.records == whole.records
+    jax.tree.map(np.testing.assert_array_equal, history.state, whole.state)
 
 
 @pytest.mark.slow
