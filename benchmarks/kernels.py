@@ -26,7 +26,9 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import NullFormatter
 from scipy.cluster.hierarchy import linkage
 from scipy.spatial.distance import squareform
-from sklearn.cluster import KMeans
+from sklearn.cluster import KMeans, SpectralClustering
+from sklearn.manifold import SpectralEmbedding
+from sklearn.metrics import davies_bouldin_score
 
 from jfcl import kernels, mapping
 from jfcl.kernels import robust_vectors
@@ -317,6 +319,55 @@ def k_means(quick: bool) -> list[Row]:
     return rows
 
 
+def knee_by_loop(values: np.ndarray) -> float:
+    """Kneedle as its paper describes it, value after value, from the high end of the sorted ones."""
+    y = np.sort(values)[::-1]
+    step = 1 / (len(y) - 1)
+    above = (y[0] - y) / (y[0] - y[-1]) - np.arange(len(y)) * step
+    threshold = place = None
+    for i in range(len(y) - 1):
+        left, right = above[max(i - 1, 0)], above[i + 1]
+        if above[i] >= left and above[i] >= right:
+            threshold, place = above[i] - step, i
+        if above[i] <= left and above[i] <= right:
+            threshold = None
+        if threshold is not None and right < threshold:
+            return float(y[place])
+    return float(y[0])
+
+
+def knees(quick: bool) -> list[Row]:
+    """Of values on a line, which have no knee, so that the loop looks at all of them."""
+    rows = []
+    for count in (1000,) if quick else (1000, 100_000):
+        values = np.arange(count, dtype=np.float32)
+        ours = partial(kernels.knee, jnp.asarray(values))
+        seconds = in_turn({"loop in NumPy": partial(knee_by_loop, values), "knee": ours})
+        rows += rows_of("knee", f"N={count}", seconds)
+    return rows
+
+
+def spectral(quick: bool) -> list[Row]:
+    """The number of clusters, of two to four, by the measure of Davies and Bouldin."""
+
+    def theirs(affinity):
+        options, measures = {"affinity": "precomputed", "random_state": 0}, []
+        for k in (2, 3, 4):
+            found = SpectralClustering(k, assign_labels="cluster_qr", **options).fit_predict(affinity)
+            points = SpectralEmbedding(k, **options).fit_transform(affinity)
+            measures.append(davies_bouldin_score(points, found))
+        return np.argmin(measures)
+
+    rows = []
+    for count in (100,) if quick else (100, 1000):
+        points = 3 * np.eye(3)[np.arange(count) % 3] + normal(count, 3)
+        affinity = np.float32(np.exp(-np.square(points[:, None] - points[None]).sum(axis=2) / 4))
+        ours = partial(kernels.spectral_clusters, jnp.asarray(affinity), most=4)
+        seconds = in_turn({"scikit-learn": partial(theirs, affinity), "spectral_clusters": ours}, repeats=3)
+        rows += rows_of("spectral", f"N={count}, 2 to 4 clusters", seconds)
+    return rows
+
+
 def aggregators(quick: bool) -> list[Row]:
     case = {"clients": 50, "dim": 1000 if quick else 100_000, "malicious": 10, "iterations": 3, "radius": 100.0}
     case |= {"repeats": 3, "head": 1000}
@@ -432,6 +483,8 @@ SECTIONS = {
     "threshold": threshold,
     "clipping": clipping,
     "kmeans": k_means,
+    "knee": knees,
+    "spectral": spectral,
     "aggregators": aggregators,
     "of_updates": of_updates,
     "convolution": convolution,

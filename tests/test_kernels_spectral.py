@@ -7,7 +7,7 @@ from sklearn.cluster import SpectralClustering
 from sklearn.manifold import SpectralEmbedding
 from sklearn.metrics import adjusted_rand_score, davies_bouldin_score
 
-from jfcl.kernels import davies_bouldin, pivoted_clusters, spectral_embedding
+from jfcl.kernels import davies_bouldin, pivoted_clusters, spectral_clusters, spectral_embedding
 
 
 def affinity_of(seed, n=14, blobs=3):
@@ -75,3 +75,18 @@ def test_what_has_no_meaning_is_refused():
         spectral_embedding(np.float32([[0, 1], [0, 0]]), 1)
     with pytest.raises(ValueError, match="clusters must be integers"):
         davies_bouldin(np.zeros((3, 1), np.float32), np.zeros(2, np.int32), num_clusters=2)
+
+
+def test_the_number_of_clusters_is_that_of_the_least_measure():
+    affinity, blob = affinity_of(1, blobs=2)
+    affinity = affinity**2  # narrower: the blobs are far apart
+    found = spectral_clusters(affinity, most=3, mask=np.arange(14) > 0)
+    vectors = np.asarray(spectral_embedding(affinity[1:, 1:], 4))
+    measures = [
+        davies_bouldin_score(vectors[:, 1 : k + 1], np.asarray(pivoted_clusters(vectors[:, :k]))) for k in (2, 3)
+    ]
+    np.testing.assert_allclose(found.scores[2:], measures, rtol=1e-3)
+    assert measures[0] < min(measures[1], 1) and found.num_clusters == 2
+    assert adjusted_rand_score(blob[1:], found.cluster[1:]) == 1 and found.cluster[0] == found.cluster[1] == 0
+    one = spectral_clusters(affinity, most=3, limit=1, mask=np.arange(14) > 0)
+    assert not one.cluster.any() and one.num_clusters == 1 and np.isnan(one.scores).all()

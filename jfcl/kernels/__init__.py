@@ -51,7 +51,7 @@ from jfcl.kernels.robust_filters import caf, clipped_clustering, dnc, monna, sig
 from jfcl.kernels.robust_vectors import bulyan, centered_clip, geometric_median, krum, multi_krum
 from jfcl.kernels.silhouette import ChosenCut, cut_by_silhouette, silhouette
 from jfcl.kernels.similarity import pairwise_cosine, similarity_tolerance
-from jfcl.kernels.spectral import davies_bouldin, pivoted_clusters, spectral_embedding
+from jfcl.kernels.spectral import davies_bouldin, pivoted_clusters, spectral_clusters, spectral_embedding
 from jfcl.kernels.subspaces import ANGLES, principal_vectors, subspace_angles
 from jfcl.kernels.threshold import threshold_clustering
 
@@ -104,6 +104,7 @@ __all__ = [
     "similarity_tolerance",
     "single_linkage_tree",
     "smea",
+    "spectral_clusters",
     "spectral_embedding",
     "squared_distances",
     "subspace_angles",

@@ -10,8 +10,11 @@ import jax.numpy as jnp
 from jfcl.core.checks import check_count
 from jfcl.kernels.base import row_mask, rows_of, sum_dtype
 from jfcl.kernels.blocks import HIGHEST, checked_rows
+from jfcl.kernels.dendrogram import number_by_first
+from jfcl.kernels.silhouette import ChosenCut
 from jfcl.kernels.similarity import as_clusters, as_similarity
 
+WORST = 1.0  # measure of Davies and Bouldin, that a division is to be below
 ABSENT = -2.0  # eigenvalue of points that do not count: below all others, which are from -1 to 1
 
 
@@ -155,3 +158,48 @@ def _davies_bouldin(points, clusters, mask, num_clusters):
     ratio = jnp.where(apart > 0, (width[:, None] + width[None, :]) / jnp.where(apart > 0, apart, 1.0), jnp.inf)
     worst = jnp.where(pairs, ratio, 0.0).max(axis=1)
     return jnp.where(used.sum() > 1, worst.sum() / jnp.maximum(used.sum(), 1).astype(worst.dtype), jnp.inf)
+
+
+def spectral_clusters(
+    affinity: jax.Array, *, most: int, limit: jax.Array | None = None, mask: jax.Array | None = None
+) -> ChosenCut:
+    """Clusters points by affinities, into as many clusters as the measure of Davies and Bouldin chooses.
+
+    For each number `K`, the first `K` vectors of `spectral_embedding` give the clusters (`pivoted_clusters`), and the
+    second to the one behind these the measure. The number of the least measure is taken, if that is below 1.
+
+    Args:
+      affinity: `[N, N]`, symmetric, at least 0; the diagonal does not count.
+      most: the largest number of clusters, from 2 on. Numbers above that of the points, less one, are not tried.
+      limit: `[]` integer, another bound, which may be computed.
+      mask: `[N]` bool: points that count; the others are in the first one's cluster.
+
+    Returns:
+      `ChosenCut(cluster [N], num_clusters [], scores [most + 1])`, numbered by the first point of each cluster. The
+      scores are the measures; that of a number that is not tried is NaN.
+
+    Raises:
+      ValueError: as `spectral_embedding`; `most` below 2.
+
+    Cost: the eigenvectors of an `[N, N]` matrix.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> pairs = jnp.kron(jnp.eye(2), jnp.ones((3, 3))) + 0.01
+      >>> spectral_clusters(pairs, most=4).cluster.tolist()
+      [0, 0, 0, 1, 1, 1]
+    """
+    check_count("most", most, least=2)
+    vectors = spectral_embedding(affinity, most + 1, mask=mask)
+    mask = row_mask(mask, len(vectors))
+    bound = mask.sum() - 1 if limit is None else jnp.minimum(limit, mask.sum() - 1)
+    measures, cuts = [jnp.full((), WORST)], [jnp.zeros(len(mask), jnp.int32)]
+    for count in range(2, most + 1):
+        cluster = _pivoted_clusters(vectors[:, :count], mask)
+        measure = _davies_bouldin(vectors[:, 1 : count + 1], cluster, mask, count)
+        measures.append(jnp.where(count <= bound, measure, jnp.nan))
+        cuts.append(number_by_first(jnp.where(mask, cluster, cluster[jnp.argmax(mask)]), count))
+    measures = jnp.stack(measures)
+    cluster = jnp.stack(cuts)[jnp.argmin(jnp.where(jnp.isnan(measures), jnp.inf, measures))]
+    scores = jnp.concatenate([jnp.full(2, jnp.nan), measures[1:]])
+    return ChosenCut(cluster, cluster.max() + 1, scores)
