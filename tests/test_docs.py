@@ -202,6 +202,8 @@ def runnable() -> list:
     "methods/federated_clustering, short",
     "methods/fedgroup",
     "methods/fedgroup, short",
+    "methods/fedgwc",
+    "methods/fedgwc, short",
     "methods/fedper",
     "methods/fedper, short",
     "methods/fedrc",

@@ -40,6 +40,7 @@ OPTIONS = {
     "pacfl": {"num_clusters": 2, "num_vectors": 2, "by_label": False},
     "fedgroup": {"num_clusters": 2, "pretrain_steps": 3},
     "flux": {"num_clusters": 2, "by_label": False, "rounds_before": 2},
+    "fedgwc": {"cohort": 3, "tolerance": 1.0, "max_clusters": 3},
     "stocfl": {"max_clusters": 4, "observe_epochs": 2},
     "fedem": {"num_clusters": 2},
     "fedrc": {"num_clusters": 2},
@@ -63,7 +64,7 @@ FINDS_CLUSTERS = {"ifca", "oracle"}  # CLoVE: some clients have larger losses th
 
 
 def factory(name, **more):
-    make = partial(METHODS[name].make, **OPTIONS.get(name, {}), **more)
+    make = partial(METHODS[name].make, **(OPTIONS.get(name, {}) | more))
     if name not in ONE_STEP:
         return make
     return lambda task, training, client_axis=None: make(  # their clients send gradients

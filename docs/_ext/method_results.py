@@ -22,7 +22,8 @@ import jfcl
 PAGES = Path(__file__).resolve().parent.parent / "methods"
 STYLES = {"oracle": (PALETTE[2], ":"), "fedavg": (PALETTE[1], "--"), "local": (PALETTE[4], "-."), "": (PALETTE[0], "-")}
 NAMES = {"oracle": "oracle", "fedavg": "FedAvg", "local": "local training"}
-BASELINES = {"byzantine_cfl": ["fedavg"], "fedbn": ["fedavg", "local"], "stocfl": ["oracle", "fedavg"]}
+BASELINES = {"byzantine_cfl": ["fedavg"], "fedbn": ["fedavg", "local"]}
+BASELINES |= {name: ["oracle", "fedavg"] for name in ("stocfl", "fedgwc")}  # with cohorts
 DATA = {"digits": "the handwritten digits", "sine": "the points `sine`, whose labels drift in ten steps"}
 CAPTION = """\
 *Three seeds of {data}. Left: the mean over clients, with a band of a standard deviation over seeds.

@@ -368,6 +368,28 @@ def fedgroup(p: Picture) -> None:
     p.say(320, 203, "FedAvg in each group")
 
 
+def fedgwc(p: Picture) -> None:
+    for shift, color in ((0, BLUE), (12, BLUE), (45, ORANGE), (58, ORANGE)):
+        path = f"M30 {75 + shift}Q90 {85 + shift} 165 {110 + shift}"
+        p.append(f'<path d="{path}" fill="none" stroke="{color}" stroke-width="2"/>')
+    p.line(30, 105, 165, 138, INK, 2, "5 4")
+    p.say(180, 143, "mean", anchor="start")
+    p.say(120, 40, "1. losses along the local steps:")
+    p.say(120, 200, "rewards for those near the mean")
+    p.arrow(240, 115, 280, 115)
+    for row in range(4):
+        for column in range(4):
+            p.model(
+                322 + 24 * column, 82 + 24 * row, ((BLUE, "#dddddd"), ("#dddddd", ORANGE))[row // 2][column // 2], 20
+            )
+    p.say(358, 40, "2. mean rewards of")
+    p.say(358, 58, "every two clients")
+    p.arrow(430, 115, 465, 115)
+    clusters(p, 490)
+    p.say(550, 40, "3. divide, and")
+    p.say(550, 58, "begin again inside")
+
+
 def stocfl(p: Picture) -> None:
     for (x, y), color in zip(((60, 90), (120, 130), (80, 160), (170, 85), (190, 150)), HIDDEN, strict=False):
         p.client(x, y, color)
@@ -487,7 +509,7 @@ PICTURES: dict[str, Callable[[Picture], None]] = {
     for f in (
         fedavg, local, oracle, ifca, hypcluster, clove, cfl, cfl_gp, byzantine_cfl, federated_clustering,
         myopic_clustering, momentum_clustering, fesem, fedem, fedrc, fedsoft, one_shot, flhc, pacfl, flux, fedgroup,
-        stocfl, feddrift, ditto, knn_per, fedper, fedrep, lg_fedavg, fedbn,
+        stocfl, fedgwc, feddrift, ditto, knn_per, fedper, fedrep, lg_fedavg, fedbn,
     )
 }  # fmt: skip
 

@@ -18,6 +18,7 @@ from jfcl.methods.feddrift import feddrift
 from jfcl.methods.fedem import fedem
 from jfcl.methods.federated_clustering import federated_clustering
 from jfcl.methods.fedgroup import fedgroup
+from jfcl.methods.fedgwc import fedgwc
 from jfcl.methods.fedrc import fedrc
 from jfcl.methods.fedsoft import fedsoft
 from jfcl.methods.fesem import fesem
@@ -117,6 +118,7 @@ METHODS = {
         "clusters of similar clients merge as they are seen (Zeng et al. 2023)",
         finds_number_by="merge_threshold",
     ),
+    "fedgwc": Method(fedgwc, "clusters are divided by the rewards of losses along local steps (Licciardi et al. 2025)"),
     "feddrift": Method(
         feddrift,
         "models are made where data drift, and merged (Jothimurugesan et al. 2023)",
