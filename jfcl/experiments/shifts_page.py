@@ -29,7 +29,7 @@ from jfcl.experiments.shift_results import (
 )
 
 SHADES = (1, 2, 5, 10, 20)  # percentage points below the best of a column, where the next shade begins
-MOST_FIGURES, MOST_LINES = 12, 7  # of curves, and in each
+MOST_LINES = 7  # in a picture of curves
 PERCENT = partial(number, std=None, digits=1, scale=100)
 COSTS = {  # columns of the table of costs: head, text of a value
     "accuracy": ("accuracy %", PERCENT),
@@ -75,7 +75,7 @@ def write_table(folder: str | Path) -> Path:
 def _heat(
     name: str, caption: str, rows: dict[str, dict[Any, Cell]], heads: dict[Any, tuple[str, str]], base: Any = None
 ) -> Table:
-    """Returns a table of accuracies, each shaded by how far it is below the best of its column.
+    """Returns a table of accuracies, each shaded by how far it is below the best method of its column.
 
     Args:
       rows: the cells of each row, by their columns.
@@ -84,8 +84,8 @@ def _heat(
     """
     lines = [[row] for row in rows]
     for column in heads:
-        values = [cells[column].accuracy for cells in rows.values() if column in cells]
-        best = max((value for value in values if value is not None), default=0.0)
+        chosen = [cells[column] for cells in rows.values() if column in cells and cells[column].method != BOUND]
+        best = max((cell.accuracy for cell in chosen if cell.accuracy is not None), default=0.0)
         for line, cells in zip(lines, rows.values(), strict=True):
             line.append(_shown(cells[column], best, base or {}) if column in cells else Link("–"))
     return Table(name, ["method", *(head for _, head in heads.values())], lines, caption, "heat", _groups(heads))
@@ -103,8 +103,9 @@ def _shown(cell: Cell, best: float, base: dict[str, Cell]) -> Link:
         return Link("cannot" if cell.status == "cannot" else cell.marks.strip(), cell.name, "none")
     before = base[cell.name].accuracy if cell.name in base else None
     change = "" if before is None else f" ({100 * (value - before):+.1f})"
+    is_best = value == best and cell.method != BOUND
     shade = np.searchsorted(SHADES, round(100 * (best - value), 6), side="right")
-    return Link(f"{100 * value:.1f}{change}{cell.marks}", cell.name, f"g{shade}" + " best" * (value == best))
+    return Link(f"{100 * value:.1f}{change}{cell.marks}", cell.name, f"g{shade}" + " best" * is_best)
 
 
 def _heats(ranks: Ranks) -> list[Table]:
@@ -252,7 +253,7 @@ def _curves(cells: Sequence[Cell], ranks: Ranks) -> list[Figure | None]:
         if (cell.is_plain or cell.drift) and cell.clusters in (ranks.mode, "") and cell.method in lines:
             panels.setdefault((cell.data, cell.shift, cell.drift or ""), {})[cell.method] = cell
     drawn = []
-    for key, of in list(panels.items())[:MOST_FIGURES]:
+    for key, of in sorted(panels.items()):
         each = {
             plots.label(m): [{"seed": r["seed"], "round": t, "accuracy": a} for r in of[m].ended for t, a in r["curve"]]
             for m in lines
@@ -265,15 +266,17 @@ def _curves(cells: Sequence[Cell], ranks: Ranks) -> list[Figure | None]:
 
 
 def _findings(ranks: Ranks) -> dict[str, Any]:
-    """Returns what the sentences on the ranks say; `best` is the place of the first method that is no reference."""
-    best = next((i for i, method in enumerate(ranks.methods) if method not in REFERENCES), None)
-    facts = {"best": best, "left_out": ranks.rows[len(ranks.methods) :]}
+    """Returns what the sentences on the ranks say; `best` is the place of the first method that can be chosen."""
+    methods, problems = ranks.methods, len(ranks.problems)
+    best = next((i for i, method in enumerate(methods) if method != BOUND), None)
+    below = {m: methods[methods.index(m) + 1 :] for m in ("fedavg", "local") if m in methods}
+    facts = {"best": best, "below": below, "left_out": ranks.rows[len(methods) :]}
     if best is None or not ranks.is_tested:
         return facts
     pairs, near = ranking.neighbours(ranks.scores), np.abs(ranks.mean - ranks.mean[best]) < ranks.difference
-    facts["near"] = [m for i, m in enumerate(ranks.methods) if near[i] and i != best]
-    facts |= {"p": ranking.friedman(ranks.mean, len(ranks.problems))[1], "told": sum(p < ranking.LEVEL for p in pairs)}
-    return facts | {"least": 2.0 ** (1 - len(ranks.problems)), "too_few": 2.0 ** (1 - len(ranks.problems)) * len(pairs)}
+    facts["near"] = [m for i, m in enumerate(methods) if near[i] and i != best]
+    facts |= {"p": ranking.friedman(ranks.mean, problems)[1], "told": sum(p < ranking.LEVEL for p in pairs)}
+    return facts | {"least": 2.0 ** (1 - problems), "too_few": 2.0 ** (1 - problems) * len(pairs) >= ranking.LEVEL}
 
 
 # ---------------------------------------------------------------------------------------------------------------
