@@ -278,6 +278,14 @@ def test_failures_are_counted_and_in_no_mean(tmp_path, no_pictures):
     assert below == ["digits label swap 1 clove (known number of clusters)", "digits label swap 1 local"]
     assert "–" in [row["accuracy %"] for row in page.rows("costs-known") if row["method"] == "clove"]
     assert "(3/4)" in write_table(folder).read_text()
+    # What is best of the runs that are left is not the best.
+    change(folder, "digits-rotation-1-ifca-known", runs=[FAILED, {"accuracy": 1.0}])
+    best = re.findall('<td class="g0 best"><a href="#(.*?)">', write_page(folder).read_text())
+    assert "digits-rotation-1-clove-known" in best and "digits-rotation-1-ifca-known" not in best
+    (line,) = (
+        line for line in write_table(folder).read_text().split("bottomrule")[0].splitlines() if line[:4] == "ifca"
+    )
+    assert line.count("textbf") == 1 and "textbf" not in line.split("&")[2]
 
 
 def test_little_is_said_of_little(tmp_path, no_pictures):

@@ -61,6 +61,11 @@ class Cell(NamedTuple):
         """The runs that have results."""
         return [run for run in self.runs if run["status"] in STATUSES[:2]]
 
+    @property
+    def can_be_best(self) -> bool:
+        """Whether the method can be chosen, and every run has results."""
+        return self.method != BOUND and len(self.ended) == len(self.runs) > 0
+
     def over_seeds(self, metric: str) -> tuple[float | None, float | None]:
         """Returns the mean and the sample standard deviation over the runs with results; None where one lacks it."""
         values = [run[metric] for run in self.ended]

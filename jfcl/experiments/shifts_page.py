@@ -84,8 +84,7 @@ def _heat(
     """
     lines = [[row] for row in rows]
     for column in heads:
-        chosen = [cells[column] for cells in rows.values() if column in cells and cells[column].method != BOUND]
-        best = max((cell.accuracy for cell in chosen if cell.accuracy is not None), default=0.0)
+        best = max((c[column].accuracy for c in rows.values() if column in c and c[column].can_be_best), default=0.0)
         for line, cells in zip(lines, rows.values(), strict=True):
             line.append(_shown(cells[column], best, base or {}) if column in cells else Link("–"))
     return Table(name, ["method", *(head for _, head in heads.values())], lines, caption, "heat", _groups(heads))
@@ -103,7 +102,7 @@ def _shown(cell: Cell, best: float, base: dict[str, Cell]) -> Link:
         return Link("cannot" if cell.status == "cannot" else cell.marks.strip(), cell.name, "none")
     before = base[cell.name].accuracy if cell.name in base else None
     change = "" if before is None else f" ({100 * (value - before):+.1f})"
-    is_best = value == best and cell.method != BOUND
+    is_best = value == best and cell.can_be_best
     shade = np.searchsorted(SHADES, round(100 * (best - value), 6), side="right")
     return Link(f"{100 * value:.1f}{change}{cell.marks}", cell.name, f"g{shade}" + " best" * is_best)
 
@@ -341,10 +340,9 @@ def _tex(ranks: Ranks) -> list[str]:
         for of in settings.values():
             cells = {m: [ranks.cells[s, m] for s in of if (s, m) in ranks.cells] for m in ranks.rows}
             means = {m: _over_cells(each) if len(each) == len(of) else (None, None) for m, each in cells.items()}
-            best = max((mean for m, (mean, _) in means.items() if mean is not None and m != BOUND), default=None)
-            columns.append(
-                [_tex_cell(cells[m], means[m], m != BOUND and means[m][0] == best is not None) for m in ranks.rows]
-            )
+            whole = {m for m, each in cells.items() if len(each) == len(of) and all(c.can_be_best for c in each)}
+            best = max((means[m][0] for m in whole), default=None)
+            columns.append([_tex_cell(cells[m], means[m], m in whole and means[m][0] == best) for m in ranks.rows])
         rows = zip(map(tex, ranks.rows), *columns, (rank_of.get(m, "--") for m in ranks.rows), strict=True)
         heads = ["method", *(tex(shift.replace("_", " ")) for shift in settings), "mean rank"]
         lines += [
