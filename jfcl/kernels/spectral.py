@@ -185,8 +185,8 @@ def spectral_clusters(
 
     Example:
       >>> import jax.numpy as jnp
-      >>> pairs = jnp.kron(jnp.eye(2), jnp.ones((3, 3))) + 0.01
-      >>> spectral_clusters(pairs, most=4).cluster.tolist()
+      >>> x = jnp.array([0.0, 1.0, 2.5, 6.0, 7.0, 8.5])
+      >>> spectral_clusters(jnp.exp(-((x[:, None] - x[None, :]) ** 2) / 4), most=3).cluster.tolist()
       [0, 0, 0, 1, 1, 1]
     """
     check_count("most", most, least=2)
