@@ -19,7 +19,17 @@ from jfcl.cli.commands import given_options
 from jfcl.cli.parser import parse
 from jfcl.core import files
 from jfcl.experiments import Config, jobs, run, shift_cells
-from jfcl.experiments.shift_cells import Cell, divided_clients, draw_trials, modes, options_of_cell, run_cell, searched
+from jfcl.experiments.shift_cells import (
+    Cell,
+    count_programs,
+    divided_clients,
+    draw_trials,
+    modes,
+    options_of_cell,
+    run_cell,
+    run_once,
+    searched,
+)
 from jfcl.experiments.shifts import cells_of, chained, make_setting, share_of
 from jfcl.methods import METHODS
 from jfcl.simulation.progress import DivergedError
@@ -165,6 +175,18 @@ def test_cells_are_those_of_all_names_modes_and_conditions():
     assert {*itertools.chain(*parts)} == {*cells} and max(map(len, parts)) - min(map(len, parts)) <= 1
     chains = chained(cells, 2)
     assert {*itertools.chain(*chains)} == {*cells} and sum(map(len, chains)) == len(cells)
+
+
+@pytest.mark.slow
+def test_runs_that_differ_in_traced_options_compile_nothing():
+    """Also where the method makes the functions by which it serves anew."""
+    cell = Cell("digits", "rotation", 1.0, "fedem", "known")
+    options = options_of_cell(cell, setting())
+    clients, _ = divided_clients(Config("fedem", **options), None)
+    first = run_once(cell, options, clients, 0)
+    before = count_programs()
+    again = run_once(cell, options | {"lr": 0.2}, clients, 1)
+    assert count_programs() == before and first["accuracy"] != again["accuracy"]
 
 
 @pytest.mark.parametrize("method", METHODS)

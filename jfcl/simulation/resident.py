@@ -202,13 +202,23 @@ class Resident:
 
         return jax.tree.map(copied, state)
 
+    def _serving_part(self) -> Any:
+        """Returns what evaluations need: the function of the hyperparameters where each algorithm serves by its own.
+
+        Otherwise every call with other hyperparameters would compile its evaluations again.
+        """
+        part, hyperparams = serving_part(self.made), self.rows[1]
+        if hyperparams is None or self._static["each"]:
+            return part
+        return part if serving_part(build(self._algorithm, hyperparams)) == part else self._algorithm
+
     def place(self, serve: str, further: tuple = (), serving: Any = None) -> None:
         """Moves the clients and those of evaluations to the devices, if the memory suffices.
 
         Raises every `ValueError` of a round before anything is computed. `serving` is what evaluations need of the
         algorithm, by default that of `made`; the function of hyperparameters where each row is served by its own.
         """
-        n, made, self._further, self._serving = self._n, self.made, further, serving or serving_part(self.made)
+        n, made, self._further, self._serving = self._n, self.made, further, serving or self._serving_part()
 
         # Memory.
         tests, newcomers, true_cluster = self._tests, self._newcomers, self._true_cluster
@@ -365,6 +375,9 @@ class Resident:
         static = {"algorithm": self._serving, "of_newcomers": (self._n, self._num_models) if is_new else None}
         static |= {"row_axis": self._row_axis, "client_axis": self._client_axis, "further": self._further}
         hyperparams = self.rows[1] if self._serving is self._algorithm else None
+        if not self._static["each"]:  # those of all rows
+            spread = lambda x: jnp.broadcast_to(x, (len(self._seeds), *jnp.shape(x)))  # noqa: E731
+            hyperparams = jax.tree.map(spread, hyperparams)
         learners = self._clients if self._learns and not is_new else None
         return call(state, hyperparams, data, learners, **static)
 
