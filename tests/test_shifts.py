@@ -231,9 +231,10 @@ def test_mixtures_are_compared_under_the_best_matching():
 @pytest.mark.slow
 def test_a_run_records_how_well_the_mixtures_are_found():
     options = {"heterogeneity": "private_label", "mixture": 0.4, "clients": 6, "clusters": 2, "rounds": 1}
-    summary = run(Config("fedem", model="linear", **options))[0]
-    assert 0 <= summary["mixture_error"] <= 1 and -1 <= summary["mixture_correlation"] <= 1
-    assert "mixture 0.4" in summary["description"]
+    for method in ("fedem", "fedsoft"):
+        summary = run(Config(method, model="linear", **options))[0]
+        assert 0 <= summary["mixture_error"] <= 1 and -1 <= summary["mixture_correlation"] <= 1
+        assert "mixture 0.4" in summary["description"]
 
 
 @pytest.mark.parametrize(

@@ -207,7 +207,7 @@ def check_served(algorithm: Algorithm, state: Any, clients: Clients) -> None:
     fits = k == n if served.to is None else to in (f"int32 [{n}]", f"float32 [{n}, {k}]")
     accepted = f"int32 [{n}], float32 [{n}, {k}], or None for {n} models, one for each client"
     check(fits, "the models that clients are served (cluster of the state, or Served.to)", to, accepted)
-    rows = {"personal": served.personal, "found": served.found, "excluded": served.excluded}
+    rows = {"personal": served.personal, "found": served.found, "excluded": served.excluded, "shares": served.shares}
     for name, part in rows.items():
         lengths = {x.shape[:1] for x in jax.tree.leaves(part)}
         check(lengths <= {(n,)}, f"served {name}", sorted(lengths), f"rows of {n} clients")

@@ -178,6 +178,8 @@ class Served(NamedTuple):
       found: `[N]` int32, the cluster that is reported of each client; None: its model, or that of the largest weight.
       active: `[K]` bool, the models that exist, of a method that makes more of them as it goes; None: all do.
       excluded: `[N]` int32, the round in which each client was excluded, 0 for none; None where a method excludes none.
+      shares: `[N, K]` float32, with sum 1: the shares of the clusters in each client's examples as a method finds them
+        that serves no mixture; None: it finds none.
     """
 
     models: PyTree
@@ -186,6 +188,7 @@ class Served(NamedTuple):
     found: jax.Array | None = None
     active: jax.Array | None = None
     excluded: jax.Array | None = None
+    shares: jax.Array | None = None
 
 
 def serve_clusters(state: Any, clients: Clients | None = None) -> Served:

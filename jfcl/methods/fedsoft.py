@@ -188,8 +188,9 @@ def fedsoft(
 
 
 def serve(state: FedSoftState, clients: Clients | None = None) -> Served:
-    """Returns each client's own model, and the cluster of its most important centre."""
-    return Served(state.params, None, found=state.share.argmax(axis=1).astype(jnp.int32))
+    """Returns each client's own model, the cluster of its most important centre, and the importance of all."""
+    shares = state.share / state.share.sum(axis=1, keepdims=True)
+    return Served(state.params, None, found=state.share.argmax(axis=1).astype(jnp.int32), shares=shares)
 
 
 def shares(task: Task, centres: PyTree, examples: PyTree, size: jax.Array) -> jax.Array:
