@@ -15,14 +15,16 @@ import dataclasses
 import sys
 import time
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
+from unittest import mock
 
 import jax
 import numpy as np
 from common import report
 from jax import lax
 
-from jfcl.experiments import Config, run
+from jfcl.experiments import Config, run, setups
 
 MNIST = {"dataset": "mnist", "examples_per_client": 200, "seeds": 3, "eval_every": 5}
 CNN = {"model": "cnn_mnist", "local_epochs": 1, "batch_size": 20, "lr": 0.05}
@@ -46,6 +48,7 @@ CASES = {
     ),
 }
 BITS = {"float32": None, "tf32": (8, 10), "bfloat16": (8, 7)}  # of exponent and mantissa
+MODEL = "bfloat16 model"
 
 
 @contextlib.contextmanager
@@ -78,13 +81,14 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     for case, config in CASES.items():
         reference, losses = None, []
-        for name, bits in BITS.items():
+        for name in (*BITS, MODEL):
             jax.clear_caches()  # what was traced without rounding is not to be used again
             started = time.perf_counter()
-            with rounded_operands(bits):
-                summary, history, _ = run(dataclasses.replace(config, precision=name))
+            on_gpu = mock.patch.object(setups, "make_task", partial(setups.make_task, target="gpu"))
+            with on_gpu if name == MODEL else rounded_operands(BITS[name]):
+                summary, history, _ = run(dataclasses.replace(config, precision=name.split()[0]))
             losses.append(np.array(history.clients["loss"]))
-            if bits is not None and np.array_equal(losses[0], losses[-1]):
+            if name != "float32" and np.array_equal(losses[0], losses[-1]):
                 raise RuntimeError(f"{case}: rounding to {name} changed nothing, so it was not done")
             accuracy = np.array([100 * row["accuracy"] for row in summary["per_seed"]])
             row = {"case": case, "products": name, "accuracy": accuracy.mean(), "spread": accuracy.std(ddof=1)}

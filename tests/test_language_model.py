@@ -233,8 +233,9 @@ def test_check_tokens_finds_what_the_model_cannot_see():
 
 
 @pytest.fixture
-def sentences(monkeypatch):
-    """A data set of 80 + 40 sentences of two topics, by the name "sentences"."""
+def sentences(monkeypatch, tmp_path):
+    """A data set of 80 + 40 sentences of two topics, by the name "sentences", as if from official files."""
+    monkeypatch.setenv("JFCL_DATA_DIR", str(tmp_path))
     rng = np.random.default_rng(0)
     words = ["the ball flew over a goal line", "the bank sold a share at noon"]
     y = np.arange(120, dtype=np.int32) % 2
