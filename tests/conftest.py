@@ -116,14 +116,16 @@ SLOW = doctest.register_optionflag("SLOW")
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks as slow the cases that `slow_cases` names, and the examples of docstrings with `# doctest: +SLOW`.
+    """Marks as slow the cases that `slow_cases` names, and examples of docstrings: of methods, or `# doctest: +SLOW`.
 
     Each of them compiles much, and guards what a quicker case of the same test, or a quicker test, guards too.
     """
     patterns, matched = set(), set()
     for item in items:
-        if isinstance(item, pytest.DoctestItem) and any(SLOW in example.options for example in item.dtest.examples):
-            item.add_marker("slow")
+        if isinstance(item, pytest.DoctestItem):
+            is_of_method = item.dtest.name.startswith("jfcl.methods.")
+            if is_of_method or any(SLOW in example.options for example in item.dtest.examples):
+                item.add_marker("slow")
         case = item.nodeid.partition("[")[2].removesuffix("]")
         for pattern in [pattern for mark in item.iter_markers("slow_cases") for pattern in mark.args]:
             patterns.add((item.function, pattern))

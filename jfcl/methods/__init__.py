@@ -118,7 +118,7 @@ METHODS = {
         "clusters of similar clients merge as they are seen (Zeng et al. 2023)",
         finds_number_by="merge_threshold",
     ),
-    "fedgwc": Method(fedgwc, "clusters are divided by the rewards of losses along local steps (Licciardi et al. 2025)"),
+    "fedgwc": Method(fedgwc, "clusters are divided by rewards of losses, with --cohort (Licciardi et al. 2025)"),
     "feddrift": Method(
         feddrift,
         "models are made where data drift, and merged (Jothimurugesan et al. 2023)",

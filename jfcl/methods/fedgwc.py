@@ -96,7 +96,7 @@ def fedgwc(
     the command line 0.1. Small cohorts are filled up with random losses there.
 
     Example:
-      >>> import jax, jfcl, numpy as np, optax  # doctest: +SLOW
+      >>> import jax, jfcl, numpy as np, optax
       >>> task = jfcl.models.task(lambda _: {"b": jax.numpy.zeros(())}, lambda p, x: x + p["b"], kind="regression")
       >>> y = np.random.default_rng(0).normal(size=(16, 9)).astype(np.float32)
       >>> y[::2] *= 5  # every second client has larger losses

@@ -63,7 +63,7 @@ def fesem(
       ValueError: `K` larger than the number of clients, unknown `weights`, `keep="everything"`.
 
     Example:
-      >>> import jax, jfcl, numpy as np, optax  # doctest: +SLOW
+      >>> import jax, jfcl, numpy as np, optax
       >>> task = jfcl.models.task(lambda key: {"b": jax.numpy.zeros(())}, lambda p, x: x + p["b"], kind="regression")
       >>> y = np.repeat(np.float32([1, 5, 1, 5]), 4).reshape(4, 4)
       >>> clients = jfcl.Clients({"x": np.zeros((4, 4), np.float32), "y": y}, np.full(4, 4, np.int32))

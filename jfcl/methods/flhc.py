@@ -61,7 +61,7 @@ def flhc(
       ValueError: an unknown distance or linkage, `K` larger than the number of clients, and as in `jfcl.fedavg`.
 
     Example:
-      >>> import jax, jfcl, numpy as np, optax  # doctest: +SLOW
+      >>> import jax, jfcl, numpy as np, optax
       >>> task = jfcl.models.task(lambda _: {"b": jax.numpy.full((), 3.0)}, lambda p, x: x + p["b"], kind="regression")
       >>> y = np.repeat(np.float32([1, 5, 1, 5]), 4).reshape(4, 4)
       >>> clients = jfcl.Clients({"x": np.zeros((4, 4), np.float32), "y": y}, np.full(4, 4, np.int32))

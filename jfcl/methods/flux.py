@@ -96,7 +96,7 @@ def flux(
     dense layer of LeNet-5. A label with fewer than two examples has the moments -1, as there.
 
     Example:
-      >>> import jax, jfcl, numpy as np, optax  # doctest: +SLOW
+      >>> import jax, jfcl, numpy as np, optax
       >>> task = jfcl.models.classification(jfcl.models.Linear(2), (3,), 2)
       >>> x = np.random.default_rng(0).normal(size=(4, 20, 3)).astype(np.float32)
       >>> x[[0, 2]] += 3

@@ -103,7 +103,7 @@ def knn_per(
         `jfcl.fedavg`.
 
     Example:
-      >>> import jax, jfcl, numpy as np, optax  # doctest: +SLOW
+      >>> import jax, jfcl, numpy as np, optax
       >>> fed = jfcl.data.build("digits", num_clients=6, num_clusters=2, heterogeneity="private_label")
       >>> task = jfcl.models.classification(jfcl.models.MLP(10), fed.input_shape, 10)
       >>> algorithm = jfcl.knn_per(task, jfcl.local_training(optax.sgd(0.1), num_steps=10))

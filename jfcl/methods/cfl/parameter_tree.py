@@ -210,7 +210,7 @@ def assign_newcomer(
         in another way. (Not: by another secret, which the server cannot know.)
 
     Example:
-      >>> import jax, jfcl  # doctest: +SLOW
+      >>> import jax, jfcl
       >>> from jfcl.testing import problem
       >>> clients, _, task, training = problem()
       >>> algorithm = jfcl.cfl(task, training, eps_1=0.05, eps_2=0.1, max_clusters=2)
@@ -292,7 +292,7 @@ def leave(state: CFLState, who: jax.Array) -> CFLState:
     leave; continue from the state by `jfcl.rollout(..., state=...)`. `ValueError` for `who` of another shape or type.
 
     Example:
-      >>> import jax, jfcl, numpy as np  # doctest: +SLOW
+      >>> import jax, jfcl, numpy as np
       >>> from jfcl.testing import problem
       >>> clients, _, task, training = problem()
       >>> algorithm = jfcl.cfl(task, training, max_clusters=2)
@@ -344,7 +344,7 @@ def enrol(
         run cannot continue, such as one of `load_tree`.
 
     Example:
-      >>> import jax, jfcl  # doctest: +SLOW
+      >>> import jax, jfcl
       >>> from jfcl.testing import problem
       >>> clients, _, task, training = problem()
       >>> algorithm = jfcl.cfl(task, training, eps_1=0.05, eps_2=0.1, max_clusters=2)
