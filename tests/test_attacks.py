@@ -68,7 +68,7 @@ def test_force_split_brings_the_mean_to_rest():
 CLUSTERS = jnp.array([7, 9, 7, 9, 9])  # in any numbering
 
 
-@pytest.mark.slow_cases("attack0")
+@pytest.mark.slow
 @pytest.mark.parametrize("attack", [attacks.force_split(), attacks.hijack(10.0)])
 def test_aimed_attacks_look_at_their_own_cluster(attack):
     malicious, usable, attack = jnp.asarray(MALICIOUS), jnp.asarray(USABLE), jax.jit(attack)

@@ -69,6 +69,7 @@ def test_tutorial_is_a_window_of_other_brightness_and_contrast():
     assert 0.2 <= min(factors) < 0.5 and 1.5 < max(factors) <= 1.8
 
 
+@pytest.mark.slow
 def test_tutorial_batch_draws_once_for_all_but_the_mirror():
     drawn = [windows_of_other_light(np.asarray(tutorial_batch(jax.random.key(k), BATCH)["x"])) for k in (2, 3)]
     assert all(len({one[:4] for one in batch}) == 1 for batch in drawn)

@@ -106,6 +106,7 @@ def test_is_algorithm_5(rounds, gamma_max):
         assert len(clusters) == 3
 
 
+@pytest.mark.slow
 def test_congruent_clients_are_never_split():
     clients = regression([[1, -1, 2]], np.zeros(8, int), noise=0.0)
     algorithm = jfcl.cfl(TASK, TRAINING, eps_1=0.05, eps_2=0.1)
@@ -142,6 +143,7 @@ def test_resumed_equals_uninterrupted_bit_for_bit(tree_dim, tmp_path):
     assert resumed.records[-1]["split_from"] == whole.records[-1]["split_from"]
 
 
+@pytest.mark.slow
 def test_full_capacity_says_so_and_goes_on():
     clients = regression(TRUTH, CLUSTER)
     algorithm = jfcl.cfl(TASK, TRAINING, eps_1=0.05, eps_2=0.1, max_clusters=2)
@@ -377,7 +379,7 @@ def test_only_the_sides_of_a_split_wait_until_it_is_judged():
     assert np.flatnonzero(metrics["decisions"]).tolist() == [0, 5]
 
 
-@pytest.mark.slow_cases("gradients-2")
+@pytest.mark.slow
 @pytest.mark.parametrize(("similarity", "messages"), [("updates", 1), ("gradients", 2)])
 def test_gradients_are_sent_besides_updates(similarity, messages):
     algorithm = jfcl.cfl(TASK, TRAINING, similarity=similarity)
@@ -473,6 +475,7 @@ def test_examples_kept_aside_are_not_learnt_from():
     assert keep.min() >= 1
 
 
+@pytest.mark.slow
 def test_recursive_clusters_end():
     clients = regression(TRUTH, CLUSTER)
     algorithm = jfcl.cfl(TASK, TRAINING, eps_1=0.01, eps_2=0.1, recursive=True)
@@ -506,6 +509,7 @@ def test_recursive_clusters_end_with_their_own_clients():
         assert metrics["ended"] and sorted(state.cluster.tolist()) == [0, 1, 2, 3]
 
 
+@pytest.mark.slow
 def test_separation_gap_is_definition_2():
     clients = regression(TRUTH, CLUSTER)
     algorithm = jfcl.cfl(TASK, TRAINING, eps_1=1e-9, eps_2=1.0, true_cluster=CLUSTER, max_clusters=2)
@@ -579,7 +583,7 @@ def test_attackers_of_every_kind_are_shut_out():
         np.testing.assert_array_equal(state.excluded[7:], 1)
 
 
-@pytest.mark.slow_cases("gradients")
+@pytest.mark.slow
 @pytest.mark.parametrize("similarity", ["updates", "gradients"])
 def test_attackers_lie_in_whatever_is_compared(similarity):
     clients = regression([[1, -1, 2]], np.zeros(10, int), noise=0.1)

@@ -169,6 +169,7 @@ def test_newcomers_and_clients_that_never_took_part_get_the_model_of_lowest_loss
     np.testing.assert_allclose(history.records[-1]["newcomer_loss"], losses.min(axis=1).mean(), rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_a_client_with_a_loss_that_is_not_finite_keeps_its_cluster():
     clients = regression(4)
     clients.examples["y"][5] = np.nan

@@ -470,6 +470,7 @@ def test_arrays_beside_x_and_y_are_those_of_both_splits():
         build(extra, num_clients=2)
 
 
+@pytest.mark.slow
 def test_weights_reach_the_loss_in_memory_and_in_a_population(tmp_path):
     """One step of all clients on weighted squares is NumPy's."""
     rng = np.random.default_rng(0)

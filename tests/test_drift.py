@@ -326,6 +326,7 @@ def test_runs_refuse_what_does_not_fit_drift():
 # The command line.
 
 
+@pytest.mark.slow
 def test_a_configured_run_keeps_its_results_over_time(tmp_path, capsys):
     options = "--dataset sine --drift Y --model linear --rounds 10 --local-steps 1 --examples-per-client 20"
     main(f"run oracle {options} --drift-window 1 --seeds 2 --out {tmp_path / 'run'} --mapping vmap --quiet".split())

@@ -145,6 +145,7 @@ def test_bulyan_of_few_is_one_of_them():
     assert kernels.bulyan(updates, num_malicious=1, mask=mask).tolist() in ([9.0], [9.25])
 
 
+@pytest.mark.slow
 def test_one_client_is_a_dendrogram_without_merges():
     one = jnp.ones((1, 1))
     for tree in (kernels.single_linkage_tree(one), kernels.linkage_tree(1 - one)):
@@ -331,7 +332,7 @@ def test_a_step_that_overflows_is_not_taken_and_is_counted(method):
     assert jnp.isfinite(state.params["b"]).all() and metrics["nonfinite"].tolist() == [1]
 
 
-@pytest.mark.slow_cases("alie", "far", "gaussian", "opposite")
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [attacks.gaussian, attacks.mimic, attacks.opposite, attacks.alie, attacks.far])
 def test_attacks_depend_on_ids_and_not_on_rows(make):
     adversary = Adversary(make(), np.array([True, False, False, True, False, False]))

@@ -18,6 +18,7 @@ def runs():
     }
 
 
+@pytest.mark.slow
 def test_the_losses_are_the_papers():
     mode, at = failure_modes(LR)["myopic"], np.array([1.5, 1.0, 3.0])
     task = mode.runs["myopic_clustering"][0].task

@@ -306,8 +306,8 @@ def check_population(folder):
     assert history.records == right.records
 
 
-@pytest.mark.slow_cases("full-29")
-@pytest.mark.parametrize("every", [pytest.param(1, marks=pytest.mark.slow), 29])
+@pytest.mark.slow
+@pytest.mark.parametrize("every", [1, 29])
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO], ids=["full", "broken"])
 def test_an_error_of_the_disk_below_the_rows_of_clients_costs_nothing(code, every, monkeypatch, tmp_path):
     fail_at_every(every, code, run_population, check_population, monkeypatch, tmp_path)

@@ -128,6 +128,7 @@ def test_other_local_steps_are_the_clients_own():
     assert metrics["client_steps"] == 64 + 16
 
 
+@pytest.mark.slow
 def test_an_infinite_radius_is_everybodys_mean():
     clients = regression(4)
     options = {"init_params": {"w": np.ones(D, np.float32)}}
@@ -138,6 +139,7 @@ def test_an_infinite_radius_is_everybodys_mean():
     np.testing.assert_allclose(found, np.broadcast_to(mean.params["w"], (8, D)), rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_radius_zero_is_local_training_on_the_same_batches():
     """Client `i` sees its own batch of the round."""
     clients = regression(5)
@@ -295,6 +297,7 @@ def test_centres_are_carried_over(momentum):
     np.testing.assert_allclose(state.params["w"], models, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_centres_are_carried_to_clients_that_begin():
     """In a population a round may have only clients that take part for the first time."""
     algorithm = jfcl.myopic_clustering(LINEAR, STEP, num_clusters=2, radius=1e-3, centers="carry")

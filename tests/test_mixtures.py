@@ -147,6 +147,7 @@ def test_weights_of_the_only_model_are_that_model():
         np.testing.assert_allclose(one[name], several[name], rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_configured_run_keeps_its_mixtures(tmp_path):
     config = Config("fedem_method:fedem", clients=6, clusters=2, rounds=3, model="linear", local_steps=5)
     _, history, parts = run_config(config, out=tmp_path / "run")

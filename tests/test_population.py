@@ -306,6 +306,7 @@ def test_fedavg_of_cohorts_is_a_loop_over_them():
     np.testing.assert_allclose(history.state.params["b"][0], b, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_clusters_are_found_a_cohort_at_a_time():
     found = [population(num_rounds=30, key=jax.random.key(s)).records[-1] for s in range(4)]
     assert max(r["cluster_accuracy"] for r in found) == 1 and max(r["seen"] for r in found) == 7
@@ -339,6 +340,7 @@ def test_evaluation_changes_nothing():
     assert {**often.records[3]} == {**rarely.records[0]} and often.records[5] == rarely.records[1]
 
 
+@pytest.mark.slow
 def test_dropout_and_stragglers():
     history = population(METHODS["fedavg with momenta"], num_rounds=40, dropout=0.3, stragglers=0.5, cohort=4)
     last = history.records[-1]

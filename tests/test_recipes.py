@@ -58,6 +58,7 @@ def tiny(monkeypatch, name, **setting):
     monkeypatch.setitem(RECIPES, name, RECIPES[name]._replace(small=RECIPES[name].small | setting))
 
 
+@pytest.mark.slow
 def test_a_recipe_keeps_its_runs_and_does_nothing_twice(tmp_path, monkeypatch, capsys):
     first = reproduce("toy", out=tmp_path)
     assert [row["rounds"] for row in first["rows"]] == [2]
@@ -279,6 +280,7 @@ def test_figure_7_of_federated_clustering(tmp_path):
         assert abs(row["end"] / row["paper's end"] - 1) < 0.05
 
 
+@pytest.mark.slow
 def test_figure_2_of_federated_clustering(tmp_path):
     (row,) = reproduce("federated_clustering.figure2", out=tmp_path, clients_per_cluster=6, rounds=20)["rows"]
     assert 0 < row["intra, largest"] < 20 and row["inter, least"] > 1e4

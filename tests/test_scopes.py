@@ -183,6 +183,7 @@ def test_the_schedule_of_a_personal_part_goes_on():
     jax.tree.map(np.testing.assert_array_equal, (second.params, second.personal), (first.params, first.personal))
 
 
+@pytest.mark.slow
 def test_the_evaluation_uses_each_clients_own_parameters():
     clients, algorithm = data(), jfcl.fedper(PLAIN, TRAINING)
     history = jfcl.simulate(algorithm, clients, key=jax.random.key(0), num_rounds=2, test_clients=clients)
@@ -324,7 +325,7 @@ def test_dropout_depends_on_client_round_and_step_alone():
     np.testing.assert_array_equal(task.loss(params, batch), task.loss(params, batch))
 
 
-@pytest.mark.slow_cases("class", "partial")
+@pytest.mark.slow
 @pytest.mark.parametrize("form", [Nnx, partial(Nnx), Nnx(rngs=nnx.Rngs(1))], ids=["class", "partial", "module"])
 def test_nnx_modules_train_as_linen_ones(form):
     task = jfcl.models.classification(form, (D,), C)

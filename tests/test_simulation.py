@@ -204,6 +204,7 @@ def test_records_leave_out_the_clients_that_fill_up_devices():
     assert len(record["mixing"]) == len(clients.size) == 7 and all(0 <= m <= 1 for m in record["mixing"])
 
 
+@pytest.mark.slow
 def test_it_does_not_matter_how_many_rounds_run_at_once(tmp_path, monkeypatch):
     """The program is called for about a second's rounds: sums of large whole numbers come out the same, and exact."""
 
@@ -285,6 +286,7 @@ def test_updates_of_everyone_broken_is_an_error_and_of_one_a_note():
         sim(algorithm=fed, clients=Clients({"x": x, "y": CLIENTS.examples["y"]}, CLIENTS.size))
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:round .* client update.s. so far held NaN")
 def test_cohorts_of_hostile_clients_alone_are_no_divergence():
     """One client in a round, of which one in seven sends NaN: the models stay as they are, at whatever evaluations."""
@@ -294,6 +296,7 @@ def test_cohorts_of_hostile_clients_alone_are_no_divergence():
     assert equal(often.state, rarely.state) and often.records[-1]["nonfinite"] > 0
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:round .* client update.s. so far held NaN")
 def test_cohorts_without_a_finite_update_are_divergence_in_the_end(tmp_path):
     """Seven participants in a row, as many as there are clients; those before a stop count."""
@@ -648,6 +651,7 @@ def test_clocks_of_threads_count_what_their_own_thread_compiles():
     assert found == [0.0] and 0 < within == inner.seconds < outer.seconds
 
 
+@pytest.mark.slow
 def test_cleared_programs_are_compiled_again():
     first = sim(num_rounds=1)
     jfcl.clear_programs()

@@ -159,6 +159,7 @@ def test_each_model_has_its_own_optimiser():
         assert_models(algorithm.serve(state, None), models)
 
 
+@pytest.mark.slow
 def test_clients_may_keep_the_momentum_of_each_model():
     data, momentum = clients(), optax.sgd(LR, momentum=0.5)
     algorithm = jfcl.fedem(TASK, jfcl.local_training(momentum, num_steps=1, keep="everything"), num_clusters=K)
@@ -169,7 +170,7 @@ def test_clients_may_keep_the_momentum_of_each_model():
     assert max(jax.tree.leaves(away)) > 1e-3
 
 
-@pytest.mark.slow_cases("fedrc")
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["fedem", "fedrc"])
 def test_one_model_is_fedavg(name):
     data, options = clients(), {"cohort": 5, "server_optimizer": optax.sgd(0.5, momentum=0.9)}
@@ -207,7 +208,7 @@ MALICIOUS = jfcl.Adversary(jfcl.attacks.UPDATE_ATTACKS["nan"](), np.arange(N) ==
 DP = {"dp": jfcl.privacy.GaussianDP(clip=1.0, noise=0.1), "weights": "equal"}
 
 
-@pytest.mark.slow_cases("attack on FedRC", "attack on FedSoft", "privacy")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("make", "options"),
     [
@@ -462,6 +463,7 @@ def test_personal_layers_are_no_option_of_mixtures():
         jfcl.fedem(TASK, TRAINING, num_clusters=2, personal=lambda path: True)
 
 
+@pytest.mark.slow
 def test_an_augmentation_sees_the_users_arrays_alone():
     data = clients()
 

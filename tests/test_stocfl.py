@@ -141,6 +141,7 @@ def test_one_cluster_is_fedavg_and_no_merging_is_local_training():
     np.testing.assert_allclose(ours, models(alone), rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_clients_beyond_the_capacity_wait_with_the_common_model():
     clients = regression(2, n=9, m=40)
     algorithm = jfcl.stocfl(LINEAR, TWO, merge_threshold=0.8, max_clusters=2, observe_epochs=SEE, init_params=START)
@@ -159,6 +160,7 @@ def test_clients_beyond_the_capacity_wait_with_the_common_model():
     np.testing.assert_allclose(metrics["loss"][:, 2::3], of_common["loss"][:, 2::3], rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_a_client_without_a_finite_update_is_observed_again():
     clients = regression(2, n=6)
     clients.examples["x"][4] = 1e30

@@ -125,7 +125,7 @@ def mixed(weight):
     return make(0.1)._replace(serve=serve)
 
 
-@pytest.mark.slow_cases("neighbours-grid0")
+@pytest.mark.slow
 @pytest.mark.parametrize(("maker", "grid"), [(neighbours, {"scale": [0.1, 100.0]}), (mixed, {"weight": [0.0, 1.0]})])
 def test_a_cell_is_served_by_its_own_options(maker, grid):
     given = {"key": KEYS[:1], "num_rounds": 1, "held_out": HELD_OUT, "metric": "loss"}
@@ -396,6 +396,7 @@ def test_the_test_examples_are_not_read(monkeypatch):
     assert judged.sum() == 2 and ((seen["held_out"].size > 0) == judged).all() and (seen["clients"].size > 0).all()
 
 
+@pytest.mark.slow
 def test_every_configuration_may_diverge(capsys):
     command = ["sweep", "fedavg", *QUICK, "--seed=3", "--rounds=2", "--out=out", "--grid=lr=1e38,1e37"]
     assert cli.main([*command, "--optimizer=sgd", "--prox=0"]) == 1
@@ -414,7 +415,7 @@ NEEDED |= {"federated_clustering": {"quantile": 0.5}, "myopic_clustering": {"qua
 NEEDED |= {"momentum_clustering": {"quantile": 0.5}, "warmup_cosine": {"schedule": "warmup_cosine"}}
 
 
-@pytest.mark.slow_cases("cfl-eps_2", "cfl-gamma_max", "federated_clustering-quantile", "myopic_clustering-quantile")
+@pytest.mark.slow_cases("cfl-*", "federated_clustering-quantile", "myopic_clustering-quantile")
 @pytest.mark.parametrize(("method", "name"), TRACED, ids=lambda value: str(value))
 def test_options_that_are_declared_as_tracers_are(method, name, monkeypatch):
     monkeypatch.setattr(Group, "run", lambda *args: (_ for _ in ()).throw(Killed))
