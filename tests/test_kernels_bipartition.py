@@ -102,6 +102,7 @@ def scipy_tree(similarity, method):
     return linkage(squareform(distance, checks=False), method)
 
 
+@pytest.mark.slow
 @given(st.sampled_from([2, 60]), SEEDS)
 def test_the_dendrogram_is_scipys(count, seed):
     similarity = similarities(count, seed)
@@ -185,6 +186,7 @@ def test_bipartitions_of_all_clusters_are_those_of_each(count, num_clusters, see
             np.testing.assert_array_equal(np.asarray(side)[rows], alone.side)
 
 
+@pytest.mark.slow
 def test_boruvka_of_many_is_prim():
     rng = np.random.default_rng(0)
     a = np.asarray(pairwise_cosine(rng.standard_normal((300, 12)).astype(np.float32)))
@@ -215,6 +217,7 @@ def test_inside_jit_broken_clients_are_split_off_first(seed):
     assert cross == -1 and side.tolist() == [False] * 4 + [True] + [False] * 4
 
 
+@pytest.mark.slow
 def test_many_bipartitions_at_once():
     batch = jnp.stack([similarities(7, seed) for seed in range(5)])
     active = jnp.asarray(np.random.default_rng(0).random((5, 7)) < 0.8)
@@ -283,6 +286,7 @@ def test_on_sharded_rows():
     np.testing.assert_allclose(one.cross_similarity, two.cross_similarity, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_memory_grows_with_n_only():
     shape = jax.ShapeDtypeStruct((20_000, 64), jnp.float32)
     compiled = jax.jit(bipartition_of_updates).lower(shape).compile()

@@ -106,6 +106,7 @@ def test_more_steps_and_runs_are_no_worse():
     assert steps[0] > steps[1] > steps[2]
 
 
+@pytest.mark.slow
 def test_many_at_once():
     batch = np.stack([blobs(seed)[0] for seed in range(3)])
     keys = jax.random.split(KEY, 3)

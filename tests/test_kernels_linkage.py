@@ -49,7 +49,7 @@ def test_points_that_do_not_count_change_no_merge(linkage):
         assert (found[~mask] == found[1]).all()
 
 
-@pytest.mark.slow_cases("average", "complete", "single", "ward")
+@pytest.mark.slow
 @pytest.mark.parametrize("linkage", LINKAGES)
 def test_equal_distances_and_extremes_make_valid_trees(linkage):
     n = 9
@@ -97,7 +97,7 @@ def chosen_by_loop(x, most, margin=1.1):
     return labels
 
 
-@pytest.mark.slow_cases("0")
+@pytest.mark.slow_cases("0", "2", "3", "4")
 @pytest.mark.parametrize("seed", range(5))
 def test_the_number_of_clusters_is_that_of_the_authors_rule(seed):
     rng = np.random.default_rng(seed)

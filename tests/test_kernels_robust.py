@@ -293,6 +293,7 @@ def test_one_client_moves_the_result_by_bounded_steps(num_iters, seed):
     np.testing.assert_allclose(centered_clip(z, radius=np.inf, num_iters=num_iters), z.mean(0), atol=1e-5)
 
 
+@pytest.mark.slow
 def test_clipping_many_rows_goes_block_by_block():
     z = updates(0, count=300, dim=20_000)  # six blocks
     np.testing.assert_allclose(centered_clip(z, radius=100.0, num_iters=2), clipping(z, 100.0, 2), atol=1e-5)
@@ -323,6 +324,7 @@ def test_sign_guard(seed):
     np.testing.assert_allclose(kernels.sign_guard(z), wanted, atol=1e-5)
 
 
+@pytest.mark.slow
 @given(SEEDS)
 def test_dnc_draws_coordinates(seed):
     z, key, most = updates(seed, dim=40), jax.random.key(seed), {"num_draws": 3, "num_coordinates": 30}
@@ -409,6 +411,7 @@ def test_nearest_neighbour_mixing(seed):
         np.testing.assert_allclose(mixed[i], z[order[: N - F]].mean(0), atol=1e-5)
 
 
+@pytest.mark.slow
 @given(SEEDS)
 def test_bucketing(seed):
     z = updates(seed)

@@ -195,6 +195,7 @@ def test_distances_in_spite_of_far_attackers():
     np.testing.assert_allclose(np.asarray(squared_distances(points))[np.ix_(good, good)], truth, rtol=1e-4, atol=1e-8)
 
 
+@pytest.mark.slow
 def test_many_at_once():
     batch = np.stack([normal((7, 3), seed) for seed in range(3)])
     for kernel in (pairwise_cosine, gram, squared_distances):
@@ -203,6 +204,7 @@ def test_many_at_once():
             np.testing.assert_allclose(one, kernel(updates), atol=1e-6)
 
 
+@pytest.mark.slow
 def test_wide_updates_are_not_copied():
     shape = jax.ShapeDtypeStruct((50, 1_000_000), jnp.float32)  # 200 MB
     for kernel in (pairwise_cosine, gram, squared_distances):

@@ -201,7 +201,7 @@ def compiled(**options):
     return jax.jit(functools.partial(threshold_clustering, num_rounds=3, **options))
 
 
-@pytest.mark.slow_cases("gram")
+@pytest.mark.slow
 @FORMS
 @given(SEEDS)
 def test_far_attackers_cost_no_digits(form, seed):
@@ -242,6 +242,7 @@ def run_once(points, centers, radius):
     return equation_24(points, centers, 1, lambda l, k, d: radius)[-1].astype(np.float32)
 
 
+@pytest.mark.slow
 def test_recovers_blobs():
     points, truth = blobs(3, count=60, dim=10)
     moved = np.asarray(threshold_clustering(points, quantile=0.3, num_rounds=40))
@@ -264,6 +265,7 @@ def test_auto_takes_the_cheaper_form():
     assert gram_is_cheaper(300, 300, 10) and not gram_is_cheaper(10_000, 1, 3)
 
 
+@pytest.mark.slow
 def test_inside_vmap():
     batch = np.stack([blobs(seed)[0] for seed in range(3)])
     many = jax.vmap(lambda z: threshold_clustering(z, z[:2], quantile=0.3, num_rounds=3))(batch)
@@ -364,7 +366,7 @@ def test_a_quantile_between_two_distances_that_overflow_is_beyond_all_others(for
     np.testing.assert_allclose(ours, below, atol=1e-5)
 
 
-@pytest.mark.slow_cases("gram")
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ["gram", "direct"])
 def test_what_does_not_count_has_no_centre(form):
     points, _ = blobs(0)
