@@ -170,7 +170,7 @@ def test_knn_per_is_its_mixture(scale):
         assert right.tolist() == (truth.argmax(axis=1) == y).tolist()
 
 
-@pytest.mark.slow_cases("float32-2000")
+@pytest.mark.slow
 @pytest.mark.parametrize(("dtype", "center"), [(jnp.float32, 2000), (jnp.bfloat16, 2)])
 def test_neighbours_far_from_zero_are_the_nearest(dtype, center):
     """Also those of representations in bfloat16, in which distances would have ties."""
@@ -405,7 +405,7 @@ def test_flhc_finds_the_clusters_of_short_updates(scale):
     assert scale < 1 or alone.init(jax.random.key(0), clients).cluster.tolist() == [0, 1, 2, 3]
 
 
-@pytest.mark.slow_cases("one_shot")
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [jfcl.one_shot, jfcl.fesem])
 def test_empty_clusters_start_at_the_mean_of_all(make):
     task = Task(

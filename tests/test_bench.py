@@ -180,10 +180,8 @@ def peers_job(monkeypatch):
     return importlib.import_module("against_peers"), importlib.import_module("job")
 
 
-@pytest.mark.slow_cases("mlp-1")
-@pytest.mark.parametrize(
-    "model, clusters", [("mlp", 1), ("mlp", 2), pytest.param("cnn_mnist", 1, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("model, clusters", [("mlp", 1), ("mlp", 2), ("cnn_mnist", 1)])
 def test_the_judge_of_all_libraries_agrees_with_jfcl(peers_job, tmp_path, model, clusters):
     against_peers, job = peers_job
     case = {"method": "ifca", "model": model, "clients": 4, "examples": 12, "clusters": clusters}

@@ -166,6 +166,7 @@ def test_config_files_have_the_same_names_and_flags_override_them(finished, tmp_
         assert said in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_finished_run_goes_on_for_more_rounds(finished, tmp_path):
     shutil.copytree(finished / "fedavg", tmp_path / "run")
     more = [*QUICK[:5], "6", *QUICK[6:], "--eval-every", "1", "--seeds", "2"]
@@ -401,6 +402,7 @@ def test_damaged_runs_are_named(finished, tmp_path, capsys):
         assert file in printed and "Traceback" not in printed
 
 
+@pytest.mark.slow
 def test_a_damaged_checkpoint_is_named_and_the_one_before_it_continues(tmp_path, capsys):
     run = tmp_path / "run"
     options = [*QUICK, "--checkpoint-seconds", "0", "--eval-every", "1", "--rounds", "3", "--out", str(run)]
@@ -457,6 +459,7 @@ def test_compare_tells_runs_of_one_name_apart_and_takes_names_as_they_are(finish
     assert "2 runs" in printed and "out[k=4]" in printed.replace("\n", "") and (tmp_path / "brk[/k]").exists()
 
 
+@pytest.mark.slow
 def test_the_demo_runs_to_its_end(tmp_path, monkeypatch, capsys):
     shorter = {"fedavg": {"model": "linear"}, "ifca": {"model": "linear", "restarts": 1}}
     monkeypatch.setattr(commands, "DEMO", shorter)

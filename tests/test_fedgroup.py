@@ -79,7 +79,7 @@ def profiles(updates):
     return madc
 
 
-@pytest.mark.slow_cases("*-6")
+@pytest.mark.slow_cases("edc-0.3-6", "madc-*")
 @pytest.mark.parametrize(("measure", "mixing", "cohort"), [("edc", 0.0, 6), ("madc", 0.0, None), ("edc", 0.3, 6)])
 def test_the_groups_and_rounds_are_the_papers(measure, mixing, cohort):
     options = {"num_clusters": 3, "pretrain_steps": STEPS, "pretrain_clients": 7, "measure": measure}
@@ -139,7 +139,7 @@ def test_the_groups_and_rounds_are_the_papers(measure, mixing, cohort):
         assert seen[:12].tolist() == [i in group for i in range(12)]
 
 
-@pytest.mark.slow_cases("madc")
+@pytest.mark.slow
 @pytest.mark.parametrize("measure", ["edc", "madc"])
 def test_the_number_of_groups_is_that_of_the_largest_silhouette(measure):
     clients, start = regression(0), START["w"].astype(np.float64)
@@ -204,6 +204,7 @@ def test_newcomers_start_cold():
     assert np.isfinite(history.records[-1]["newcomer_loss"]) and history.init_rounds == 1
 
 
+@pytest.mark.slow
 def test_shared_parameters_are_those_of_all_groups():
     made = problem()
     options = {
@@ -221,6 +222,7 @@ def test_shared_parameters_are_those_of_all_groups():
         state, _ = step(jax.random.key(t), state, made.clients)
 
 
+@pytest.mark.slow
 def test_a_client_without_a_finite_update_starts_cold_again():
     clients = regression(4, n=6)
     clients.examples["x"][4] = 1e30

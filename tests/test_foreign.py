@@ -87,7 +87,7 @@ def make_odd(place: Path, kind: str, outside: Path) -> None:
         place.symlink_to(outside / names[kind])
 
 
-@pytest.mark.slow_cases("link", "link to a folder")
+@pytest.mark.slow_cases("link", "link to a folder", "broken link", "socket")
 @pytest.mark.parametrize("kind", ODD)
 def test_what_is_no_plain_file_is_refused_wherever_it_is(kind, finished, tmp_path, capsys):
     """By every command, before anything is changed; on a FIFO, a command that reads would hang."""
@@ -316,6 +316,7 @@ def test_curves_of_many_rounds_have_the_first_and_the_last():
 # ---- What is written, or not -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_an_extension_that_cannot_write_leaves_the_finished_run(tmp_path, monkeypatch):
     clients, cluster, task, training = jfcl.testing.problem()
     options = {"key": jax.random.key(0), "true_cluster": cluster, "checkpoint_seconds": 0.0, "out": tmp_path}

@@ -210,7 +210,7 @@ def test_other_convolutions_go_to_lax():
     assert patches(x, (3, 3), (1, 1), ((0, 0), (0, 0))).shape == (1, 4, 4, 18)
 
 
-@pytest.mark.slow_cases("cpu-*", "gpu-3-*")
+@pytest.mark.slow_cases("cpu-*", "gpu-3-*", "tpu-3-*")
 @pytest.mark.parametrize(("window", "shape", "ties"), [(2, (2, 8, 8, 3), False), (3, (1, 7, 5, 2), True)])
 def test_max_pool_is_flaxs(shape, window, ties, form):
     draws = np.random.default_rng(0).normal(size=shape).astype(np.float32)
@@ -349,14 +349,15 @@ def test_vgg_is_the_papers_layers_one_by_one():
     assert np.std(out) > 0.1  # 11 layers of ReLU, and yet the images tell
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "shape", "layers"),
     [
         # The second layer makes 11 x 11, of which 10 x 10 are pooled.
         ("cnn_mnist", (28, 28, 1), [(5, 1, True), (5, 1, True)]),
-        pytest.param("cnn_mnist", (27, 30, 1), [(5, 1, True), (5, 1, True)], marks=pytest.mark.slow),
-        pytest.param("cnn5", (32, 32, 3), [(3, 0, True), (3, 0, True), (3, 0, False)], marks=pytest.mark.slow),
-        pytest.param("cnn_femnist", (28, 28, 1), [(5, 2, True), (5, 2, True)], marks=pytest.mark.slow),
+        ("cnn_mnist", (27, 30, 1), [(5, 1, True), (5, 1, True)]),
+        ("cnn5", (32, 32, 3), [(3, 0, True), (3, 0, True), (3, 0, False)]),
+        ("cnn_femnist", (28, 28, 1), [(5, 2, True), (5, 2, True)]),
     ],
 )
 def test_networks_layer_by_layer(name, shape, layers):

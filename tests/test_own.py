@@ -324,7 +324,7 @@ def test_a_run_on_an_own_store_says_what_is_known_of_it(folder, capsys):
 FEW = {"clients": 8, "clusters": 2, "rounds": 2, "model": "linear", "malicious": 0.25, "examples_per_client": 5}
 
 
-@pytest.mark.slow_cases("after a pre-aggregator", "aggregator", "on updates")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("own", "known"),
     [
@@ -406,6 +406,7 @@ def test_the_help_of_an_own_method_has_its_options(capsys):
     assert {"--clients", "--lr"} <= set(flags) and not {"--num-models", "--eps-1"} & set(flags)
 
 
+@pytest.mark.slow
 def test_an_own_method_in_a_sweep(folder, capsys):
     tiny = ["--clients", "4", "--clusters", "2", "--rounds", "1", "--seeds", "1", "--model", "linear", "--quiet"]
     assert cli.main(["sweep", METHOD, "--grid", "beta=0.1,0.5", *tiny, "--out", "sweep"]) == 0

@@ -89,7 +89,7 @@ def test_the_clusters_are_the_papers(by_label, p, seed):
         assert metrics["bytes_down"] == 10 * model
 
 
-@pytest.mark.slow_cases("absolute", "smallest")
+@pytest.mark.slow
 @pytest.mark.parametrize("measure", ["absolute", "smallest", "sum"])
 def test_each_measure_finds_separate_subspaces(measure):
     clients = clients_of(5, k=3)
@@ -116,7 +116,7 @@ def test_one_cluster_is_fedavg_and_as_many_as_clients_are_local_training():
     same(models(alone), models(jfcl.local_only(TASK, TWO, **start)))
 
 
-@pytest.mark.slow_cases("None")
+@pytest.mark.slow
 @pytest.mark.parametrize("personal", [None, lambda path: path.endswith("bias")])
 def test_newcomers_join_the_cluster_with_the_smallest_mean_angle(personal):
     clients, newcomers = clients_of(2, n=10), clients_of(2, n=6, m=11)

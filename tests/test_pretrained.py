@@ -188,6 +188,7 @@ def test_the_start_of_adapters():
     np.testing.assert_array_equal(heads[0], PLAIN.init(jax.random.key(0))["Dense_1"]["kernel"])
 
 
+@pytest.mark.slow
 def test_adapters_copy_no_kernel():
     """Beside a dense layer, no array of the kernel's size is made for a client."""
     task = jfcl.models.classification(jfcl.models.MLP(C, hidden=(31,)), (29,), C)

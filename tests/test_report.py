@@ -391,6 +391,7 @@ def test_a_folder_of_simulate_is_reported(finished, tmp_path):
     assert "No round was evaluated." in page_of(tmp_path / "run").text
 
 
+@pytest.mark.slow
 def test_a_run_in_python_beside_one_of_the_command_line(finished, copy):
     clients, cluster, task, training = jfcl.testing.problem()
     options = {"num_rounds": 2, "test_clients": clients, "true_cluster": cluster, "config": {"clusters": 3}}

@@ -83,6 +83,7 @@ def test_only_runs_that_have_ended_have_results(tmp_path):
     assert json.loads((tmp_path / "config.json").read_text())["num_rounds"] == 8
 
 
+@pytest.mark.slow
 def test_a_run_that_a_callback_ends_is_finished(tmp_path):
     class Enough:
         def on_records(self, records):
@@ -258,10 +259,8 @@ def test_the_accuracy_of_newcomers_is_a_note_on_the_table(tmp_path):
     assert results_notes({"a": summary}) == [f"client acc. of newcomers, with the model of lowest loss: {text}"]
 
 
-@pytest.mark.parametrize(
-    ("make", "clusters"),
-    [(partial(jfcl.ifca, num_clusters=7), True), pytest.param(jfcl.local_only, False, marks=pytest.mark.slow)],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("make", "clusters"), [(partial(jfcl.ifca, num_clusters=7), True), (jfcl.local_only, False)])
 def test_clusters_of_one_client_each_are_clusters(make, clusters):
     history = simulate(make(TASK, TRAINING))
     n = history.clients["cluster"].shape[1]
@@ -304,6 +303,7 @@ def test_a_resumption_with_another_key_is_refused_beside_a_configuration(tmp_pat
     assert [r["seed"] for r in history.records[-2:]] == [4, 5]
 
 
+@pytest.mark.slow
 def test_runs_without_an_evaluation_are_compared_by_their_training_loss(tmp_path):
     for name in ("a", "b"):
         jfcl.simulate(FEDAVG, CLIENTS, key=jax.random.key(0), num_rounds=2, out=tmp_path / name)

@@ -97,7 +97,11 @@ def assert_close(got, want, tolerance=2e-5):
 
 
 @pytest.mark.slow_cases(
-    "{'num_epochs': 3, 'batch_size': 3}", "{'num_steps': 1}", "{'num_steps': 6}", "{'num_steps': 7, 'batch_size': 3}"
+    "{'num_epochs': 3, 'batch_size': 3}",
+    "{'num_steps': 1}",
+    "{'num_steps': 6}",
+    "{'num_steps': 7, 'batch_size': 3}",
+    "{'num_epochs': 4}",
 )
 @pytest.mark.parametrize(
     "options",
@@ -125,7 +129,7 @@ def test_against_plain_descent_in_float64(options, seed, size):
     assert got.num_steps == len(batches)
 
 
-@pytest.mark.slow_cases("accumulated", "adam on biases", "centralize", "ema", "nesterov", "sgd")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "optimizer",
     [
@@ -255,6 +259,7 @@ def test_auto_takes_what_costs_less(m, options, given, wanted):
     assert local.trains_in_span(task, training, params, m, given=given) is wanted
 
 
+@pytest.mark.slow
 def test_auto_leaves_alone_what_is_not_linear():
     task = jfcl.models.classification(jfcl.models.MLP(10), (28, 28, 1), 10)
     params = jax.eval_shape(task.init, jax.random.key(0))
@@ -333,6 +338,7 @@ def test_an_unknown_span_is_refused():
         jfcl.local_training(optax.sgd(0.1), num_steps=1, span="alway")
 
 
+@pytest.mark.slow
 def test_hyperparameters_may_be_tracers():
     """A factory is called inside `vmap`: the learning rate has no value when the optimiser is tried."""
     params, key = MLP.init(jax.random.key(1)), jax.random.key(0)
