@@ -34,6 +34,7 @@ from jfcl.methods import METHODS
 from jfcl.planning import targets
 
 TINY = ["--clients", "4", "--clusters", "2", "--rounds", "1", "--model", "linear", "--quiet"]
+OF_SHIFTS = ["--clients=4", "--clusters=2", "--rounds=1", "--seeds=1", "--budget=1", "--jobs=1"]
 BASE = {  # what stands before the flag in question, so that as little as can be is computed where it is accepted
     "run": ["run", "fedavg", *TINY],
     "compare": ["compare", "RUN"],  # a finished one
@@ -43,6 +44,7 @@ BASE = {  # what stands before the flag in question, so that as little as can be
     "demo": ["demo", "--seeds", "1", "--rounds", "1"],
     "plan": ["plan", "fedavg", *TINY, "--target", "v5e:1x1"],
     "sweep": ["sweep", "fedavg", *TINY, "--seeds", "1", "--grid", "prox=0"],
+    "shifts": ["shifts", "--methods=fedavg", "--shifts=rotation", "--strengths=1", *OF_SHIFTS],
 }
 POPULATION = ["--population", "12", "--cohort", "4"]
 NEEDS = {  # flags that mean nothing without others
@@ -240,7 +242,7 @@ class Computes(BaseException):
 def no_computing(monkeypatch):
     """Whatever would compile or draw raises `Computes`."""
     from jfcl import plots
-    from jfcl.experiments import sweeps
+    from jfcl.experiments import jobs, sweeps
     from jfcl.experiments.run import run
 
     def computes(*args, **kwargs):
@@ -248,6 +250,7 @@ def no_computing(monkeypatch):
 
     monkeypatch.setitem(run.__globals__, "simulate", computes)
     monkeypatch.setattr(sweeps, "sweep", computes)
+    monkeypatch.setattr(jobs, "in_processes", computes)
     monkeypatch.setattr(bench, "measure", computes)
     monkeypatch.setattr(plots, "save", computes)
 

@@ -220,6 +220,7 @@ def test_runs_that_diverge_or_fail_are_counted(monkeypatch):
 
 
 REFUSED = {
+    "methods must be at least one, got []": {"methods": []},
     "budget must be an integer, at least 1, got 0": {"budget": 0},
     "unknown method 'ifac': did you mean 'ifca'?": {"methods": ["ifac"]},
     "unknown shift 'rotatoin': did you mean 'rotation'?": {"shifts": ["rotatoin"]},

@@ -196,7 +196,8 @@ def command_shifts(args: argparse.Namespace, console: Console) -> None:
     options = {name: getattr(args, name) for name in options_of(shifts) if hasattr(args, name)}
     for name, kind in lists.items():
         if getattr(args, name) is not None:
-            options[name] = [_read(name, kind, text) for text in ",".join(getattr(args, name)).split(",") if text]
+            texts = [text for text in ",".join(getattr(args, name)).split(",") if text] or [""]
+            options[name] = [_read(name, kind, text) for text in texts]
     _check_out(args.out)
     found = shifts(**options, progress=not args.quiet)
     cost = f"{found.programs} programs compiled, {found.training:.0%} of the time in training and evaluation"

@@ -154,7 +154,7 @@ def shifts(
     check_options(globals()["shifts"], given)
     processes.share_gpu()
     began, size = time.perf_counter(), QUICK if quick else FULL
-    given |= {name: value for name, value in size.items() if given[name] is None}
+    given |= {name: value for name, value in ({"methods": METHODS} | size).items() if given[name] is None}
     setting = make_setting(given)
     cells, folder = cells_of(setting), Path(out)
     mine = share_of(cells, part)
@@ -206,9 +206,7 @@ def _bar(total: int, progress: bool) -> Iterator[Callable[[int], None]]:
 
 def make_setting(given: dict[str, Any]) -> dict[str, Any]:
     """Returns what all cells share, after a check of names and numbers; loads the data sets."""
-    named = {"methods": given["methods"] or METHODS} | {
-        name: given[name] for name in ("shifts", "strengths", "datasets")
-    }
+    named = {name: given[name] for name in ("methods", "shifts", "strengths", "datasets")}
     for name, values in named.items():
         check(len(values) > 0, name, values, "at least one")
         check(len({*values}) == len(values), name, values, "given once each")
