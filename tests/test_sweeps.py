@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import itertools
 import json
 import os
 import shutil
@@ -50,37 +49,22 @@ def _alone(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
 
 
-@pytest.fixture(scope="module")
-def runs() -> list[list[dict]]:
-    """The last records of single runs: two rates, one model and two."""
-    found = []
-    for k, lr in itertools.product((1, 2), (0.05, 0.3)):
-        history = jfcl.simulate(
-            MAKERS[k],
-            CLIENTS,
-            key=KEYS,
-            num_rounds=ROUNDS,
-            eval_every=ROUNDS,
-            test_clients=HELD_OUT,
-            hyperparams={"lr": lr},
-        )
-        found.append(history.records)
-    return found
-
-
-MAKERS = {k: functools.partial(make, num_clusters=k) for k in (1, 2)}
-
-
-@pytest.mark.slow_cases("devices")
-@pytest.mark.parametrize("row_axis", [jax.vmap, None], ids=["vmap", "devices"])
-def test_a_cell_is_a_run(row_axis, runs):
+@pytest.mark.slow_cases("devices", "two sizes")
+@pytest.mark.parametrize(
+    ("row_axis", "sizes"), [(jax.vmap, [2]), (jax.vmap, [1, 2]), (None, [2])], ids=["vmap", "two sizes", "devices"]
+)
+def test_a_cell_is_a_run(row_axis, sizes):
     """Cells that are one program equal runs of their own, evaluated on the held-out examples."""
-    grid = {"num_clusters": [1, 2] if row_axis else [2], "lr": [0.05, 0.3]}
+    options = {"key": KEYS, "num_rounds": ROUNDS, "eval_every": ROUNDS, "test_clients": HELD_OUT}
+    grid, runs = {"num_clusters": sizes, "lr": [0.05, 0.3]}, []
+    for k in sizes:
+        maker = functools.partial(make, num_clusters=k)
+        runs += [jfcl.simulate(maker, CLIENTS, hyperparams={"lr": lr}, **options).records for lr in grid["lr"]]
     found = sweep(grid, row_axis=row_axis, at_once=3 if row_axis else None)
     assert [(cell.values["num_clusters"], cell.values["lr"]) for cell in found.cells] == [
-        (k, lr) for k in grid["num_clusters"] for lr in grid["lr"]
+        (k, lr) for k in sizes for lr in grid["lr"]
     ]
-    for cell, records in zip(found.cells, runs[-len(found.cells) :], strict=True):
+    for cell, records in zip(found.cells, runs, strict=True):
         for row, record in zip(cell.per_seed, records, strict=True):
             assert row["seed"] == record["seed"] and not row["diverged"]
             for name in ("loss", "accuracy", "worst_client_accuracy", "pooled_accuracy"):
