@@ -79,7 +79,8 @@ def test_two_processes_and_one_that_is_lost(tmp_path, capsys):
 
 
 def test_two_processes_leave_the_results_of_all_clients(tmp_path):
-    processes = start(tmp_path, ["--rounds", "2", "--model", "linear", "--restarts", "1"])
+    data = ["--dataset", "sine", "--heterogeneity", "sine", "--examples-per-client", "20"]
+    processes = start(tmp_path, ["--rounds", "2", "--model", "linear", "--restarts", "1", *data])
     try:
         assert [p.wait(timeout=240) for p in processes] == [0, 0], (tmp_path / "log-0").read_text()
     finally:
