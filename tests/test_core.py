@@ -1,3 +1,5 @@
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -190,19 +192,27 @@ def test_clients_are_real_numbers_by_rows(change, said):
         jfcl.simulate(jfcl.fedavg(task, training), clients._replace(**change), key=jax.random.key(0), num_rounds=1)
 
 
-@pytest.mark.slow_cases("False")
+def with_ids(given):
+    """A run, its clients with ids of their own or without, and the ids."""
+    clients, _, task, training = jfcl.testing.problem()
+    ids = np.arange(len(clients.size), dtype=np.int32) + 4 * given
+    run = partial(jfcl.simulate, jfcl.fedavg(task, training), key=jax.random.key(0), num_rounds=1)
+    return run, clients._replace(id=ids if given else None), ids
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("given", [False, True])
 def test_test_clients_have_the_ids_of_those_in_training(given):
-    clients, _, task, training = jfcl.testing.problem()
-    clients = clients._replace(id=np.arange(len(clients.size), dtype=np.int32) + 4 if given else None)
-    ids = clients.id if given else np.arange(len(clients.size))
-    options = {"key": jax.random.key(0), "num_rounds": 1}
+    run, clients, ids = with_ids(given)
     for tests in (None, ids):
-        jfcl.simulate(jfcl.fedavg(task, training), clients, test_clients=clients._replace(id=tests), **options)
+        run(clients, test_clients=clients._replace(id=tests))
+
+
+@pytest.mark.parametrize("given", [False, True])
+def test_test_clients_with_other_ids_are_refused(given):
+    run, clients, ids = with_ids(given)
     with pytest.raises(ValueError, match=r"test_clients.id must be the ids of the clients in training"):
-        jfcl.simulate(
-            jfcl.fedavg(task, training), clients, test_clients=clients._replace(id=ids[::-1].copy()), **options
-        )
+        run(clients, test_clients=clients._replace(id=ids[::-1].copy()))
 
 
 @pytest.mark.parametrize("out", ["", "  ", 5, "a\0b"])

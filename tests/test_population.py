@@ -745,13 +745,17 @@ def test_bad_input_is_refused_before_anything_compiles(options, said, tmp_path):
     assert compiled.count == 0 and not (tmp_path / "run").exists()
 
 
-def test_restarts_with_join_and_knn_per_with_too_few_examples(tmp_path):
+@pytest.mark.slow
+def test_restarts_with_join(tmp_path):
     history = population(RESTARTED, join=METHODS["ifca"].init, num_rounds=3, out=tmp_path / "run", resume=True)
     assert [row["round"] for row in history.records] == [2, 3, 4] and history.init_rounds == 1
     again = population(RESTARTED, join=METHODS["ifca"].init, num_rounds=4, out=tmp_path / "run", resume=True)
     assert [row["round"] for row in again.records] == [2, 3, 4, 5]
     same(population(RESTARTED, join=METHODS["ifca"].init, num_rounds=4).state, again.state)
     assert history.records[-1]["bytes_up"] > population(num_rounds=3).records[-1]["bytes_up"]  # restarts are paid for
+
+
+def test_knn_per_with_too_few_examples_is_refused():
     clients, _, task, training = problem("classification")
     with pytest.raises(ValueError, match="num_neighbours must be at most 3"):
         population(jfcl.knn_per(task, training, num_neighbours=4, mixing=0.5), ClientStore.from_clients(clients))
