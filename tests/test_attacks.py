@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from compiled import rollout
 
 import jfcl
 from jfcl import attacks, kernels
@@ -353,7 +354,7 @@ def test_an_attack_changes_updates_of_hostile_clients_alone():
     states = []
     for attack in (lambda key, u, malicious, usable: jax.tree.map(jnp.negative, u), attacks.sign_flip()):
         algorithm = jfcl.fedavg(task, training, adversary=jfcl.Adversary(attack, malicious))
-        states.append(jfcl.rollout(algorithm, clients, key=KEY, num_rounds=2)[0])
+        states.append(rollout(algorithm, clients, key=KEY, num_rounds=2)[0])
     assert jax.tree.all(jax.tree.map(np.array_equal, *(state.params for state in states)))
 
 

@@ -219,15 +219,18 @@ def test_tiles_find_what_the_matrix_finds(monkeypatch):
     updates = {"a": rng.standard_normal((30, 4)).astype(np.float32), "b": rng.standard_normal((30, 2)).astype("f")}
     cluster, usable = jnp.asarray(rng.integers(0, 3, 30)), jnp.asarray(rng.random(30) < 0.9)
     wanted = jnp.array([True, False, True])
-    dense = bipartitions(updates, cluster, usable, wanted)
-    of_two = bipartitions(updates, cluster, usable, wanted, min_size=2)
+
+    def both():
+        return [bipartitions(updates, cluster, usable, wanted, min_size=size) for size in (1, 2)]
+
+    dense, of_two = jax.jit(both)()
     monkeypatch.setattr(server, "DENSE_UP_TO", 10)
     monkeypatch.setattr(server, "DENSE_SHARE", 100)
-    tiled = bipartitions(updates, cluster, usable, wanted)
+    tiled, tiled_of_two = jax.jit(lambda: both())()
     np.testing.assert_allclose(tiled.cross_similarity, dense.cross_similarity, atol=1e-6)
     np.testing.assert_array_equal(tiled.side, dense.side)
     np.testing.assert_array_equal(tiled.smaller, dense.smaller)
-    np.testing.assert_array_equal(bipartitions(updates, cluster, usable, wanted, min_size=2).side, of_two.side)
+    np.testing.assert_array_equal(tiled_of_two.side, of_two.side)
     assert np.isinf(dense.cross_similarity[1]) and not np.asarray(dense.side)[np.asarray(cluster) == 1].any()
 
 

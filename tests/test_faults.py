@@ -608,6 +608,7 @@ with files.lock(Path(sys.argv[1]) / "lock"):
 """
 
 
+@pytest.mark.slow
 def test_one_process_writes_at_a_time(tmp_path):
     run(tmp_path, stop_after=2)
     other = subprocess.Popen(

@@ -254,9 +254,17 @@ def test_a_run_records_metrics_of_outputs(tmp_path):
     assert history.records[-1]["newcomer_f1"] == pytest.approx(history.records[-1]["f1"])
     header = (tmp_path / "run" / "clients.csv").read_text().splitlines()[0]
     assert header.endswith("accuracy,loss,confident,f1")
-    store = jfcl.data.ClientStore.from_clients(clients)
+
+
+@pytest.mark.slow
+def test_a_population_records_metrics_of_outputs():
+    logits, y, _ = outputs_of(3, 0)
+    store = jfcl.data.ClientStore.from_clients(jfcl.Clients({"x": logits, "y": y}, np.full(5, 40, np.int32)))
+    algorithm = jfcl.fedavg(IDENTITY, jfcl.local_training(optax.sgd(0.1), num_steps=1))
     people = jfcl.Population(store, cohort=5, test_clients=store, evaluate=range(5))
+    metrics = {"f1": jfcl.metrics.macro_f1}
     crowd = jfcl.simulate(algorithm, people, metrics=metrics, key=jax.random.key(0), num_rounds=1)
+    want = [f1_score(y[i], logits[i].argmax(axis=1), average="macro") for i in range(5)]
     np.testing.assert_allclose(crowd.clients["f1"][0], want, rtol=1e-5)
 
 

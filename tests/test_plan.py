@@ -234,7 +234,7 @@ def test_the_command_writes_its_files(on_cpu, tmp_path, capsys, monkeypatch):
     assert (out / "step.hlo.txt").read_text().startswith("HloModule")
     # What does not fit is printed, kept, and refused.
     monkeypatch.setitem(targets.CHIPS, "h100", targets.CHIPS["h100"]._replace(memory=1000.0))
-    assert cli.main(["plan", "ifca", *QUICK, "--target", "h100:2", "--mapping", "vmap", "--out", str(out)]) == 2
+    assert cli.main(["plan", "ifca", *QUICK, "--target", "h100:2", "--chunk", "2", "--out", str(out)]) == 2
     assert "may fit" in capsys.readouterr().err and not json.loads((out / "plan.json").read_text())["fits"]
 
 

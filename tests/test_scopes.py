@@ -102,7 +102,7 @@ def is_head(name):
     return name.startswith("Dense_1")
 
 
-@pytest.mark.slow_cases("fedavg of statistics", "fedper")
+@pytest.mark.slow_cases("fedavg of statistics", "fedper of statistics")
 @pytest.mark.parametrize(
     ("make", "task", "personal", "head_steps"),
     [

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from compiled import rollout
 
 import jfcl
 from jfcl.methods.fedsoft import drawn
@@ -227,23 +228,24 @@ def test_hostile_and_private_clients(make, options):
     assert int(metrics["nonfinite"][-1]) == int("adversary" in options)
 
 
-def test_newcomers_fit_their_mixtures_and_hard_serves_the_largest_weight():
+@pytest.mark.slow_cases("fedrc")
+@pytest.mark.parametrize("make", [jfcl.fedem, jfcl.fedrc], ids=["fedem", "fedrc"])
+def test_newcomers_fit_their_mixtures_and_hard_serves_the_largest_weight(make):
     data, new = clients(), clients(seed=5, n=6)
-    for make in (jfcl.fedem, jfcl.fedrc):
-        algorithm = make(TASK, TRAINING, num_clusters=K, newcomer_steps=3)
-        state = jfcl.rollout(algorithm, data, key=KEY, num_rounds=2)[0]
-        served, soft = algorithm.adopt(state, new), jfcl.fedem(TASK, TRAINING, num_clusters=K).serve(state, None)
-        want = np.full((6, K), 1 / K)
-        models = [float64(jax.tree.map(lambda p, k=k: p[k], soft.models)) for k in range(K)]
-        for i, (x, y) in enumerate(of_clients(new)):
-            losses = np.stack([softmax_losses(model, x, y)[0] for model in models], 1)
-            for _ in range(3):
-                q = want[i] * np.exp(-losses)
-                want[i] = (q / q.sum(1, keepdims=True)).mean(0)
-        np.testing.assert_allclose(served.to, want, atol=1e-5)
-        hard = make(TASK, TRAINING, num_clusters=K, newcomer_steps=3, hard=True)
-        np.testing.assert_array_equal(hard.adopt(state, new).to, want.argmax(1))
-        np.testing.assert_array_equal(hard.serve(state, None).to, np.asarray(soft.to).argmax(1))
+    algorithm = make(TASK, TRAINING, num_clusters=K, newcomer_steps=3)
+    state = rollout(algorithm, data, key=KEY, num_rounds=2)[0]
+    served, soft = algorithm.adopt(state, new), jfcl.fedem(TASK, TRAINING, num_clusters=K).serve(state, None)
+    want = np.full((6, K), 1 / K)
+    models = [float64(jax.tree.map(lambda p, k=k: p[k], soft.models)) for k in range(K)]
+    for i, (x, y) in enumerate(of_clients(new)):
+        losses = np.stack([softmax_losses(model, x, y)[0] for model in models], 1)
+        for _ in range(3):
+            q = want[i] * np.exp(-losses)
+            want[i] = (q / q.sum(1, keepdims=True)).mean(0)
+    np.testing.assert_allclose(served.to, want, atol=1e-5)
+    hard = make(TASK, TRAINING, num_clusters=K, newcomer_steps=3, hard=True)
+    np.testing.assert_array_equal(hard.adopt(state, new).to, want.argmax(1))
+    np.testing.assert_array_equal(hard.serve(state, None).to, np.asarray(soft.to).argmax(1))
 
 
 def soft_round(losses_of, own, centres, shares, data, weights, present, lam):
