@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from compiled import rollout
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -126,7 +127,7 @@ def test_an_identity_batch_of_everything_is_everything(stable_rounds):
         algorithm = jfcl.ifca(
             LINEAR, training, num_clusters=2, identity_batch=identity_batch, stable_rounds=stable_rounds
         )
-        states.append(jfcl.rollout(algorithm, clients, key=jax.random.key(0), num_rounds=5)[0])
+        states.append(rollout(algorithm, clients, key=jax.random.key(0), num_rounds=5)[0])
     for state in states[1:]:
         assert (state.cluster == states[0].cluster).all()
         np.testing.assert_allclose(state.params["w"], states[0].params["w"], rtol=1e-5, atol=1e-6)
@@ -331,11 +332,11 @@ def test_shared_layers_are_averaged_over_everyone_and_the_rest_per_cluster():
     begin = {"body": np.ones((D, 2), np.float32), "head": np.array([[1, 1], [-1, -1]], np.float32)}
     options = {"num_clusters": 2, "weights": "size", "init_params": begin}
     shared = jfcl.ifca(task, training, shared=lambda path: path == "body", **options)
-    state = shared.init(jax.random.key(1), clients)
+    state = jax.jit(shared.init)(jax.random.key(1), clients)
     assert (state.params["body"][0] == state.params["body"][1]).all()
     new, metrics = jax.jit(shared.step)(jax.random.key(2), state, clients)
     plain = jfcl.ifca(task, training, **options)
-    apart, _ = jax.jit(plain.step)(jax.random.key(2), plain.init(jax.random.key(1), clients), clients)
+    apart, _ = jax.jit(plain.step)(jax.random.key(2), jax.jit(plain.init)(jax.random.key(1), clients), clients)
     assert (new.cluster == apart.cluster).all() and set(new.cluster.tolist()) == {0, 1}
     np.testing.assert_allclose(new.params["head"], apart.params["head"], rtol=1e-5)
     weight = np.array([clients.size[np.asarray(new.cluster) == k].sum() for k in range(2)], np.float64)
@@ -407,11 +408,11 @@ def test_restarts_keep_the_best_and_cost_what_they_cost():
     plain = jfcl.ifca(LINEAR, training, num_clusters=2)
     tried = jfcl.ifca(LINEAR, training, num_clusters=2, restarts=4, restart_rounds=3)
     key = jax.random.key(11)
-    state = tried.init(key, clients)
+    state = jax.jit(tried.init)(key, clients)
     losses = []
     for i in range(4):  # the same four runs, by hand
         init_key, rounds_key = jax.random.split(jax.random.fold_in(key, i))
-        s = plain.init(init_key, clients)
+        s = jax.jit(plain.init)(init_key, clients)
         for r in range(3):
             s, metrics = jax.jit(plain.step)(jax.random.fold_in(rounds_key, r), s, clients)
         losses.append((float(np.average(metrics["loss"], weights=clients.size)), s))
@@ -427,7 +428,7 @@ def test_a_cohort_takes_part_and_the_others_rest():
     clients = regression(12, n=9)
     training = jfcl.local_training(optax.sgd(0.1), num_steps=2)
     algorithm = jfcl.ifca(LINEAR, training, num_clusters=2, cohort=4, weights="size")
-    state = algorithm.init(jax.random.key(0), clients)
+    state = jax.jit(algorithm.init)(jax.random.key(0), clients)
     seen = []
     for t in range(6):
         new, metrics = jax.jit(algorithm.step)(jax.random.fold_in(jax.random.key(1), t), state, clients)

@@ -8,6 +8,7 @@ import numpy as np
 import optax
 import pytest
 import scipy.cluster.hierarchy
+from compiled import rollout
 from sklearn.cluster import AgglomerativeClustering, KMeans
 from sklearn.metrics import silhouette_score
 from sklearn.neighbors import NearestNeighbors
@@ -155,7 +156,7 @@ def mixture64(w, clients, i, first, x, mixing, k, scale):
 def test_knn_per_is_its_mixture(scale):
     clients, task = classification()
     algorithm = jfcl.knn_per(task, TWO, num_neighbours=3, mixing=0.6, scale=scale)
-    state, _ = jfcl.rollout(algorithm, clients, key=jax.random.key(0), num_rounds=3)
+    state, _ = rollout(algorithm, clients, key=jax.random.key(0), num_rounds=3)
     x = np.random.default_rng(1).normal(size=(20, 2)).astype(np.float32)
     w = np.asarray(state.common.params["w"][0], np.float64)
     task = algorithm.task
@@ -272,11 +273,11 @@ def test_knn_per_of_a_process_without_examples():
 def test_hypcluster_is_ifca_by_size_and_its_warm_start_is_fedavg_in_parts():
     clients = regression(3)
     key = jax.random.key(2)
-    plain = jfcl.rollout(jfcl.hypcluster(LINEAR, TWO, num_clusters=2), clients, key=key, num_rounds=3)
-    by_size = jfcl.rollout(jfcl.ifca(LINEAR, TWO, num_clusters=2, weights="size"), clients, key=key, num_rounds=3)
+    plain = rollout(jfcl.hypcluster(LINEAR, TWO, num_clusters=2), clients, key=key, num_rounds=3)
+    by_size = rollout(jfcl.ifca(LINEAR, TWO, num_clusters=2, weights="size"), clients, key=key, num_rounds=3)
     np.testing.assert_array_equal(plain[0].params["w"], by_size[0].params["w"])
     warm = jfcl.hypcluster(LINEAR, TWO, num_clusters=2, warm_rounds=3, init_params=START)
-    state = warm.init(key, clients)
+    state = jax.jit(warm.init)(key, clients)
     assert (state.params["w"][0] != state.params["w"][1]).any() and state.round == 0
     # Some split into two parts of four gives these models by FedAvg inside each.
     from itertools import combinations
@@ -302,7 +303,7 @@ def test_hypcluster_is_ifca_by_size_and_its_warm_start_is_fedavg_in_parts():
 def test_one_shot_is_scikit_learns_k_means_of_local_models_then_fedavg():
     clients = regression(4)
     algorithm = jfcl.one_shot(LINEAR, TWO, num_clusters=2, local_rounds=5, init_params=START)
-    state = algorithm.init(jax.random.key(0), clients)
+    state = jax.jit(algorithm.init)(jax.random.key(0), clients)
     local = np.stack([descend(START["w"].astype(np.float64), clients, i, 10) for i in range(8)])
     truth = KMeans(2, n_init=10, random_state=0).fit(local).labels_
     cluster = np.asarray(state.cluster)
@@ -333,28 +334,41 @@ def test_one_shot_chooses_the_number_of_clusters_by_silhouettes():
     np.testing.assert_array_equal(state.cluster == state.cluster[0], np.arange(8) % 2 == 0)
 
 
-@pytest.mark.slow_cases("complete-euclidean", "single-*")
-@pytest.mark.parametrize("distance", ["cosine", "euclidean"])
-@pytest.mark.parametrize("linkage", ["complete", "single"])
-def test_flhc_is_scipys_dendrogram_of_the_updates(distance, linkage):
-    clients = regression(5, n=9)
-    options = {"distance": distance, "linkage": linkage, "rounds_before": 2, "init_params": START}
+def dendrogram(clients, distance, linkage):
+    """FedAvg after two rounds, and SciPy's tree of the updates that clients make from there."""
     w = START["w"].astype(np.float64)
     share = clients.size / clients.size.sum()
     for _ in range(2):
         w = sum(share[i] * descend(w, clients, i, 2) for i in range(9))
     updates = np.stack([descend(w, clients, i, 2) - w for i in range(9)])
-    tree = scipy.cluster.hierarchy.linkage(updates, linkage, metric=distance)
-    state = jfcl.flhc(LINEAR, TWO, num_clusters=4, **options).init(jax.random.key(0), clients)
+    return w, scipy.cluster.hierarchy.linkage(updates, linkage, metric=distance)
+
+
+@pytest.mark.slow_cases("complete-euclidean", "single-*")
+@pytest.mark.parametrize("distance", ["cosine", "euclidean"])
+@pytest.mark.parametrize("linkage", ["complete", "single"])
+def test_flhc_is_scipys_dendrogram_of_the_updates(distance, linkage):
+    clients = regression(5, n=9)
+    w, tree = dendrogram(clients, distance, linkage)
+    options = {"distance": distance, "linkage": linkage, "rounds_before": 2, "init_params": START}
+    state = jax.jit(jfcl.flhc(LINEAR, TWO, num_clusters=4, **options).init)(jax.random.key(0), clients)
     truth = scipy.cluster.hierarchy.fcluster(tree, 4, "maxclust")
     cluster = np.asarray(state.cluster)
     assert ((cluster[:, None] == cluster[None]) == (truth[:, None] == truth[None])).all()
     np.testing.assert_allclose(state.params["w"], np.tile(w, (4, 1)), rtol=1e-4, atol=1e-5)
-    cut = (tree[-2, 2] + tree[-3, 2]) / 2  # three clusters
-    many = jfcl.flhc(LINEAR, TWO, num_clusters=5, distance_threshold=cut, **options)
-    assert len(set(many.init(jax.random.key(0), clients).cluster.tolist())) == 3
-    few = jfcl.flhc(LINEAR, TWO, num_clusters=2, distance_threshold=cut, **options)
-    assert len(set(few.init(jax.random.key(0), clients).cluster.tolist())) == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("distance", ["cosine", "euclidean"])
+@pytest.mark.parametrize("linkage", ["complete", "single"])
+def test_flhc_cuts_at_a_distance_within_the_number_of_clusters(distance, linkage):
+    clients = regression(5, n=9)
+    _, tree = dendrogram(clients, distance, linkage)
+    options = {"distance": distance, "linkage": linkage, "rounds_before": 2, "init_params": START}
+    options["distance_threshold"] = (tree[-2, 2] + tree[-3, 2]) / 2  # three clusters
+    for most, found in ((5, 3), (2, 2)):
+        state = jax.jit(jfcl.flhc(LINEAR, TWO, num_clusters=most, **options).init)(jax.random.key(0), clients)
+        assert len(set(state.cluster.tolist())) == found
 
 
 @pytest.mark.slow

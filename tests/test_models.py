@@ -587,7 +587,7 @@ def gradient(task, batch):
     return jax.grad(lambda w: task.loss(w, batch).mean())(jnp.ones(3))
 
 
-@pytest.mark.slow_cases("classes")
+@pytest.mark.slow_cases("classes of words")
 @pytest.mark.parametrize("shape", [(4, 5), (4, 6, 5)], ids=["classes", "classes of words"])
 def test_a_mixture_of_classifiers_is_the_mean_of_probabilities(shape):
     rng = np.random.default_rng(0)

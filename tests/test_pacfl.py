@@ -63,30 +63,31 @@ def clusters_by_loop(angles, threshold):
     return cluster
 
 
-@pytest.mark.slow_cases("False-*", "True-2-1", "True-2-2")
+@pytest.mark.slow_cases("False-*", "True-2-1-*", "True-2-2-*", "*-many clusters")
+@pytest.mark.parametrize("cut", [slice(4, 6), slice(-2, None)], ids=["many clusters", "few clusters"])
 @pytest.mark.parametrize(
     ("by_label", "p", "seed"), [(*which, seed) for which in ((True, 2), (False, 3)) for seed in range(3)]
 )
-def test_the_clusters_are_the_papers(by_label, p, seed):
+def test_the_clusters_are_the_papers(by_label, p, seed, cut):
     clients = clients_of(seed)
     angles, counts = angles_of(clients, p, by_label)
     heights = np.sort(scipy.cluster.hierarchy.linkage(squareform(angles), "weighted")[:, 2])
-    for threshold in (heights[4:6].mean(), heights[-2:].mean()):
-        options = {"num_clusters": 10, "angle_threshold": float(threshold), "num_vectors": p, "by_label": by_label}
-        algorithm = jfcl.pacfl(TASK, TWO, **options)
-        more = padded(clients)
-        state = jax.jit(algorithm.init)(jax.random.key(0), more)
-        wanted = clusters_by_loop(angles, threshold)
-        assert adjusted_rand_score(state.cluster[:10], wanted) == 1
-        _, metrics = jax.jit(algorithm.step)(jax.random.key(1), state, more)
-        same = wanted[:, None] == wanted[None, :]
-        apart = ~np.eye(10, dtype=bool)
-        np.testing.assert_allclose(metrics["angle_between"], angles[~same].mean(), atol=1e-2)
-        np.testing.assert_allclose(metrics["angle_within"], angles[same & apart].mean(), atol=0.1)
-        assert metrics["clusters_found"] == wanted.max() + 1
-        model = 4 * (F * CLASSES + CLASSES)
-        np.testing.assert_allclose(metrics["bytes_up"], 10 * model + 4 * F * sum(counts))
-        assert metrics["bytes_down"] == 10 * model
+    threshold = heights[cut].mean()
+    options = {"num_clusters": 10, "angle_threshold": float(threshold), "num_vectors": p, "by_label": by_label}
+    algorithm = jfcl.pacfl(TASK, TWO, **options)
+    more = padded(clients)
+    state = jax.jit(algorithm.init)(jax.random.key(0), more)
+    wanted = clusters_by_loop(angles, threshold)
+    assert adjusted_rand_score(state.cluster[:10], wanted) == 1
+    _, metrics = jax.jit(algorithm.step)(jax.random.key(1), state, more)
+    same = wanted[:, None] == wanted[None, :]
+    apart = ~np.eye(10, dtype=bool)
+    np.testing.assert_allclose(metrics["angle_between"], angles[~same].mean(), atol=1e-2)
+    np.testing.assert_allclose(metrics["angle_within"], angles[same & apart].mean(), atol=0.1)
+    assert metrics["clusters_found"] == wanted.max() + 1
+    model = 4 * (F * CLASSES + CLASSES)
+    np.testing.assert_allclose(metrics["bytes_up"], 10 * model + 4 * F * sum(counts))
+    assert metrics["bytes_down"] == 10 * model
 
 
 @pytest.mark.slow
