@@ -224,6 +224,7 @@ def test_a_text_ends_a_run_at_an_evaluated_round_alone(tmp_path):
 # ---- Errors ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow_cases("on_checkpoint-2-population", "on_end-*-population", "on_start-0-population")
 @pytest.mark.parametrize("name", RUNS)
 @pytest.mark.parametrize("method, done", [("on_start", 0), ("on_records", 2), ("on_checkpoint", 2), ("on_end", ROUNDS)])
 def test_a_callback_that_raises_is_named_and_the_run_resumes(name, method, done, tmp_path):

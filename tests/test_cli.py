@@ -668,9 +668,6 @@ def test_ctrl_c_saves_and_says_how_to_go_on(tmp_path):
     done = max(int(p.name) for p in (tmp_path / "x" / "checkpoints").glob("[0-9]*"))
     lines = [json.loads(line) for line in metrics.read_text().splitlines()]
     assert lines[-1]["round"] == done > 0
-    resumed = ["run", "fedavg", *rounds, "--rounds", str(done + 2), "--out", str(tmp_path / "x"), "--resume"]
-    assert cli.main(resumed) == 0
-    assert json.loads((tmp_path / "x" / "summary.json").read_text())["num_rounds"] == done + 2
 
 
 @pytest.mark.slow
@@ -781,13 +778,15 @@ def test_local_training_is_evaluated_on_the_clients_that_an_attack_leaves(tmp_pa
     assert hostile.sum() == 2 and not np.isnan(plain[1].clients["accuracy"]).any()
 
 
+OF_POPULATION = ["--population", "120", "--cohort", "20", "--dropout", "0.2", "--stragglers", "0.1", "--restarts", "1"]
+OF_POPULATION += ["--rounds", "3", "--local-steps", "1", "--model", "linear", "--clusters", "2", "--quiet"]
+OF_POPULATION += ["--partition", "dirichlet", "--alpha", "5"]
+
+
 def test_a_population(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(population, "EVALUATED", 100)
     out, store = tmp_path / "run", tmp_path / "store"
-    options = ["--population", "120", "--cohort", "20", "--dropout", "0.2", "--stragglers", "0.1", "--restarts", "1"]
-    options += ["--rounds", "3", "--local-steps", "1", "--model", "linear", "--clusters", "2", "--quiet"]
-    options += ["--partition", "dirichlet", "--alpha", "5"]
-    command = ["run", "ifca", *options, "--store", str(store)]
+    command = ["run", "ifca", *OF_POPULATION, "--store", str(store)]
     assert cli.main([*command, "--out", str(out)]) == 0
     summary = json.loads((out / "summary.json").read_text())
     assert (summary["num_clients"], summary["cohort"], summary["evaluated"]) == (120, 20, 100)
@@ -795,21 +794,29 @@ def test_a_population(tmp_path, monkeypatch, capsys):
     table = (out / "clients.csv").read_text().splitlines()
     assert len(table) == 101 and len({row.split(",")[1] for row in table[1:]}) == 100
     assert {p.name for p in out.iterdir()} >= {"metrics.jsonl", "config.json", "params.npz", "plots", "checkpoints"}
-    resumed = ["run", "ifca", "--config", str(out / "config.json"), "--rounds", "5", "--out", str(out), "--resume"]
-    assert cli.main([*resumed, "--quiet"]) == 0  # from the store that is there now
-    assert [r["round"] for r in map(json.loads, (out / "metrics.jsonl").read_text().splitlines())] == [1, 2, 3, 4, 5]
     capsys.readouterr()
-    for options, said in {
-        "--heterogeneity none": "heterogeneity: it has 'rotation', asked for 'none'",
-        "--alpha 0.5": "alpha: it has 5.0, asked for 0.5",
-        "--dataset mnist --data-seed 3": "data_seed: it has 0, asked for 3; dataset: it has 'digits', asked for",
-    }.items():
-        assert cli.main([*command, *options.split()]) == 2
-        assert said in capsys.readouterr().err.replace("\n", " ")
+    assert cli.main([*command, "--alpha", "0.5"]) == 2
+    assert "alpha: it has 5.0, asked for 0.5" in capsys.readouterr().err.replace("\n", " ")
     x = store / "train" / "x.npy"
     x.write_bytes(x.read_bytes()[:-7])
     assert cli.main(command) == 2
     assert "x.npy was cut short" in capsys.readouterr().err.replace("\n", " ")
+
+
+@pytest.mark.slow
+def test_a_population_goes_on_from_the_store_that_is_there(tmp_path, capsys):
+    out, command = tmp_path / "run", ["run", "ifca", *OF_POPULATION, "--store", str(tmp_path / "store")]
+    assert cli.main([*command, "--out", str(out)]) == 0
+    resumed = ["run", "ifca", "--config", str(out / "config.json"), "--rounds", "5", "--out", str(out), "--resume"]
+    assert cli.main([*resumed, "--quiet"]) == 0
+    assert [r["round"] for r in map(json.loads, (out / "metrics.jsonl").read_text().splitlines())] == [1, 2, 3, 4, 5]
+    capsys.readouterr()
+    for options, said in {
+        "--heterogeneity none": "heterogeneity: it has 'rotation', asked for 'none'",
+        "--dataset mnist --data-seed 3": "data_seed: it has 0, asked for 3; dataset: it has 'digits', asked for",
+    }.items():
+        assert cli.main([*command, *options.split()]) == 2
+        assert said in capsys.readouterr().err.replace("\n", " ")
 
 
 @pytest.mark.parametrize(

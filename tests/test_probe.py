@@ -35,6 +35,7 @@ def test_the_fastest_is_taken_and_remembered(monkeypatch, tmp_path, capsys):
         return pace[axis]
 
     monkeypatch.setattr(probe, "seconds_per_client", seconds)
+    monkeypatch.setattr(memory, "needed_memory", lambda *_: 0)
     assert probe.fastest(make, clients, candidates, about="x") == jfcl.chunked(3) and len(asked) == 3
     printed = capsys.readouterr().err
     assert "ms a client" in printed and "1e+03" in printed
