@@ -221,7 +221,8 @@ def test_memory_is_refused_with_the_compilers_bytes(monkeypatch, text, size):
 def test_the_command_writes_its_files(on_cpu, tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     out = tmp_path / "plan"
-    assert cli.main(["plan", "ifca", *QUICK, "--target", "h100:2", "--chunk", "2", "--out", str(out)]) == 0
+    options = [*QUICK, "--model", "linear", "--target", "h100:2", "--chunk", "2", "--out", str(out)]
+    assert cli.main(["plan", "fedavg", *options]) == 0
     printed = capsys.readouterr().out
     assert "a round, predicted" in printed and "times are predictions" in printed.replace("\n", " ")
     assert max(map(len, printed.splitlines())) <= 80
@@ -234,7 +235,7 @@ def test_the_command_writes_its_files(on_cpu, tmp_path, capsys, monkeypatch):
     assert (out / "step.hlo.txt").read_text().startswith("HloModule")
     # What does not fit is printed, kept, and refused.
     monkeypatch.setitem(targets.CHIPS, "h100", targets.CHIPS["h100"]._replace(memory=1000.0))
-    assert cli.main(["plan", "ifca", *QUICK, "--target", "h100:2", "--chunk", "2", "--out", str(out)]) == 2
+    assert cli.main(["plan", "fedavg", *options]) == 2
     assert "may fit" in capsys.readouterr().err and not json.loads((out / "plan.json").read_text())["fits"]
 
 
