@@ -144,7 +144,7 @@ def test_a_second_name_of_a_file_is_not_written_to(copy, tmp_path):
     assert (tmp_path / "mine").read_text() == "mine"
 
 
-@pytest.mark.slow_cases("broken link", "link", "link to a folder", "socket")
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ODD)
 def test_sweeps_stores_and_experiments_are_read_like_runs(kind, tmp_path):
     config, grid = Config("fedavg", **OPTIONS | {"rounds": 1}), {"lr": [0.1, 0.2]}

@@ -121,6 +121,7 @@ def test_an_empty_batch_has_gradients_of_zero(form):
     "cpu-6-*",
     "gpu-2-1-SAME-own weights",
     "gpu-6-*",
+    "cpu-2-1-SAME-shared weights",
 )
 @pytest.mark.parametrize("own", [True, False], ids=["own weights", "shared weights"])
 @pytest.mark.parametrize(
