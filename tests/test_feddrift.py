@@ -136,7 +136,7 @@ class Loop:
 )
 def test_steps_are_the_papers(options, cohort, window):
     events, step = np.zeros(2, int), None
-    for seed in range(3):
+    for seed in range(2):
         phases, cells = drifting(seed, window)
         more = [padded(clients) for clients in phases]
         rng, each = np.random.default_rng(seed + 50), options.get("start") == "each"
