@@ -6,6 +6,7 @@ import csv
 import functools
 import gzip
 import hashlib
+import importlib.util
 import io
 import json
 import lzma
@@ -72,9 +73,15 @@ def _points(data_dir, name: str) -> Dataset:
 
 @functools.cache
 def _digits_file() -> tuple[np.ndarray, np.ndarray]:
-    from sklearn.datasets import load_digits
+    """Reads the file of scikit-learn, since an import of `sklearn.datasets` takes over a second."""
+    found = importlib.util.find_spec("sklearn")
+    file = Path(found.origin).parent / "datasets" / "data" / "digits.csv.gz" if found else None
+    if file is None or not file.exists():
+        from sklearn.datasets import load_digits
 
-    return load_digits(return_X_y=True)
+        return load_digits(return_X_y=True)
+    table = np.loadtxt(file, delimiter=",")
+    return table[:, :-1], table[:, -1].astype(int)
 
 
 def _idx_images(data_dir, folder: str, prefixes: tuple[str, str] = ("train", "t10k"), num_classes: int = 10) -> Dataset:
