@@ -247,6 +247,7 @@ def _of_data(name: str, of_runs: dict[str, Any], given: dict[str, Any]) -> dict[
     The examples of a client are as many as those of the cluster with the fewest labels divide among its clients, where
     every cluster has labels of its own, and 5 % less since labels have different numbers of examples.
     """
+    check(name.isprintable(), "datasets", name, "names of data sets")
     dataset = lookup.find_dataset(name, given["data_dir"])
     check(dataset.num_classes is not None, "datasets", name, "of classification")
     count, k = len(dataset.train["y"]), of_runs["clusters"]
