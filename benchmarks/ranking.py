@@ -1,6 +1,6 @@
 """The tables of docs/ranking.md, from a folder of `jfcl shifts`.
 
-jfcl shifts --quick --out runs/quick     # 20 minutes on 2 cores
+jfcl shifts --quick --out runs/quick     # 18 minutes on 2 busy cores
 python benchmarks/ranking.py runs/quick  # writes results/ranking-quick-{known,auto}.json and the runs, a CSV file
 python benchmarks/tables.py              # writes the tables into the page
 """
