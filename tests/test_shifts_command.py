@@ -136,6 +136,14 @@ def test_parts_merge_to_the_same_folder(whole, tmp_path):
     assert done == [1, 3] and results(tmp_path / "parts") == results(whole)
 
 
+def test_a_tpu_is_held_by_one_process(whole, tmp_path, monkeypatch):
+    monkeypatch.setattr(SHIFTS, "platform", lambda: "tpu")
+    monkeypatch.setattr(jobs, "in_processes", None)
+    assert results(jfcl.shifts(**SMALL, out=tmp_path / "tpu").folder) == results(whole)
+    with pytest.raises(ValueError, match="jobs must be 1 on a TPU, which one process holds, got 2"):
+        jfcl.shifts(**SMALL, out=tmp_path / "two", jobs=2)
+
+
 def test_what_a_kill_leaves_is_continued_and_gives_the_same(whole, tmp_path):
     """A cell that was not written, one that was cut off, one that is damaged, and a file that was half written."""
     jfcl.shifts(**SMALL, out=tmp_path / "killed", jobs=1)

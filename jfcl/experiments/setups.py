@@ -89,7 +89,7 @@ def make_algorithm(config: Config, task: Task, training: LocalTraining, federati
         "personal": None if config.personal is None else starting_with(config.personal),
         "init_params": None if config.init_from is None else _warm_start(config, task),
         "num_clusters": config.num_models if "num_clusters" in method.options else None,
-        "cluster": _true_cluster(federation) if "cluster" in method.options else None,
+        "cluster": given_clusters(federation) if "cluster" in method.options else None,
         "true_cluster": federation.cluster if config.track_gap else None,
     }
     options = {name: value for name, value in options.items() if value is not None}
@@ -98,7 +98,7 @@ def make_algorithm(config: Config, task: Task, training: LocalTraining, federati
     return algorithm
 
 
-def _true_cluster(federation: data.Federation) -> np.ndarray:
+def given_clusters(federation: data.Federation) -> np.ndarray:
     """Returns the true clusters `[N]`, of drifting data `[T, N]`."""
     return federation.cluster if federation.drift is None else federation.drift.cluster
 

@@ -304,7 +304,7 @@ _makers: dict[tuple, Callable[..., Algorithm]] = {}
 def _maker(config: Config, clients: Federation, traced: tuple[str, ...]) -> Callable[..., Algorithm]:
     """Returns the function of the traced options that makes the method; the same object for runs of one program."""
     values = {name: v for name, v in config.values.items() if name not in (*NOT_OF_PROGRAMS, *traced)}
-    of_clusters = setups._true_cluster(clients) if "cluster" in find_method(config.method).options else None
+    of_clusters = setups.given_clusters(clients) if "cluster" in find_method(config.method).options else None
     largest = max_examples(clients.train)
     key = (json.dumps(values, default=str), traced, clients.input_shape, clients.num_classes, largest)
     key += (None if of_clusters is None else of_clusters.tobytes(),)
