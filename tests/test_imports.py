@@ -120,6 +120,21 @@ def test_what_is_below_the_methods_knows_none_of_them():
     assert not found
 
 
+def test_what_is_above_the_methods_knows_their_registry_alone():
+    """Defaults name methods there; no module of a method is imported, and no field of a state is read."""
+    found = []
+    for file, tree in TREES.items():
+        if file.relative_to(ROOT).parts[0] not in ("planning", "experiments", "cli"):
+            continue
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("jfcl.methods"):
+                found += [(file.name, name.name) for name in node.names if name.name not in ("METHODS", "Method")]
+            elif isinstance(node, ast.Attribute):
+                of_state = "state" in (getattr(node.value, "id", ""), getattr(node.value, "attr", ""))
+                found += [(file.name, node.attr)] if of_state and node.attr not in ("params", "cluster") else []
+    assert not found
+
+
 def test_importing_jfcl_leaves_heavy_packages_alone():
     heavy = ("tensorflow", "tensorflow_datasets", "orbax", "pandas", "IPython", "matplotlib", "scipy.optimize")
     code = f"import sys, jfcl; print([m for m in {heavy} if m in sys.modules])"

@@ -22,7 +22,6 @@ from jfcl.experiments import comparison
 from jfcl.experiments.comparison import is_configured, number, size_text
 from jfcl.experiments.privacy import privacy_text
 from jfcl.experiments.results import Results, read_results
-from jfcl.methods.cfl import parameter_tree
 from jfcl.simulation.loop import ALL_DONE
 
 NAME = "report.html"
@@ -66,7 +65,7 @@ def report(runs: str | Path | Sequence[str | Path], *, out: str | Path | None = 
     """Writes one page of HTML on a run, or on several side by side; it needs no other file and no network.
 
     The page has the results, the curves with bands over seeds, the cluster of each client over rounds, the similarities
-    ordered by cluster, CFL's parameter tree, the worst clients, bytes and seconds, options, versions and the commands
+    ordered by cluster, the parameter tree, the worst clients, bytes and seconds, options, versions and the commands
     that resume the run. Of a run that is not finished it reports what there is, with a note on the page and a warning.
     Of more than 20 runs it shows tables of all, curves of the first 20, and no sections on single runs. Nothing else in
     the runs' folders changes.
@@ -276,14 +275,14 @@ def _clusters(run: Results, label: str) -> Figure | None:
 def _similarity_and_tree(run: Results, label: str) -> dict[str, Any]:
     """Returns the parameter tree, its splits, and the similarities of the updates that the first of them compared."""
     parts: dict[str, Any] = dict.fromkeys(("similarity", "tree", "splits"))
-    state = run.read_tree()
-    if state is None:
+    if run.tree is None:
         return parts
-    nodes, true, seed = parameter_tree.nodes(state), run.first_seed().get("true_cluster"), run.first_seed()["seed"][0]
+    state = run.tree.load_tree(run.folder / "tree.npz")
+    nodes, true, seed = run.tree.nodes(state), run.first_seed().get("true_cluster"), run.first_seed()["seed"][0]
     caption = f"Splits of seed {seed}, rounds downwards; the width is the number of clients, the colour the true"
     parts["tree"] = figure(run, "tree", partial(plots.tree, nodes, true), f"{caption} cluster.", label)
     parts["splits"] = _branch(nodes, 0, true)
-    updates, cluster = parameter_tree.first_split(state)
+    updates, cluster = run.tree.first_split(state)
     if min(updates.shape) > 0:
         caption = f"Cosine similarities of the updates of {len(updates)} clients in round"
         caption += f" {nodes[nodes[0].children[0]].round}, when the first split was made; ordered by final cluster."
@@ -303,7 +302,7 @@ def cosines(rows: np.ndarray) -> np.ndarray:
     return rows @ rows.T
 
 
-def _branch(nodes: Sequence[parameter_tree.Node], at: int, true: np.ndarray | None) -> dict[str, Any]:
+def _branch(nodes: Sequence[Any], at: int, true: np.ndarray | None) -> dict[str, Any]:
     """Returns a cluster, the numbers of its clients by their true cluster, and those that it was split into."""
     node = nodes[at]
     kinds = [] if true is None else zip(*np.unique(true[node.clients], return_counts=True), strict=True)

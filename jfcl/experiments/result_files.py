@@ -16,7 +16,7 @@ from jfcl.experiments.privacy import privacy_of
 from jfcl.experiments.serving import npz_bytes
 from jfcl.experiments.setups import Setup
 from jfcl.mapping import hosts
-from jfcl.methods.cfl import CFLState, parameter_tree
+from jfcl.methods import METHODS
 from jfcl.simulation import folder
 from jfcl.simulation.folder import finite_or_none
 from jfcl.simulation.loop import History
@@ -97,12 +97,13 @@ def write_results(out: Path, summary: dict[str, Any], history: History, parts: S
         }
     if "accuracy" in history.clients:  # not of a regression
         figures["clients"] = plots.client_accuracies({name: history.clients["accuracy"]})
-    if of_all and isinstance(history.state, CFLState) and history.state.active.shape[1] > 1:
+    method = METHODS.get(name)  # None: of a user
+    if of_all and method and method.tree and served.active.shape[1] > 1:
         for s, seed in enumerate(parts.seeds):
             label, tree = f"tree-{seed}" if s else "tree", jax.tree.map(lambda x, s=s: x[s], history.state)
-            parameter_tree.save_tree(buffer := io.BytesIO(), tree)
+            method.tree.save_tree(buffer := io.BytesIO(), tree)
             contents[f"{label}.npz"] = buffer.getvalue()
-            figures[label] = plots.tree(parameter_tree.nodes(tree), cluster)
+            figures[label] = plots.tree(method.tree.nodes(tree), cluster)
     if "cluster" in records[0]:
         figures["clusters"] = plots.assignments(records, cluster)
     if by_number := silhouettes_by_number(records):

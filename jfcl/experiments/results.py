@@ -6,6 +6,7 @@ import csv
 import io
 from collections import Counter
 from pathlib import Path
+from types import ModuleType
 from typing import Any, NamedTuple
 from zipfile import BadZipFile, ZipFile
 
@@ -14,7 +15,6 @@ from flax.traverse_util import unflatten_dict
 
 from jfcl.core import PyTree, check, plain
 from jfcl.methods import METHODS
-from jfcl.methods.cfl import parameter_tree
 from jfcl.simulation.folder import RunFolder, finite_or_none, read_json, read_verified, saved_config, verify_results
 from jfcl.simulation.results import summarize_records
 
@@ -84,9 +84,10 @@ class Results(NamedTuple):
         except ValueError:  # removed, or of another run
             return None
 
-    def read_tree(self) -> parameter_tree.CFLState | None:
-        """Returns the splits of the first seed's parameter tree; None for a run without one."""
-        return parameter_tree.load_tree(self.folder / "tree.npz") if self.has("tree.npz") else None
+    @property
+    def tree(self) -> ModuleType | None:
+        """The module that reads `tree.npz`, the splits of the first seed's clusters; None for a run without them."""
+        return METHODS[self.config["method"]].tree if self.has("tree.npz") else None
 
 
 def read_results(folder: str | Path, records: list[dict[str, Any]] | None = None) -> Results:

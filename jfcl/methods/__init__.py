@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from types import MappingProxyType
+from types import MappingProxyType, ModuleType
 from typing import Any, NamedTuple
 
 from jfcl.core import Algorithm
 from jfcl.core.options import Option, first_sentence, options_of
-from jfcl.methods.cfl import byzantine_cfl, cfl
+from jfcl.methods.cfl import byzantine_cfl, cfl, parameter_tree
 from jfcl.methods.cfl_gp import cfl_gp
 from jfcl.methods.clove import clove
 from jfcl.methods.ditto import ditto
@@ -48,6 +48,8 @@ class Method(NamedTuple):
       sends: whether clients send anything.
       finds_number_by: the option that decides on the number of clusters, where it finds this number itself;
         `num_clusters`, if it has one, is then the most there may be.
+      tree: the module that reads and writes the tree of splits in its state (`save_tree`, `load_tree`, `nodes`,
+        `first_split`), where it divides clusters; a run keeps the tree, and its report shows it.
     """
 
     make: Callable[..., Algorithm]
@@ -57,6 +59,7 @@ class Method(NamedTuple):
     chooses: bool = False
     sends: bool = True
     finds_number_by: str | None = None
+    tree: ModuleType | None = None
 
     @property
     def options(self) -> list[str]:
@@ -87,7 +90,10 @@ METHODS = {
     "oracle": Method(oracle, "FedAvg inside the true clusters: what clustering can reach at best"),
     "ifca": Method(ifca, "clients pick the model of lowest loss (Ghosh et al. 2020)", RESTARTS, chooses=True),
     "cfl": Method(
-        cfl, "clusters of diverging clients are split in two (Sattler et al. 2021)", finds_number_by="gamma_max"
+        cfl,
+        "clusters of diverging clients are split in two (Sattler et al. 2021)",
+        finds_number_by="gamma_max",
+        tree=parameter_tree,
     ),
     "byzantine_cfl": Method(byzantine_cfl, "one model for the majority, dissenters are excluded (Sattler et al. 2020)"),
     "federated_clustering": Method(
