@@ -50,22 +50,23 @@ def evaluate(
       clients: the data to evaluate on, e.g. test examples; any number of clients.
       cluster: `[N]` int32, the model of each client; `[N, K]` float32, the weights of its mixture, of which `Task.mix`
         makes one model; `None`: the model of lowest loss on its examples.
-      personal: pytree of `[N, ...]`, the clients' own parameters as in `state.personal`, with which the model of each
-        is complete; `()`: there are none.
+      personal: pytree of `[N, ...]`, the clients' own parameters as in `state.personal`, which complete the model of
+        each; `()`: there are none.
       metrics: further functions `(outputs [M, ...], batch, real [M]) -> array` of a client's outputs, by name; `real`
-        marks the examples that are no padding. `macro_f1`, `auc`, `calibration_error` and `confusion_matrix` of
-        `jfcl.metrics` are some. The same functions in a second call compile nothing.
+        marks the examples that are not padding. `jfcl.metrics` has `macro_f1`, `auc`, `calibration_error` and
+        `confusion_matrix`. The same functions in a second call compile nothing.
       client_axis: a mapping; default: `jfcl.mapping.auto()`.
 
     Returns:
       `loss` `[N]`, `accuracy` `[N]` (where the task has one), `perplexity` `[N]` (of language models: the exponential
       of the client's loss) and `cluster` `[N]`, the model, or that of the largest weight; NaN for clients without
-      examples. Cost: one forward pass over all examples, `K + 1` if `cluster` is None, `K` of mixtures. Compiled once
+      examples. Cost: one forward pass over all examples, `K + 1` if `cluster` is None, `K` for mixtures. Compiled once
       for a task and a mapping.
 
     Raises:
       ValueError: clusters on the host (numpy, a list) of another length, or outside `0 .. K-1`; weights that do not sum
-        to 1; mixtures for a task without `mix`; `metrics` that are no functions, or with a name of another result.
+        to 1; mixtures for a task without `mix`; `metrics` that are not functions, or that have the name of another
+        result.
 
     Example:
       >>> import jax.numpy as jnp, numpy as np, jfcl
@@ -145,9 +146,10 @@ def summarize(evaluation: dict[str, np.ndarray], size: np.ndarray) -> dict[str, 
       size: `[N]`, the number of examples each client was evaluated on; clients with none are left out.
 
     Returns:
-      `loss`, `accuracy`, `perplexity` and further metrics: means over clients, of a further metric without those for
-      which it is NaN (None if it is for all). `pooled_accuracy`: the mean over examples. `worst_client_accuracy` and
-      `worst_decile_accuracy`: the lowest, and the mean of the lowest tenth (at least one client).
+      `loss`, `accuracy`, `perplexity` and further metrics: means over clients; further metrics leave out the clients
+      for which they are NaN (None if that is all of them). `pooled_accuracy`: the mean over examples.
+      `worst_client_accuracy` and `worst_decile_accuracy`: the lowest, and the mean of the lowest tenth (at least one
+      client).
 
     Example:
       >>> import numpy as np
@@ -224,8 +226,9 @@ def mixture_recovery(found: np.ndarray, true: np.ndarray) -> dict[str, float]:
 
     Returns:
       Under the one-to-one matching of models and clusters with the least difference (Hungarian method; a model or a
-      cluster without partner differs by all that it has): `mixture_error`, the mean over clients of the total variation
-      distance, in `[0, 1]`; `mixture_correlation`, Pearson's, over all clients and clusters (NaN if one is constant).
+      cluster without a partner counts with its whole weight): `mixture_error`, the mean over clients of the total
+      variation distance, in `[0, 1]`; `mixture_correlation`, Pearson's, over all clients and clusters (NaN if one is
+      constant).
 
     Example:
       >>> true = np.array([[0.9, 0.1], [0.2, 0.8]])
@@ -289,7 +292,7 @@ def _normalized_mutual_information(table: np.ndarray) -> float:
 def deviation(values: Sequence[float]) -> float | None:
     """Returns the sample standard deviation (with the divisor `R - 1`) of `R` values; None for fewer than two.
 
-    It is that of every ± in tables, figures and files.
+    Every ± in tables, figures and files is this number.
 
     Example:
       >>> deviation([1.0, 3.0]) ** 2, deviation([1.0])
@@ -317,11 +320,11 @@ def drift_results(records: Sequence[dict]) -> dict[str, list]:
       records: those of one seed, as in `History.records`, of classification.
 
     Returns:
-      Lists with an entry for each step that has ended or goes on, of its last evaluated round: `round`; `changed`, the
-      number of clients whose cluster changed when the step began; `accuracy`; `adjusted_rand`; `next_accuracy`, that of
-      the same models on the tests of the next step, before they adapt; `next_stable_accuracy`, that of the clients
-      whose cluster stays. And `recovery`: after a change, the rounds until the accuracy is at least 95 % of the last
-      one before it; None for a step without a change, and where the accuracy does not come back.
+      Lists with an entry for each step that has ended or is in progress, from its last evaluated round: `round`;
+      `changed`, the number of clients whose cluster changed when the step began; `accuracy`; `adjusted_rand`;
+      `next_accuracy`, that of the same models on the tests of the next step, before they adapt; `next_stable_accuracy`,
+      that of the clients whose cluster stays. And `recovery`: after a change, the rounds until the accuracy is at least
+      95 % of the last one before it; None for a step without a change, and where the accuracy does not recover.
 
     Example:
       >>> accuracies = [(1, 0, 0.9), (2, 0, 1.0), (3, 1, 0.5), (4, 1, 0.7), (5, 2, 0.96)]
@@ -359,9 +362,9 @@ def confusion_matrix(logits: jax.Array, batch: Batch, real: jax.Array) -> jax.Ar
 
 
 def macro_f1(logits: jax.Array, batch: Batch, real: jax.Array) -> jax.Array:
-    """Returns the mean of the classes' F1, `[]`, over the classes that are labels or predictions of the client.
+    """Returns the mean F1 of the classes, `[]`, over those that occur among the client's labels or predictions.
 
-    That is `sklearn.metrics.f1_score(average="macro")`.
+    It equals `sklearn.metrics.f1_score(average="macro")`.
 
     Example:
       >>> logits = jnp.array([[2.0, 0.0], [0.0, 1.0], [3.0, 0.0]])

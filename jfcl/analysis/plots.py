@@ -78,7 +78,7 @@ def _content(figure: Figure, form: str, *, whole: bool = False) -> bytes:
 
 
 def save(figure: Figure, path: str | Path, *, column: bool = False) -> Path:
-    """Writes `figure` as PNG, PDF or SVG, as the name of the file ends, making its folder.
+    """Writes `figure` as PNG, PDF or SVG, by the ending of the file's name; makes the folder.
 
     With `column` it is as wide as a column of a paper with two columns, 3.25 inches, with texts of 6 to 8 points; the
     figure is changed. `ValueError` for another ending.
@@ -175,8 +175,8 @@ def curves(
 ) -> Figure:
     """Plots one metric over rounds, a line per run: mean over seeds, and a band from the lowest to the highest seed.
 
-    With `over` it is over another entry of the records. Of more than 2,000 rounds, as many evenly spaced are drawn.
-    Of drifting data, a dotted line marks the rounds after which clients change their clusters.
+    `over` names another entry of the records for the horizontal axis. Of more than 2,000 rounds, 2,000 evenly spaced
+    ones are drawn. For drifting data, a dotted line marks the rounds after which clients change their clusters.
 
     Example:
       >>> records = [{"seed": 0, "round": 1, "accuracy": 0.5}, {"seed": 0, "round": 2, "accuracy": 0.9}]
@@ -330,7 +330,7 @@ def client_accuracies(runs: Mapping[str, np.ndarray]) -> Figure:
 def tree(nodes: Sequence[Any], true_cluster: np.ndarray | None = None) -> Figure:
     """Plots a parameter tree (CFL's figure 4), rounds downwards: each cluster is a bar of its clients' true clusters.
 
-    `nodes` are of `jfcl.parameter_tree.nodes`. Without `true_cluster` `[N]`, bars show the number of clients only.
+    `nodes` come from `jfcl.parameter_tree.nodes`. Without `true_cluster` `[N]`, bars show the number of clients only.
 
     Example:
       >>> from jfcl.parameter_tree import Node
@@ -373,7 +373,7 @@ def tree(nodes: Sequence[Any], true_cluster: np.ndarray | None = None) -> Figure
 
 
 def throughput(rows: Sequence[dict[str, Any]]) -> Figure:
-    """Plots client-steps a second by clients, a panel per model; the colour is the method, the dashes are the mapping.
+    """Plots client-steps per second by number of clients, a panel per model; colours are methods, dashes mappings.
 
     `rows` are those of `jfcl.experiments.bench.sweep`.
 

@@ -39,7 +39,7 @@ COMMANDS = {  # the first three have the options of a run
     "run": "run one method and keep its results in a folder",
     "plan": "compile a run for a TPU or GPU that you do not have: does it fit, and how long may a round take",
     "sweep": "run one method with all combinations of some options, and choose the best on held-out examples",
-    "shifts": "every method on every shift, tuned by the same budget: which method for which shift, at what cost",
+    "shifts": "every method on every shift, tuned with the same budget: which method for which shift, at what cost",
     "compare": "table and plots of finished runs side by side",
     "report": "one page of HTML on a run, or on several side by side; also unfinished ones",
     "list": "methods, data sets, models, ... in one line each",
@@ -57,7 +57,7 @@ class Common:
     """Options of `jfcl run`, `plan` and `sweep` that are no options of the run itself.
 
     Attributes:
-      config: TOML (or the config.json of a run) with the names above; flags override.
+      config: TOML file (or a run's config.json) with the names above; flags override it.
       quiet: no progress bar.
     """
 
@@ -69,7 +69,7 @@ class Processes:
     """Options of several processes.
 
     Attributes:
-      coordinator: address of process 0; auto on Cloud TPU and Slurm, without the next two.
+      coordinator: address of process 0; on Cloud TPU and Slurm auto, without the next two options.
       num_processes: number of processes.
       process_id: number of this process, from 0.
       connect_seconds: seconds to wait for the other processes.
@@ -135,7 +135,7 @@ ARGUMENTS: dict[str, list[tuple[str, Callable]]] = {
     "bench": [("Measurement", Bench), ("Setting", bench.sweep)],
     "demo": [("Demo", Demo)],
 }
-_FOLDERS = "folders of 'jfcl run --out' or jfcl.simulate(out=)"
+_FOLDERS = "folders written by 'jfcl run --out' or jfcl.simulate(out=)"
 _TRACKED = f"send the records to {', '.join(TRACKERS)}; may be given several times"
 _GRID = "values of an option, such as lr=0.01,0.1; once for each option. All combinations are run"
 LISTS = {  # name, how often it may be given, type and name of a value, help
@@ -146,13 +146,13 @@ LISTS = {  # name, how often it may be given, type and name of a value, help
         ("--shifts", "+", str, "NAME", "see 'jfcl list heterogeneities'; also dirichlet and mixture"),
         ("--strengths", "+", str, "X", "strengths of the shifts, from 0 to 1"),
         ("--datasets", "+", str, "NAME", "see 'jfcl list datasets' [digits]"),
-        ("--wrong-k", "+", str, "N", "other numbers of models than that of the clusters, in further cells"),
+        ("--wrong-k", "+", str, "N", "numbers of models that differ from that of the clusters, in further cells"),
     ],
     "compare": [("runs", "+", str, "DIR", _FOLDERS)],
     "report": [("runs", "+", str, "DIR", _FOLDERS)],
     "list": [("what", "?", str, "WHAT", "one of the lists, such as methods")],
     "bench": [
-        ("--methods", "+", str, "NAME", "of fedavg, ifca, local [all], or MODULE:FACTORY"),
+        ("--methods", "+", str, "NAME", "any of fedavg, ifca and local [all], or MODULE:FACTORY"),
         ("--models", "+", str, "NAME", "see 'jfcl list models' [mlp cnn_mnist]"),
         ("--mappings", "+", str, "NAME", "mappings of the clients ['chunked(1)' ... vmap]"),
         ("--clients", "+", int, "N", "numbers of clients [10 100 1000]"),

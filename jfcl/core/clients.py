@@ -104,8 +104,8 @@ def check_clients(clients: Clients, *, name: str = "clients", allow_empty: bool 
     """Raises `ValueError` for errors in concrete `clients` that would make a simulation meaningless.
 
     These are: leaves that disagree on `[N, M]`; sizes outside `0..M`; no client with an example (or, unless
-    `allow_empty`, any client without one); NaN or infinite values in real examples; integers of 64 bits that JAX would
-    cut off; ids that are not `[N]` different integers, 0 or more.
+    `allow_empty`, any client without one); NaN or infinite values in real examples; 64-bit integers that JAX would
+    truncate; ids that are not `[N]` different integers, 0 or more.
     """
     check_made(clients, name)
     leaves = jax.tree.leaves(clients.examples)

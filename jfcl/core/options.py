@@ -64,7 +64,7 @@ class OneOf(NamedTuple):
     choices: Collection[str]
 
     def check(self, name: str, value: Any) -> None:
-        """Raises `ValueError`, with the nearest name, for a value that is no choice."""
+        """Raises `ValueError`, with the nearest name, for a value that is not a choice."""
         check_choice(name, value, self.choices)
 
 
@@ -121,18 +121,18 @@ class Needs(NamedTuple):
 
 
 class Option(NamedTuple):
-    """An option as its declaration has it.
+    """An option as it was declared.
 
     Attributes:
       name: as in Python; the flag is `--` and the name, with hyphens.
       kind: `bool`, `int`, `float` or `str`.
-      optional: whether `None` is a value of it.
+      optional: whether `None` is accepted.
       default: the value where none is given.
       text: one line of help.
       metadata: the `Range`, `Interval`, `OneOf`, `Needs` and `Search` of the annotation.
       traced: whether a value may be a tracer, an argument of the compiled program.
       arrays: whether a text may be an array instead, which its function checks itself.
-      words: texts that are values too, of an option of another kind, such as `"auto"` beside a number.
+      words: texts that an option of another kind accepts too, such as `"auto"` beside a number.
       paths: whether a text may be a `Path` instead, which its function checks itself.
     """
 
@@ -220,7 +220,7 @@ def options_of(function: Callable) -> dict[str, Option]:
 
 
 def check_options(function: Callable, given: Mapping[str, Any]) -> None:
-    """Checks the options of `function` among its arguments `given`, its `locals()` before it sets any.
+    """Checks the options of `function` among its arguments `given`: its `locals()`, before it sets any.
 
     Tracers pass. All numbers of an array are checked where the annotation names arrays.
 

@@ -51,8 +51,8 @@ class DenseStart(NamedTuple):
 
     Attributes:
       kernel: the path of the layer's kernel, `[d, H]` or `[d]`, in the parameters, such as `"Dense_0/kernel"`.
-      inputs: `(x) -> [B, d]`, the inputs of the layer. Where their type has fewer digits than the kernel's, as in a
-        task in bfloat16, the products have it too.
+      inputs: `(x) -> [B, d]`, the inputs of the layer. Where their type is less precise than the kernel's, as in a task
+        in bfloat16, the products have that type too.
       apply: `(params, products, x) -> outputs`, with `products` `[B, H]` or `[B]` for `inputs(x) @ kernel`, without a
         bias.
       whole: the task's `apply`; a task with another `apply` has no dense start.
@@ -85,7 +85,7 @@ class DenseStart(NamedTuple):
 
 
 class Task(NamedTuple):
-    """A model, and what is computed of its outputs, for one client. `jfcl.models` makes one from a module.
+    """A model, and what is computed from its outputs, for one client. `jfcl.models` makes one from a module.
 
     Attributes:
       init: `(key) -> params`, a pytree of arrays.
@@ -102,7 +102,7 @@ class Task(NamedTuple):
       input_shape: the shape of one input, for a task that accepts flat inputs `[B, d]` too (see `mapping.held`);
         `None`: it does not.
       train_loss: `(key, params, batch, real) -> (losses [B], params)`, the loss in training where it differs from
-        `loss`: `key` draws its random numbers (dropout), `real` `[B]` bool marks the examples that are no padding, and
+        `loss`: `key` draws its random numbers (dropout), `real` `[B]` bool marks the examples that are not padding, and
         the returned parameters have new statistics. `None`: training uses `loss`.
       statistics: takes a parameter's path, such as `"BatchNorm_0/mean"`; true for statistics, which `train_loss`
         replaces and no optimiser moves. They are averaged like parameters, and left out of similarities, norms and
@@ -113,8 +113,8 @@ class Task(NamedTuple):
         added to their kernels (see `jfcl.models.merged`). `None`: the parameters are all there are.
       inputs: `(batch) -> x`, what `apply` reads of a batch, such as all words of a text but the last. `None`:
         `batch["x"]`.
-      at_once: the most examples of which outputs are in memory at a time, for large outputs; their activations are
-        computed again for the gradient. `None`: all.
+      at_once: the largest number of examples whose outputs are in memory at a time, for large outputs; their
+        activations are computed again for the gradient. `None`: all.
 
     Example:
       >>> import jax.numpy as jnp
@@ -174,12 +174,12 @@ class Served(NamedTuple):
       models: pytree of `[K, ...]`.
       to: `[N]` int32, the model of each client; `[N, K]` float32, the weights of its mixture of models, with sum 1; or
         None: client `i` has a model of its own, row `i`.
-      personal: pytree of `[N, ...]`, the clients' own parameters, with which a model is complete; None without any.
-      found: `[N]` int32, the cluster that is reported of each client; None: its model, or that of the largest weight.
-      active: `[K]` bool, the models that exist, of a method that makes more of them as it goes; None: all do.
+      personal: pytree of `[N, ...]`, the clients' own parameters, which complete their models; None without any.
+      found: `[N]` int32, the cluster that is reported for each client; None: its model, or that of the largest weight.
+      active: `[K]` bool, the models that exist, for a method that adds models during a run; None: all do.
       excluded: `[N]` int32, the round in which each client was excluded, 0 for none; None where a method excludes none.
-      shares: `[N, K]` float32, with sum 1: the shares of the clusters in each client's examples as a method finds them
-        that serves no mixture; None: it finds none.
+      shares: `[N, K]` float32, with sum 1: the shares of the clusters in each client's examples, as estimated by a
+        method that serves no mixture; None: it estimates none.
     """
 
     models: PyTree
@@ -192,7 +192,7 @@ class Served(NamedTuple):
 
 
 def serve_clusters(state: Any, clients: Clients | None = None) -> Served:
-    """Returns what a method serves whose state has models `params` `[K, ...]`, and `cluster` `[N]`, each client's."""
+    """Returns what a state with `params` `[K, ...]` and `cluster` `[N]` serves: the model of each client's cluster."""
     return Served(state.params, state.cluster)
 
 
@@ -236,8 +236,8 @@ class Algorithm(NamedTuple):
         of the first round; left out where `init` has none.
       init_rounds: the number of rounds of training in `init`. A simulation numbers its own rounds after them.
       entries: how records summarise the metrics, and the notes that a user gets.
-      last_updates: `(state) -> [N]` int32, an array of the state: the round of each client's last update, of a method
-        that keeps it and compares the clients of a cohort with others by it. None: it keeps none.
+      last_updates: `(state) -> [N]` int32, an array of the state: the round of each client's last update, for a method
+        that keeps it to compare the clients of a cohort with others. None: it keeps none.
 
     `state` is a NamedTuple of arrays. With the default of `serve` it has at least `params`, a pytree of `[K, ...]`
     arrays, and `cluster`, `[N]` int32: the model of client `i` is `params[cluster[i]]`. `metrics` is a flat dict of

@@ -18,10 +18,10 @@ def from_arrays(clients: Iterable[Any], *, channels_first: bool | None = None, p
     """Stacks one pair of inputs and targets per client, in the form that the tasks of `jfcl.models` read.
 
     Args:
-      clients: of each client `(x, y)`: arrays `[m_i, ...]` and `[m_i]` (or lists of numbers), or frames with columns of
-        numbers, the same for all clients, and series. Or a dictionary with "x" and "y", or other usual names such as
+      clients: for each client `(x, y)`: arrays `[m_i, ...]` and `[m_i]` (or lists of numbers), or frames with columns
+        of numbers, the same for all clients, and series. Or a dictionary with "x" and "y", or other usual names such as
         "image" and "label", and any further arrays `[m_i, ...]`, such as weights.
-      channels_first: whether images are `[m_i, C, H, W]`, as PyTorch has them, and become `[m_i, H, W, C]`. `None`: as
+      channels_first: whether images are `[m_i, C, H, W]`, as in PyTorch, and become `[m_i, H, W, C]`. `None`: as
         their shape shows, where one of its ends is 4 or less.
       pad_to: as in `jfcl.stack_clients`.
 
@@ -34,10 +34,10 @@ def from_arrays(clients: Iterable[Any], *, channels_first: bool | None = None, p
       most.
 
     Raises:
-      ValueError: no clients; a client that is no such pair, or has no examples; different numbers of inputs and
+      ValueError: no clients; a client that is not such a pair, or has no examples; different numbers of inputs and
         targets; inputs of different shapes; missing values; numbers that float32 or int32 cannot hold; images whose
-        white is unknown, such as integers of 32 bits; a shape that does not show where the channels are; a column of
-        frames that numbers the rows, such as the index in a saved csv (`Unnamed: 0`).
+        white value is unknown, such as integers of 32 bits; a shape that does not show where the channels are; a column
+        of frames that numbers the rows, such as the index in a saved csv (`Unnamed: 0`).
 
     Example:
       >>> clients = from_arrays([(np.ones((2, 3)), [0, 1]), {"image": np.ones((1, 3)), "label": [1]}])
@@ -56,7 +56,7 @@ def from_torch(datasets: Iterable[Any], *, channels_first: bool | None = None, p
     PyTorch is not needed: a row may hold tensors, arrays, numbers or images, or be a dictionary, with further arrays.
 
     Args:
-      datasets: of each client its data set, a `torch.utils.data.Subset` for example. Every row is read once.
+      datasets: the data set of each client, a `torch.utils.data.Subset` for example. Every row is read once.
       channels_first, pad_to: as in `from_arrays`. Images of PIL have their channels last already.
 
     Returns:

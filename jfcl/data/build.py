@@ -107,7 +107,7 @@ def build(
       heterogeneity: a name in `HETEROGENEITY`: how clusters differ. "none" is for one cluster, or for clusters that
         differ by their `distribution` of labels. Several names joined by "+" are applied in turn.
       strength: in `[0, 1]`: how much clusters differ. 0 is no shift at all: the data are those of "none", while clients
-        keep the names of their clusters. 1 is the whole shift, and what is between is in `jfcl.data.heterogeneity`.
+        keep the names of their clusters. 1 is the whole shift; `jfcl.data.heterogeneity` says what lies between.
       partition: a name in `PARTITIONS`: how a pool of examples is divided among clients. `labels_per_client` is for
         "label" and "pathological", `alpha` for "dirichlet", "quantity" and "label_groups", `exponent` for "power_law",
         `sigma` for "lognormal", `num_groups` for "label_groups", and `min_size` for all of these but the first two.
@@ -125,10 +125,11 @@ def build(
         `floor(test / newcomer_examples)` in every cluster (IFCA: 10000 K / n test clients). They share examples with
         `test`, never with `train`. With "writer" they are the writers of the official test split that are not in
         training.
-      newcomers_of: newcomers share test examples with the first so many clients alone; default: with all.
+      newcomers_of: newcomers share test examples with this number of clients, the first ones; default: with all.
       seed: at least 0; the result is a function of it and the other arguments.
       mixture: clients mix clusters: the shares of the clusters in a client's examples are drawn from a symmetric
-        Dirichlet distribution of this concentration (FedEM: 0.4). With a small one, most of a client's are of one.
+        Dirichlet distribution of this concentration (FedEM: 0.4). With a small one, most of a client's examples come
+        from one cluster.
       drift: the cluster of each client at each step of time: the name of a pattern (see `jfcl.data.drift_pattern`), or
         a matrix `[T, N]` of integers below `num_clusters`. A client's training examples are divided among the steps at
         random, and transformed as those of its cluster at the step; its test examples stand for every cluster.
@@ -146,9 +147,9 @@ def build(
 
     Raises:
       ValueError: an unknown name; more clusters than clients; several clusters that do not differ; too few examples;
-        labels out of range; NaN; a heterogeneity or partition the data set does not support; a drift
-        with another number of clients or clusters, or with fewer examples of a client than steps; a mixture that is
-        not positive; either with clusters that select examples, `reuse="cluster"` or newcomers.
+        labels out of range; NaN; a heterogeneity or partition the data set does not support; a drift with another
+        number of clients or clusters, or with fewer examples of a client than steps; a mixture that is not positive;
+        either of them with clusters that select examples, `reuse="cluster"` or newcomers.
 
     Example:
       >>> fed = build("digits", num_clients=40, num_clusters=4, heterogeneity="rotation")

@@ -61,11 +61,12 @@ def from_frame(
       x: the column of the inputs, or several, which become the entries of a vector (texts are joined; beside numbers,
         each of the names in a column of texts becomes an entry that is 1 where the row has it, else 0). Default: all
         columns but `by`, `y`, `extra`, and those that number the rows: the index in a saved csv (`Unnamed: 0`) and
-        integers from 0 or 1 on, which would tell the order of the rows.
+        integers from 0 or 1 on, which would reveal the order of the rows.
       y: the column of the targets. Default: the one named "y", "label" or another usual name. Several columns of
         numbers or booleans become targets `[n, T]` float32, for a regression or a task of your own.
       kind: what the targets are: "classification" or "regression". Default: integers, strings and booleans are labels,
-        and numbers with fractions are of a regression; whole numbers that are floats, such as 0.0 and 1.0, need it.
+        and numbers with fractions are targets of a regression; whole numbers that are floats, such as 0.0 and 1.0, need
+        `kind`.
       scale: whether inputs that are single numbers are scaled to mean 0 and deviation 1 over the training table.
       extra: columns that become further arrays of the examples under their names, such as weights or masks.
       tokens, name: as in `Dataset`; channels_first: of images that are arrays, as in `from_arrays`.

@@ -1,4 +1,4 @@
-"""Drift: clusters that change with time. A pattern says which cluster each client is in at each step of time."""
+"""Drift: clusters that change over time. A pattern says which cluster each client is in at each step of time."""
 
 from __future__ import annotations
 
@@ -51,19 +51,19 @@ def drift_pattern(
       name: a name in `PATTERNS`. "A" to "F", "R" and "W" to "Z" are FedDrift's; "sudden", "incremental" and "recurrent"
         are FedCCFA's, "swap" is FlexCFL's.
       num_clients: `N`. FedDrift's patterns have 10 columns; the client after the tenth has the first column again.
-      num_steps: `T`; default: 10. FedDrift's patterns have 10, but for "R".
+      num_steps: `T`; default: 10. FedDrift's patterns have 10, except "R".
       num_clusters: `K`, at least 1 plus the largest cluster in a pattern of FedDrift (2 for "A", "W", "X" and "Y",
-        3 for "Z", 4 for the others). Of "R" and "swap" all occur; of FedCCFA's those that three groups can reach.
-      seed: of "R" and "swap".
+        3 for "Z", 4 for the others). In "R" and "swap" all occur, in FedCCFA's those that three groups can reach.
+      seed: for "R" and "swap".
 
     Returns:
-      `[T, N]` int32. "swap" begins with client `i` in cluster `i mod K`, the others with all clients in cluster 0 (but
-      for "D"). In each step of "swap" clients are paired at random, and a pair swaps with probability 0.05, as in each
-      round of FlexCFL.
+      `[T, N]` int32. "swap" begins with client `i` in cluster `i mod K`, the others with all clients in cluster 0
+      (except "D"). In each step of "swap" clients are paired at random, and a pair swaps with probability 0.05, as in
+      each round of FlexCFL.
 
     Raises:
-      ValueError: an unknown name; fewer clients than the pattern has columns; other steps than it has; too few
-        clusters.
+      ValueError: an unknown name; fewer clients than the pattern has columns; another number of steps than it has; too
+        few clusters.
 
     Source: the files `data/changepoints` of github.com/microsoft/FedDrift; the experiments of FedCCFA (rounds 100 to
       120, and back at 150, of 200); `swap_data` of github.com/morningD/FlexCFL.

@@ -55,7 +55,7 @@ def generate_store(
     client's test data. Where one division is enough, the clients are those of `jfcl.data.build(..., reuse="cluster")`.
 
     Args:
-      path: a folder that is not there yet, for two stores, `train` and `test`. Each holds every cluster's data set
+      path: a folder that does not exist yet, for two stores, `train` and `test`. Each holds every cluster's data set
         once, and clients as rows of it.
       num_clients: `N`, of any size.
       examples_per_client: training examples of each; on average, where `partition` makes sizes differ.

@@ -140,7 +140,7 @@ def swap_pairs(x, y, cluster, num_clusters, num_classes, seed=0, strength=1.0):
 def private_label(x, y, cluster, num_clusters, num_classes, seed=0, strength=1.0):
     """Renames label `c` to `(c + k) mod num_classes` in cluster `k`; all clusters differ, as `K <= num_classes`.
 
-    Source: FC, section 4.2 (table 1, figures 4 and 6).
+    Source: Federated-Clustering, section 4.2 (table 1, figures 4 and 6).
 
     Example:
       >>> private_label(np.zeros(2), np.int32([0, 9]), 3, 4, 10)[1].tolist()
@@ -184,7 +184,7 @@ def class_labels(cluster: int, num_clusters: int, num_classes: int) -> np.ndarra
 def by_class(x, y, cluster, num_clusters, num_classes, seed=0, strength=1.0):
     """Selects the examples with labels in `class_labels(k, K, num_classes)` for cluster `k`.
 
-    Source: CFL, figure 7 (digits 0-4 and 5-9); FC, figure 5 (10 clusters of 10 labels).
+    Source: CFL, figure 7 (digits 0-4 and 5-9); Federated-Clustering, figure 5 (10 clusters of 10 labels).
 
     Example:
       >>> by_class(np.arange(4), np.int32([0, 5, 9, 4]), 1, 2, 10)[0].tolist()

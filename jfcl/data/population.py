@@ -36,7 +36,7 @@ class Population(NamedTuple):
         `jfcl.attacks.poison` for malicious clients.
       evaluate: the number of evaluated clients, drawn once; or their ids.
       rows_in_memory: bytes of rows of all clients beyond which they are memory-mapped, in the run's folder if it has
-        one. Of no effect on a run that is resumed.
+        one. No effect on a run that is resumed.
 
     Example:
       >>> import numpy as np

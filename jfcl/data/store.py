@@ -116,7 +116,7 @@ class ClientStore:
         """Writes clients one after the other, in bounded memory; the folder appears after the last one.
 
         Args:
-          path: a folder that is not there yet.
+          path: a folder that does not exist yet.
           clients: one dict of `[m_i, ...]` arrays per client; all with the same names and shapes of an example.
           cluster: `[N]` integers, the true clusters.
           about: further content of `store.json`: `num_classes`, `description`, and other JSON values.

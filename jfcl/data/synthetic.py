@@ -72,7 +72,7 @@ def fc_regression(
       A `Federation` of `K * clients_per_cluster` clients as from `ifca_regression`. With fewer examples than dimensions
       (the paper's 9 and 10) a client's data do not determine its `theta*`.
 
-    Source: FC, section 4.1 (figures 2 and 3).
+    Source: Federated-Clustering, section 4.1 (figures 2 and 3).
 
     Example:
       >>> fed = fc_regression(clients_per_cluster=4)
@@ -82,7 +82,7 @@ def fc_regression(
     check_count("clients_per_cluster", clients_per_cluster)
     _check_scale("radius", radius)
     theta = radius * _binary_vectors(_generator(seed, 0), num_clusters, dim)
-    name = f"FC's linear regression (R={radius:g}, sigma={noise:g})"
+    name = f"Federated-Clustering's linear regression (R={radius:g}, sigma={noise:g})"
     num_clients, means = num_clusters * clients_per_cluster, np.arange(1, num_clusters + 1)
     counts = {"examples_per_client": examples_per_client, "test_examples": test_examples}
     return _regression(name, theta, means, num_clients, counts, noise, seed)

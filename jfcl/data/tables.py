@@ -9,7 +9,7 @@ How a data set was read is a plain dictionary, `Dataset.table`, which a run's fo
 * `"kind"`, `"num_classes"`: "classification" with the number of classes, "regression", or `None` for maps of labels.
 * `"labels"`: the names of the labels 0, 1, ..., where they were numbered; `None` for labels that are numbers already,
   and for a regression.
-* `"left_out"`: columns that are no inputs, since they number the rows.
+* `"left_out"`: columns that are not inputs, since they number the rows.
 """
 
 from __future__ import annotations

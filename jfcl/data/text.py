@@ -24,7 +24,7 @@ def tokenize(dataset: Dataset, *, vocab_size: int = 10_000, length: int = 32) ->
     *training* split, most frequent first, ties in alphabetical order. The targets of a language model are `x` shifted
     by one, and the labels, which stay, distinguish topics.
 
-    Words (`dataset.tokens`) are runs of letters and digits, and single punctuation marks but for `_`, in lower case.
+    Words (`dataset.tokens`) are runs of letters and digits, and single punctuation marks except `_`, in lower case.
     Texts are cut to `length` tokens. Characters stay as they are, and a text becomes as many rows as it needs: a row
     begins with the last character of the row before, so that every character but the first is a target once. Texts with
     fewer than two characters are dropped. Further arrays of an example are those of each of its rows.

@@ -50,7 +50,7 @@ def from_tfds(name: str, *, data_dir: str | os.PathLike | None = None, **options
     Args:
       name: its name in TFDS, with its config if it has one.
       data_dir: a TFDS directory to search first; default: the environment variable `JFCL_DATA_DIR`.
-      options: of features as in `jfcl.data.from_huggingface` of columns.
+      options: as in `jfcl.data.from_huggingface`, with features in place of columns.
 
     Example:
       >>> from_tfds("shakespeare", by="character")  # doctest: +SKIP

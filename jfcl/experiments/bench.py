@@ -147,7 +147,7 @@ def sweep(
       local_steps: per round.
       clusters: models of ifca. `K`.
       repeats: timed runs of every round, of which the median.
-      seconds: time for the runs of one round. A round that the one with fewer clients says will take longer is
+      seconds: time for the runs of one round. A round that, judged by the one with fewer clients, will take longer is
         left out, and so is one with temporaries of more than half of the free memory; `left_out` says so.
       tick: called before every round with its name and the number of all rounds.
 

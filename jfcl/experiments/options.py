@@ -52,14 +52,15 @@ class Data:
         table.
       by: column of a table with the client of each row; --clients is then the number of its clients.
       target: column of a table with the labels; default: label, y or another usual name.
-      inputs: columns of a table that are inputs, comma separated; default: all others but those that number the rows.
-      kind: what the targets of a table are, where whole numbers may be both.
+      inputs: columns of a table that are inputs, comma separated; default: all others except those that number the
+        rows.
+      kind: what the targets of a table are, where whole numbers may be labels or values.
       heterogeneity: how the hidden clusters differ; 'jfcl list heterogeneities'. Several are joined, as in
         rotation+label_swap. Default: that of the data set for sea, sine and circle, swap_pairs with --drift, else
         rotation.
       strength: how much they differ, from 0 (not at all) to 1.
-      mixture: clients mix clusters, in shares drawn from a Dirichlet distribution with this concentration; default: a
-        client is of one.
+      mixture: clients mix clusters, in shares drawn from a Dirichlet distribution with this concentration; default:
+        each client belongs to one.
       clients: number of clients; default: 40, or 10 with --drift.
       clusters: number of hidden clusters (one with --heterogeneity none), and of models where the method has one per
         cluster.
@@ -71,11 +72,12 @@ class Data:
       sigma: standard deviation of the logarithms of sizes of --partition lognormal.
       num_groups: number of groups of labels of --partition label_groups.
       labels_per_client: labels per client of --partition label and pathological.
-      distribution: csv file of --partition distribution: a row per client, a column per label.
-      reuse: use of an image: once per cluster (cluster) or once in all (none); auto: once in all if enough.
-      drift: how the clusters of clients change with time; 'jfcl list drifts'.
+      distribution: csv file for --partition distribution: a row per client, a column per label.
+      reuse: how often an image is used: once per cluster (cluster) or once in all (none); auto: none if there are
+        enough.
+      drift: how the clusters of clients change over time; 'jfcl list drifts'.
       drift_steps: steps of time, among which the rounds are divided; default: 10.
-      drift_window: steps of which clients keep the examples; default: all up to now.
+      drift_window: number of newest steps whose examples clients keep; default: all so far.
       newcomer_examples: test examples of each new client; new clients are evaluated with the model of lowest loss.
       population: number of clients on the host, in place of --clients; a --cohort [100] is on the device at a time,
         with --examples-per-client [20] each.
@@ -84,8 +86,8 @@ class Data:
       vocab_size: distinct words of a data set of texts.
       length: words to which every text is cut.
       data_seed: seed of the split into clients; the same for all --seeds.
-      tuning_clients: further clients with examples of their own that take no part in the run: those on which 'jfcl
-        shifts' has chosen the options.
+      tuning_clients: further clients, with examples of their own, that take no part in the run: those that 'jfcl
+        shifts' tuned the options on.
     """
 
     dataset: str = "digits"
@@ -128,19 +130,19 @@ class Training:
       rounds: communication rounds.
       local_steps: local steps per round; default without --local-epochs: 10, or 1 where clients send gradients.
       local_epochs: passes over the client's examples per round, instead of steps.
-      batch_size: examples per local step; default: all of the client.
+      batch_size: examples per local step; default: all examples of the client.
       optimizer: optimiser of the clients; 'jfcl list optimizers' shows them.
       lr: local learning rate.
       momentum: local momentum; default: none, or 0.9 with --optimizer momentum and nesterov (momentum_clustering: 0.9,
         of the clients' gradients).
       schedule: learning-rate schedule over the local steps of the whole run, counted for the client with the most
         examples; 'jfcl list schedules'.
-      lr_end: final share of the learning rate, of --schedule cosine and warmup_cosine.
+      lr_end: final share of the learning rate with --schedule cosine and warmup_cosine.
       warmup: share of the local steps in which --schedule warmup_cosine rises.
       step_rounds: rounds between two drops of --schedule step; default: a third of --rounds.
       step_factor: factor of each drop of --schedule step.
       lr_decay: factor on the learning rate after every round, for clients with equal numbers of steps.
-      weight_decay: weight decay added to the gradient; decoupled with --optimizer adamw and lion.
+      weight_decay: weight decay, added to the gradient; decoupled with --optimizer adamw and lion.
       decay_only: weight decay for the parameters with a path that starts with one of these, comma separated.
       clip_norm: largest norm of a gradient, to which a longer one is scaled down; default: none.
       prox: mu of FedProx, or of the pull to the common model (stocfl).
@@ -201,9 +203,9 @@ class Attack:
     Attributes:
       attack: attack of the malicious clients; 'jfcl list attacks' shows them, MODULE:NAME is one of your own.
       malicious: share of the clients that are malicious.
-      aggregator: robust aggregator in place of the mean, also after pre-aggregators as in nnm+krum; 'jfcl list
-        aggregators' shows them, MODULE:NAME is one of your own.
-      radius: of --aggregator centered_clip or clip_norms+..., or instead of --quantile (*_clustering).
+      aggregator: robust aggregator in place of the mean, or pre-aggregators and an aggregator, as in nnm+krum; 'jfcl
+        list aggregators' shows them, MODULE:NAME is one of your own.
+      radius: radius of --aggregator centered_clip or clip_norms+..., or in place of --quantile (*_clustering).
       bucket_size: clients per bucket of --aggregator bucketing+...; default: 2.
     """
 
@@ -220,10 +222,10 @@ class Privacy:
     Attributes:
       dp_clip: largest norm of a client's update; larger ones are scaled down to it.
       dp_noise: noise multiplier: Gaussian noise of this multiple of --dp-clip on every cluster's sum of updates.
-      dp_quantile: the clipping norm follows this quantile of the norms of updates, from --dp-clip on.
+      dp_quantile: the clipping norm starts at --dp-clip and follows this quantile of the norms of updates.
       dp_min_size: smallest size of a cluster in a round, noise included, with which its model changes.
-      dp_sampling: how --cohort is drawn: each client by itself (poisson, the default), or exactly this number (fixed,
-        the default with --population).
+      dp_sampling: how --cohort is drawn: each client independently (poisson, the default), or exactly this number
+        (fixed, the default with --population).
       dp_delta: delta of the epsilon that is reported; default: clients ** -1.1.
     """
 
@@ -239,12 +241,12 @@ class Run:
     """Run: seeds, evaluation, devices.
 
     Attributes:
-      seeds: run with seeds 0..R-1, together.
-      seed: run with this seed alone.
+      seeds: run with the seeds 0..R-1 together.
+      seed: run with this one seed.
       eval_every: rounds between evaluations; default: about 50 evaluations.
       patience: end the run after this number of rounds without an improvement of --monitor, in any seed; default: run
         all rounds.
-      monitor: metric of --patience.
+      monitor: metric for --patience.
       serve: model that a client is tested with, where clients choose: that of lowest loss on its training examples at
         the evaluation (loss), or the one chosen in its last round (state).
       metrics: also record these metrics of a client's outputs, separated by commas: macro_f1, auc (of two classes),
@@ -254,10 +256,11 @@ class Run:
       chunk: clients trained at once; default: 1 on a CPU, all on an accelerator.
       mapping: vmap, chunked, sharded (clients divided among devices; default with several devices), pmap, or auto: the
         fastest in a short probe.
-      devices: number of devices; a CPU is divided into them. Default: all. A CPU has one for each core, and a single
-        one with --mapping vmap or chunked.
-      precision: of matrix products in training; by default that of JAX: float32 on a CPU, tf32 on a GPU, bfloat16 on a
-        TPU. On a GPU, bfloat16 is the whole model in it, not its parameters. No effect on a CPU.
+      devices: number of devices; a CPU is divided into them. Default: all. A CPU then has one for each core, and a
+        single one with --mapping vmap or chunked.
+      precision: precision of matrix products in training; the default is JAX's: float32 on a CPU, tf32 on a GPU,
+        bfloat16 on a TPU. On a GPU, bfloat16 computes the whole model in bfloat16, with parameters in float32. No
+        effect on a CPU.
     """
 
     seeds: Annotated[int, Range(1, MOST_SEEDS)] = 1

@@ -67,8 +67,8 @@ def report(runs: str | Path | Sequence[str | Path], *, out: str | Path | None = 
     The page has the results, the curves with bands over seeds, the cluster of each client over rounds, the similarities
     ordered by cluster, the parameter tree, the worst clients, bytes and seconds, options, versions and the commands
     that resume the run. Of a run that is not finished it reports what there is, with a note on the page and a warning.
-    Of more than 20 runs it shows tables of all, curves of the first 20, and no sections on single runs. Nothing else in
-    the runs' folders changes.
+    For more than 20 runs it shows tables of all, curves of the first 20, and no sections on single runs. Nothing else
+    in the runs' folders changes.
 
     Args:
       runs: a run's folder, or several.

@@ -1,4 +1,4 @@
-"""The one reader of a run's folder: of a finished run, and of one that goes on or was stopped."""
+"""The one reader of a run's folder: of a finished run, and of one that is running or was stopped."""
 
 from __future__ import annotations
 

@@ -127,12 +127,12 @@ def load_run(folder: str | Path, *, data_dir: str | None = None) -> LoadedRun:
     """Reads a finished run, with its models ready to use.
 
     Args:
-      folder: that `jfcl run --out` made.
+      folder: one that `jfcl run --out` wrote.
       data_dir: as in the run.
 
     Raises:
-      ValueError: no finished run, damaged files, a run of a population (its models: `load_params`), data that the run
-        was not on.
+      ValueError: no finished run, damaged files, a run of a population (its models: `load_params`), data that differ
+        from the run's.
 
     Example:
       >>> import jfcl, tempfile  # doctest: +SLOW

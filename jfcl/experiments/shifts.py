@@ -1,4 +1,4 @@
-"""`jfcl shifts`: methods x shifts x strengths x data sets x seeds, each method tuned by the same budget.
+"""`jfcl shifts`: methods x shifts x strengths x data sets x seeds, each method tuned with the same budget.
 
     settings.json   what all cells share     cells/NAME.json   a finished cell: trials, runs, results
     runs.csv        every run a row          lock, lock-I-N    of the processes that write
@@ -103,11 +103,11 @@ def shifts(
     data_dir: str | None = None,
     progress: bool = False,
 ) -> Ranking:
-    """Ranks methods on shifts: tunes each by the same budget, runs it with fresh seeds, and keeps all in a folder.
+    """Ranks methods on shifts: tunes each with the same budget, runs it with fresh seeds, and keeps all in a folder.
 
-    A cell of the table is a method on a shift of a strength. Further clients, with examples of their own, are held out:
-    a method's options are chosen by their test accuracy among `budget` random draws, the first of which are the
-    defaults. The clients that are reported take no part in it. Where the folder has finished cells of the same
+    A cell of the table is one method on one shift at one strength. Further clients, with examples of their own, are
+    held out: a method's options are chosen by the test accuracy of these clients, among the defaults and `budget - 1`
+    random draws. The reported clients take no part in this choice. Where the folder has finished cells of the same
     settings, they are kept, so that the same call continues what was stopped.
 
     Args:
@@ -125,13 +125,14 @@ def shifts(
       local_steps: local steps per round; federated_clustering and other methods that send gradients have their own.
       batch_size: examples per local step; default: all of the client.
       examples_per_client: training examples of each client; default: as many as every shift can give.
-      hostile: share of hostile clients, in further cells at the largest strength.
-      attack: what their data suffer.
-      drift: pattern of clusters that change with time, in further cells at the largest strength.
+      hostile: share of clients that are hostile, in further cells at the largest strength.
+      attack: the attack on their data.
+      drift: pattern of clusters that change over time, in further cells at the largest strength.
       wrong_k: other numbers of models, in further cells at the largest strength.
       quick: a small setting: 5 shifts at full strength, 2 seeds, 4 trials, 60 rounds.
       out: folder for the results.
-      part: share of the cells to run here, as 3/16; the parts may have one folder, or folders that are copied into one.
+      part: share of the cells to run here, as 3/16; the parts may share one folder, or have folders that are copied
+        into one.
       jobs: processes at a time, each on one core of a CPU; default: one for each core, 1 on an accelerator.
       data_dir: folder of official data files; default: $JFCL_DATA_DIR, else TFDS.
       progress: show a progress bar.

@@ -55,8 +55,8 @@ def optimal_bipartition(
     Args:
       similarity: `[N, N]`, symmetric (checked outside `jit`); the diagonal is not read.
       active: `[N]` bool, the members of the cluster to split; default all. Other clients change neither side.
-      linkage: `"single"`: the paper's, exact. `"complete"`: that of the authors' later public code, the last merge of
-        complete linkage; it keeps sides compact and is not optimal in the sense of the paper.
+      linkage: `"single"`: the paper's, exact. `"complete"`: the last merge of complete linkage, as in the authors'
+        later public code; it keeps the sides compact and is not optimal in the paper's sense.
       min_size: the least number of clients on each side, at most half of `N`; above 1 for single linkage only (complete
         linkage has no spanning tree, only its last merge).
 

@@ -23,7 +23,7 @@ def gram(points: PyTree, *, mask: jax.Array | None = None) -> jax.Array:
     """Returns the inner products of all points, `Z Zᵀ` `[N, N]`, exactly symmetric.
 
     `points` are `[N, D]`, or a pytree of arrays stacked on a leading axis. Rows that do not count by `mask` `[N]` bool
-    have inner product 0, also with NaN; inside `jit`, so have rows with NaN or infinity. Cost: `N² D` multiplications,
+    have inner product 0, even with NaN; inside `jit`, so have rows with NaN or infinity. Cost: `N² D` multiplications,
     `O(N²)` memory beside the input.
 
     Example:

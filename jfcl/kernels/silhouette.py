@@ -85,9 +85,9 @@ def cut_by_silhouette(
 
     Args:
       distances: `[N, N]`, symmetric, at least 0.
-      most: the largest number of clusters, from 2 on. Numbers above that of the points, less one, are not tried.
-      margin: see there; at least 1.
-      linkage: of `jfcl.kernels.linkage_tree`.
+      most: the largest number of clusters, from 2 on. Numbers above the number of points minus one are not tried.
+      margin: see above; at least 1.
+      linkage: as in `jfcl.kernels.linkage_tree`.
       mask: `[N]` bool: points that count; the others are in the first one's cluster.
 
     Returns:

@@ -18,7 +18,7 @@ def pairwise_cosine(updates: PyTree, *, mask: jax.Array | None = None) -> jax.Ar
 
     Args:
       updates: `[N, D]`, or a pytree of arrays stacked on a leading client axis.
-      mask: `[N]` bool; rows that do not count (padding clients) have similarity 0 to all rows, also with NaN.
+      mask: `[N]` bool; rows that do not count (padding clients) have similarity 0 to all rows, even with NaN.
 
     Returns:
       `[N, N]` float32 (float64 for float64 updates), exactly symmetric, within [-1, 1]. A zero row has similarity 0

@@ -31,7 +31,7 @@ def spectral_embedding(affinity: jax.Array, num_vectors: int, *, mask: jax.Array
 
     Returns:
       `[N, p]`, the smallest eigenvalue first, so that the first column is constant in a connected graph; of any sign.
-      0 for points that do not count, and behind as many columns as there are points.
+      0 for points that do not count, and in columns beyond the number of points.
 
     Raises:
       ValueError: affinities that are not square, not finite or not symmetric; `num_vectors` below 1.
@@ -166,12 +166,12 @@ def spectral_clusters(
     """Clusters points by affinities, into as many clusters as the measure of Davies and Bouldin chooses.
 
     For each number `K`, the first `K` vectors of `spectral_embedding` give the clusters (`pivoted_clusters`), and the
-    second to the one behind these the measure. The number of the least measure is taken, if that is below 1.
+    vectors 2 to `K + 1` the measure. The number with the smallest measure is taken, if that is below 1.
 
     Args:
       affinity: `[N, N]`, symmetric, at least 0; the diagonal does not count.
-      most: the largest number of clusters, from 2 on. Numbers above that of the points, less one, are not tried.
-      limit: `[]` integer, another bound, which may be computed.
+      most: the largest number of clusters, from 2 on. Numbers above the number of points minus one are not tried.
+      limit: `[]` integer, another bound, which may be a tracer.
       mask: `[N]` bool: points that count; the others are in the first one's cluster.
 
     Returns:

@@ -35,8 +35,8 @@ def principal_vectors(
       mask: `[N]` bool: points that count.
 
     Returns:
-      `[num_groups, p, D]`, largest singular value first, of any sign; zeros behind the rank of a group. Singular values
-      below some thousandth of the largest count as zero, since inner products hold no more of them. Points with NaN
+      `[num_groups, p, D]`, largest singular value first, of any sign; zeros beyond the rank of a group. Singular values
+      below about a thousandth of the largest count as zero, since inner products do not resolve them. Points with NaN
       or infinity are left out.
 
     Raises:
@@ -94,7 +94,7 @@ def subspace_angles(bases: jax.Array, others: jax.Array | None = None, *, measur
       bases: `[N, P, D]`, unit vectors that span the subspace of each client; rows of zeros do not count.
       others: `[m, Q, D]`; default: the same.
       measure: `"absolute"`, the smallest angle between a vector of one and a vector of the other, as lines (PACFL's
-        first measure, but for signs); `"smallest"`, the smallest principal angle; `"sum"`, the sum of the principal
+        first measure, except for signs); `"smallest"`, the smallest principal angle; `"sum"`, the sum of the principal
         angles, as many as the lower of the two dimensions.
 
     Returns:

@@ -53,9 +53,9 @@ def cfl_gp(
 ) -> Algorithm:
     """Clusters the clients by their gradients at all models, averaged over rounds; FedAvg runs in each cluster.
 
-    In every second of the first rounds, all clients of the cohort send their gradient at the same model; the models
+    In every second round of a first phase, all clients of the cohort send their gradients at the same model; the models
     take turns. The mean gradients at all models are a client's profile. Profiles are reduced to `K` numbers and
-    clustered by k-means, and the clusters get the models by which most clients keep theirs.
+    clustered by k-means, and the clusters are matched with the models so that most clients keep theirs.
 
     Args:
       task, training: as in `jfcl.fedavg`.
@@ -79,8 +79,8 @@ def cfl_gp(
     available; this is the authors' code (github.com/Heasung-Kim/clustered-federated-learning-via-gradient-based-
     partitioning, 0b1b4dd) and their poster. In the code the model in turn is always the first, and the gradient of a
     client is at the model of its own cluster; here all clients are asked for the same one, as on the poster, and the
-    models take turns, as the weights of the code's mean ask for. A gradient is of all examples, there of a batch.
-    Absentees keep their profile and cluster.
+    models take turns, as the weights of the code's mean imply. A gradient is computed on all examples, there on a
+    batch. Absentees keep their profile and cluster.
 
     Example:
       >>> import jax, jfcl, numpy as np, optax

@@ -48,9 +48,9 @@ def clove(
 ) -> Algorithm:
     """Clusters the clients of each round by the vectors of their losses under all models; then runs FedAvg inside.
 
-    Clients of one distribution have similar losses under every model, also under models that fit none of them. The
-    clusters of k-means get the models by the assignment of the least total loss, so that no two clusters share a model;
-    a model without a cluster stays as it is.
+    Clients of one distribution have similar losses under every model, even under models that fit none of them. The
+    clusters of k-means are assigned to models with the least total loss, so that no two clusters share a model; a model
+    without a cluster stays as it is.
 
     Args:
       task, training: as in `jfcl.fedavg`.
@@ -70,7 +70,7 @@ def clove(
       where it was not tried. A client that has not taken part, or was not in training, is served the model of lowest
       loss. Cost of a round: `K` forward passes over each client's data plus its local training, k-means of `[C, K]`;
       memory `O(chunk D + K D)`. Bytes: each client gets `K` models (shared layers once) and sends one and `K` losses;
-      once its cohort is stable, one and one.
+      once its cohort is stable, it gets one and sends one.
 
     Raises:
       ValueError: more clusters than clients in a round; as in `jfcl.fedavg`.

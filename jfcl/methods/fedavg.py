@@ -59,7 +59,7 @@ def fedper(task: Task, training: LocalTraining, **options: Unpack[Options]) -> A
 
     Returns:
       `Algorithm` with an `AveragingState`: `params` holds the body `[1, ...]`, `personal` the heads `[N, ...]`. All
-      heads start alike. Cost of a round: that of FedAvg; bytes: those of the body.
+      heads start equal. Cost of a round: that of FedAvg; bytes: those of the body.
 
     Raises:
       ValueError: a model without a known last dense layer, where `personal` is not given; as in `jfcl.fedavg`.
@@ -80,7 +80,7 @@ def fedper(task: Task, training: LocalTraining, **options: Unpack[Options]) -> A
 def fedrep(
     task: Task, training: LocalTraining, *, personal_steps: Rounds = 10, **options: Unpack[Options]
 ) -> Algorithm:
-    """Trains in turn, in every round of a client, its own head and the common representation.
+    """Trains, in every round of a client, first its own head and then the common representation.
 
     A client takes `personal_steps` steps on its head under the round's representation, and then the steps of `training`
     on the representation under the new head. The server averages the representations.

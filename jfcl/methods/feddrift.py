@@ -93,12 +93,14 @@ def feddrift(
       three. A client that was not in training is served the model of lowest loss. The number of steps need not be
       known: a step begins when clients have examples of a later one. Cost of a round: a local training for each client
       of the cohort and model in use that has cells of it; on an accelerator, with `jax.vmap`, for each client and model
-      in use. Of a new step: a forward pass over all examples for each model. Memory: `O(K D + N M)`. Bytes: a model
-      down and up for each of these trainings; at a new step `K` models down to each client, and `K + K²` numbers up.
+      in use. Cost of a new step: a forward pass over all examples for each model. Memory: `O(K D + N M)`. Bytes: a
+      model down and up for each of these trainings; at a new step `K` models down to each client, and `K + K²` numbers
+      up.
 
     Raises:
       ValueError: `compare="accuracy"` for a task without one; `max_models` below the number of clients with
-        `start="each"`; as in `jfcl.fedavg`. `check` refuses examples without `"step"`, `[N, M]` integers that rise.
+        `start="each"`; as in `jfcl.fedavg`. `check` refuses examples without `"step"`, `[N, M]` integers in rising
+        order.
 
     Source: Federated Learning under Distributed Concept Drift (2023), Algorithms 2 and 3 (Eager). As in the authors'
     code, a new model is a copy of the best one, and models are merged up to a distance of `δ'`, in the paper below it;

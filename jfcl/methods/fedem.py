@@ -35,7 +35,7 @@ def fedem(
       num_clusters: `K`, the number of models.
       hard: clients are served the model of the largest weight. Default: the mixture of the models' predictions.
       newcomer_steps: EM steps on the mixture alone, from equal weights, of a client that was not in training.
-      init_params: one model, or `K` stacked. Models that start alike stay alike.
+      init_params: one model, or `K` stacked. Models that start equal stay equal.
 
     Returns:
       `Algorithm` with an `AveragingState`: `params["models"]` `[1, K, ...]`, `personal["mixture"]` `[N, K]`, which a
@@ -50,9 +50,9 @@ def fedem(
         refuses a task without `mix`, unless `hard`.
 
     Source: Federated Multi-Task Learning under a Mixture of Distributions (Marfoq, Neglia, Bellet, Kameni, Vidal 2021),
-    Algorithm 1 and its E- and M-step. The authors' code averages all `N` clients, where those outside the cohort
-    count with the old models, so that a step is shorter with smaller cohorts; here participants alone are averaged. It
-    keeps momentum from round to round, which is `keep="everything"` of the training.
+    Algorithm 1 and its E- and M-step. The authors' code averages all `N` clients, where those outside the cohort count
+    with their old models, so that models move less with smaller cohorts; here only participants are averaged. It keeps
+    momentum from round to round, which is `keep="everything"` of the training.
 
     Example:
       >>> import jax, jfcl, numpy as np, optax

@@ -57,9 +57,9 @@ def fedgwc(
     """Divides clusters by Gaussian rewards of the clients' losses along their local steps; FedAvg runs in each cluster.
 
     In every round, a client's reward is high where its losses are near the mean of its cluster's cohort. The server
-    keeps the mean rewards of every client in the rounds with each of the others. Once these do not change any more, the
-    clients of the cluster that have similar ones are its parts, by spectral clustering, if they are well separated. The
-    parts are divided again.
+    keeps the mean rewards of every client in the rounds with each of the others. Once these no longer change, spectral
+    clustering divides the cluster into parts of clients with similar rewards, if the parts are well separated. The
+    parts may be divided again.
 
     Args:
       task: as in `jfcl.fedavg`.
@@ -69,8 +69,8 @@ def fedgwc(
       kernel_scale: `γ`, of the affinity `exp(-γ ‖v_i - v_j‖²)` of two clients' rewards with all others.
       compare: `"own"` rewards of two clients in the rounds with the others, or those of the `"others"` in the rounds
         with them, as in the authors' code.
-      most_parts: the largest number of parts that are tried. It is the one of the least measure of Davies and Bouldin,
-        if that is below 1.
+      most_parts: the largest number of parts that are tried. The number with the smallest Davies-Bouldin measure is
+        taken, if that is below 1.
       max_clusters: the number of models; a cluster is divided into no more parts than there are models left.
       cohort: clients per round, `C`; a cluster of `n` clients is divided into at most `n / C` parts. Default: all, with
         which no cluster is divided: this is FedAvg.
@@ -78,7 +78,7 @@ def fedgwc(
 
     Returns:
       `Algorithm` with an `AveragingState`, whose `memory` has the rewards, and the further metrics `clusters_found` and
-      `changes` `[K]`, which are compared with the tolerance. All clients of a cluster are divided, also those that were
+      `changes` `[K]`, which are compared with the tolerance. All clients of a cluster are divided, even those that were
       absent. A client that was not in training is served the model of lowest loss. One with a loss or an update that is
       not finite gets no reward in this round. Cost of a round: FedAvg's, and `C²` numbers; of a division, the
       eigenvectors of an `[N, N]` matrix. Memory `O(N² + K D)`. Bytes: FedAvg's, and a number up for each local step.

@@ -32,7 +32,7 @@ def fedrc(
     """Trains `K` models and the clients' mixtures as FedEM, with `q_ijk ∝ π_ik exp(−ℓ_ijk) / T[y_ij, k]`.
 
     `T[y, k]` is the share of the label `y` in all that the model `k` is responsible for. Models thus do not divide the
-    clients by their labels, nor by their inputs, but where the same inputs have other labels (concept shift).
+    clients by their labels, nor by their inputs, but where the same inputs have different labels (concept shift).
 
     Args:
       task: a classification with one label for each example.
@@ -54,7 +54,7 @@ def fedrc(
 
     Source: FedRC: Tackling Diverse Distribution Shifts Challenge in Federated Learning by Robust Clustering (Guo, Tang,
     Lin 2024), Algorithm 1. The authors' code averages models and counts labels over all `N` clients: those outside of
-    the cohort have the old models and their last sums. Here participants alone count. Its floor is of sums over
+    the cohort have the old models and their last sums. Here only participants count. Its floor is of sums over
     examples, here of shares, so that it does not depend on their number. Its test for models of small weight, to drop
     them, is commented out, and absent here.
 

@@ -73,11 +73,11 @@ def fedsoft(
 ) -> Algorithm:
     """Trains each client's own model on `f_i(w) + λ/2 Σ_k u_ik ‖w − c_k‖²`; a centre `c_k` is a mean of such models.
 
-    `u_ik` is the share of the client's examples of which the loss is lowest under the centre `k`.
+    `u_ik` is the share of the client's examples whose loss is lowest under the centre `k`.
 
     Args:
       task: as in `jfcl.fedavg`.
-      training: of a client's model, which goes on from its last one. The proximal term of the training is replaced.
+      training: of a client's model, which continues from its last one. The proximal term of the training is replaced.
       num_clusters: `K`, the number of centres.
       lam: `λ`, 0 or more: 0 is local training.
       selection: clients drawn for each centre in a round, without replacement, with probabilities
@@ -87,8 +87,8 @@ def fedsoft(
         clients of the cohort, and others keep their last `u`.
       smoothing: `σ`, the least `u_ik`, so that each centre has clients.
       weights: of `n_i`: `"size"`, or `"equal"` for 1; or an array `[N]`, by a client's id.
-      init_params: of the centres: `K` models, stacked; or one, with which clients start too. Centres that start alike
-        stay alike, but for rounding and draws. Default: random ones.
+      init_params: of the centres: `K` models, stacked; or one, with which clients start too. Centres that start equal
+        stay equal, except for rounding and draws. Default: random ones.
 
     Returns:
       `Algorithm` with a `FedSoftState`. Clients are served their own models, and the cluster that is reported is that
@@ -102,8 +102,8 @@ def fedsoft(
       ValueError: `selection` above the number of clients; numbers outside their ranges; unknown `weights`.
 
     Source: FedSoft: Soft Clustered Federated Learning with Proximal Local Updating (Ruan, Joe-Wong 2022), Algorithms 1
-    and 2. The published code does not run at the estimation of `u`, and its accuracies are those of training examples.
-    It replaces zeros by `σ`, the same as here unless a share is below `σ`.
+    and 2. The published code stops with an error where it estimates `u`, and its accuracies are those of training
+    examples. It replaces zeros by `σ`, the same as here unless a share is below `σ`.
 
     Example:
       >>> import jax, jfcl, numpy as np, optax

@@ -37,7 +37,7 @@ def flhc(
     layers: Callable[[str], bool] | None = None,
     **options: Unpack[Options],
 ) -> Algorithm:
-    """Clusters the clients once, by a dendrogram of their updates after some FedAvg; then runs FedAvg in each cluster.
+    """Clusters clients once, by a dendrogram of updates after some rounds of FedAvg; then runs FedAvg in each cluster.
 
     Args:
       task, training: as in `jfcl.fedavg`.

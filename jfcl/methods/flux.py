@@ -60,7 +60,7 @@ def flux(
     """Clusters the clients once, by moments of their features under a common model; then runs FedAvg in each cluster.
 
     A client describes itself by the mean and the standard deviation of its features, of all examples and of those of
-    each label. The first two need no label: a newcomer joins the cluster that they are nearest to.
+    each label. The first two need no label: a newcomer joins the cluster with the nearest ones.
 
     Args:
       task: as in `jfcl.fedavg`. The features are the inputs of its last dense layer, or its outputs where this layer is
@@ -92,7 +92,7 @@ def flux(
     2025). The paper's text was not available; this is the authors' code (github.com/dariofenoglio98/FLUX, 43aadbe, with
     its defaults `Px_label_long` and `DBSCAN_no_outliers`; `"auto"` is its default, and `K` its `Kmeans_with_prior`).
     There the clustering begins once the accuracy on validation data grows by less than 0.06 a round; the projection is
-    the principal components of 200 uniform random points, less their mean; and features are those before the first
+    the principal components of 200 uniform random points, minus their mean; and features are those before the first
     dense layer of LeNet-5. A label with fewer than two examples has the moments -1, as there.
 
     Example:

@@ -45,8 +45,8 @@ def one_shot(
     Returns:
       `Algorithm` with an `AveragingState`, and the further metrics `clusters_found` and, with `"auto"`, `silhouettes`
       `[most_clusters + 1]`, the mean ones by the number of clusters. Statistics are not compared. The models start at
-      the means of their clients', where shared at those of all. Cost of `init`: `local_rounds` local trainings of all,
-      k-means of `N` points, `O(N D)` memory, with `"auto"` `O(N²)` more; of a round: FedAvg's.
+      the means of their clients' models, shared parameters at the mean of all clients'. Cost of `init`: `local_rounds`
+      local trainings of all, k-means of `N` points, `O(N D)` memory, with `"auto"` `O(N²)` more; of a round: FedAvg's.
 
     Raises:
       ValueError: `K` larger than the number of clients, and as in `jfcl.fedavg`.

@@ -33,13 +33,13 @@ class Options(TypedDict, total=False):
         the weight of each client, by its id.
       shared: takes a parameter's path, such as `"Dense_0/kernel"`; true for those that are averaged over all clients
         instead of those of a cluster (weight sharing, section 4.3 of IFCA).
-      personal: takes a parameter's path; true for those that each client keeps, trains and never sends, nor compares.
-        `jfcl.fedper`, `fedrep`, `fedbn` and `lg_fedavg` are choices of them.
+      personal: takes a parameter's path; true for those that each client keeps and trains, and neither sends nor
+        compares. `jfcl.fedper`, `fedrep`, `fedbn` and `lg_fedavg` are such choices.
       personal_steps: local steps in each round on the personal parameters alone; the others are then trained with
         these fixed. Default: all parameters are trained at once.
       server_optimizer: takes the mean update as a descent direction, and the mean training loss of the round where it
         needs it (`value`): `optax.sgd(1.0, momentum=0.9)` is FedAvgM, `optax.adam(1e-2, b2=0.99, eps=1e-3)` FedAdam,
-        with Adam's correction of the first steps. Default: the mean of the clients' models.
+        with Adam's bias correction. Default: the mean of the clients' models.
       cohort: clients per round, drawn without replacement. Default: all.
       init_params: a model to start from, or one for each cluster or client, stacked. Default: random.
       adversary: hostile clients: `Adversary(attack, malicious)` with an attack of `jfcl.attacks`.
@@ -76,7 +76,7 @@ def factory(*names: str, **defaults: Any) -> Callable[[Factory], Factory]:
     all of `names`.
 
     Args:
-      names: the options that the method has, less those that the factory declares for itself.
+      names: the options that the method has, except those that the factory declares itself.
       defaults: of these, other than None, and other than `"size"` for `weights`.
 
     Example:

@@ -19,21 +19,21 @@ from jfcl.training.local import LocalTraining
 def oracle(
     task: Task, training: LocalTraining, *, cluster, num_clusters: int | None = None, **options: Unpack[Options]
 ) -> Algorithm:
-    """Trains one model per true cluster by FedAvg ("ground truth" in the FC paper).
+    """Trains one model per true cluster by FedAvg ("ground truth" in the Federated-Clustering paper).
 
     Args:
       task, training: as in `jfcl.fedavg`.
       cluster: `[N]` integers in `0..K-1`, the true cluster of every client (where clients have ids: of id `i`). For
         drifting data `[T, N]`, at every step of time (`jfcl.data.Drift.cluster`): a client trains the model of its
-        present cluster on all examples that it holds, which are of that cluster alone with `drift_window=1`.
+        current cluster on all examples that it holds; with `drift_window=1` they all belong to that cluster.
       num_clusters: `K`; default: the largest of `cluster` plus one.
 
     Returns:
       `Algorithm` with an `AveragingState` of `K` models. Cost of a round: that of FedAvg.
 
     Raises:
-      ValueError: a `cluster` that is not `[N]` or `[T, N]` integers in `0..K-1`; one by steps for data without any; and
-        as in `jfcl.fedavg`.
+      ValueError: a `cluster` that is not `[N]` or `[T, N]` integers in `0..K-1`; one by steps for data without steps;
+        and as in `jfcl.fedavg`.
 
     Example:
       >>> import jax, jfcl, numpy as np, optax

@@ -73,8 +73,8 @@ def pacfl(
     Source: Efficient Distribution Similarity Identification in Clustered Federated Learning via Principal Angles
     Between Client Data Subspaces (AAAI 2023), Algorithm 1. The authors' code takes the smallest arc cosine of products
     of vectors with the signs that LAPACK gives them, by which equal subspaces can be 180 degrees apart: here
-    `"absolute"` takes lines. Vectors of several labels are not orthogonal, so that this is no principal angle; the
-    other two measures are. Its newcomers are clustered with all clients at the start.
+    `"absolute"` takes lines. Vectors of several labels are not orthogonal, so that this is not a principal angle; those
+    of the other two measures are. Its newcomers are clustered with all clients at the start.
 
     Example:
       >>> import jax, jfcl, numpy as np, optax

@@ -80,11 +80,11 @@ def stocfl(
 
     Args:
       task: as in `jfcl.fedavg`.
-      training: as in `jfcl.fedavg`; of the common model. Its `prox` holds for that one.
+      training: as in `jfcl.fedavg`; of the common model. Its `prox` applies to that model.
       merge_threshold: `τ`: clusters with this cosine similarity or a larger one are merged, the most similar first. The
-        authors' 0.2 to 0.3 for MNIST, 0.65 for CIFAR-10. Above 1, none merge; from -1 on down, all.
-      max_clusters: models that are ever made; default: one for each client. Without a model left, a client is served
-        the common model, and tries again in its next round.
+        authors' 0.2 to 0.3 for MNIST, 0.65 for CIFAR-10. Above 1, none merge; at -1 and below, all.
+      max_clusters: the most models that are made; default: one for each client. Without a model left, a client is
+        served the common model, and tries again in its next round.
       prox: `μ`, of the pull `μ/2 ‖θ - ω‖²` of a cluster's model to the common one.
       observe_epochs: full-batch steps from the anchor with which a client is observed.
       init_params: one model, the anchor.

@@ -13,7 +13,7 @@ from jfcl.models.transformers import GPT, ViT
 
 MODELS = {
     "linear": (Linear, "softmax regression: one dense layer"),
-    "mlp": (MLP, "one hidden layer of 200 (IFCA's and FC's MNIST model)"),
+    "mlp": (MLP, "one hidden layer of 200 (the MNIST model of IFCA and Federated-Clustering)"),
     "mlp2048": (partial(MLP, hidden=(2048,)), "one hidden layer of 2,048"),
     "cnn_mnist": (CNNMnist, "2 conv 5x5x32, fc 256 (Byzantine-CFL's MNIST and Fashion-MNIST model)"),
     "cnn_cifar": (CNNCifar, "2 conv 5x5x64, fc 384 (IFCA's CIFAR-10 model)"),
@@ -22,11 +22,11 @@ MODELS = {
     "vgg": (VGG, "8 conv 3x3x32 to 128, 2 fc 128 (Byzantine-CFL's CIFAR-10 model; images of 32x32)"),
     "vgg16": (
         partial(VGG, blocks=((64, 64), (128, 128), (256,) * 3, (512,) * 3, (512,) * 3), dense=(512, 512)),
-        "13 conv, 2 fc 512 (for FC's VGG-16 on CIFAR-10, its dense layers made for 32x32)",
+        "13 conv, 2 fc 512 (Federated-Clustering's VGG-16 for CIFAR-10, dense layers made for 32x32)",
     ),
     "vgg8": (
         partial(VGG, blocks=((16,), (32,), (64,), (128,), (512,)), dense=(512, 512)),
-        "5 conv 3x3x16 to 512, 2 fc 512 (that of FC's code for CIFAR-100, without dropout)",
+        "5 conv 3x3x16 to 512, 2 fc 512 (Federated-Clustering's code for CIFAR-100, without dropout)",
     ),
     "resnet18_gn": (ResNet, "ResNet-18 in its CIFAR form, group norm (11.17 M parameters)"),
     "resnet18_narrow": (partial(ResNet, width=16), "the same with a quarter of the channels, for a CPU (0.70 M)"),

@@ -46,9 +46,9 @@ def lora(
       trainable: takes a parameter's path, true for parameters that are trained as they are, such as those of a new
         head.
       fresh: whether each model draws these by `task.init` instead of taking them from `params`.
-      spread: the standard deviation of `B` at the start. With 0, as in the paper, all `K` models of a method compute
-        the same at the start, and clients that choose by loss all choose the first one: give a small number, such as
-        0.01, or a fresh head.
+      spread: the standard deviation of `B` at the start. With 0, as in the paper, all `K` models of a method are equal
+        at the start, and clients that choose by loss all choose the first one: give a small number, such as 0.01, or a
+        fresh head.
 
     Returns:
       `Task`. In dense layers of flax.linen modules an adapter is `(x A) B` beside `x W`: for each example `rank (d +
@@ -56,7 +56,7 @@ def lora(
       normalisation, your own functions), the sum is computed in each step, `[d, H]` for each client that trains.
 
     Raises:
-      ValueError: a number out of range; `targets` that hold for no parameter, or for one that is no matrix, with the
+      ValueError: a number out of range; `targets` that hold for no parameter, or for one that is not a matrix, with the
         list of matrices; a parameter in both `targets` and `trainable`; those of `frozen`.
 
     Example:

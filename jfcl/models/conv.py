@@ -11,7 +11,7 @@ clients:
   batched matrix product. With shared weights, clients join the batch axis.
 * On a TPU: `lax.conv_general_dilated` with the gradients of JAX. The compiler predicts that it is the fastest form
   there: patches move many times as many bytes.
-* On a GPU, too, but for three cases under `vmap` with own weights, in which cuDNN's groups are slow (measured on an
+* On a GPU, too, except in three cases under `vmap` with own weights, in which cuDNN's groups are slow (measured on an
   H100 and an H200). Inputs of few channels, and gradients with respect to weights, become a batched matrix product of
   windows of the input. Before 2 x 2 pooling, a layer of up to 64 channels with its gradients is such a product for
   blocks of 2 x 2 outputs, of which the maximum is taken at once: the papers' CNN trains 1.7 times as fast.
@@ -299,8 +299,8 @@ def conv(
     """Convolves as `jax.lax.conv_general_dilated`, with fast gradients and vmaps for clients with their own weights.
 
     Two-dimensional NHWC x HWIO convolutions without dilation, and without groups or with one per input channel, take
-    the forms described above, with any strides; all others are those of `lax`. Reverse-mode derivatives only, but for 1
-    x 1 and depthwise ones.
+    the forms described above, with any strides; all others are those of `lax`. Reverse-mode derivatives only, except
+    for 1 x 1 and depthwise ones.
 
     Args:
       lhs: `[B, H, W, C]`; rhs: `[kh, kw, C, O]`; window_strides, padding, ...: as in `lax.conv_general_dilated`.

@@ -38,7 +38,7 @@ def _dense(x: jax.Array, hidden: tuple[int, ...], num_outputs: int, **options: A
 
 
 class MLP(nn.Module):
-    """Dense layers with ReLU between, of the widths `hidden`: 784-200-10 in IFCA (rotated MNIST) and FC (table 1)."""
+    """Dense layers with ReLU between, of the widths `hidden`: 784-200-10 on MNIST in IFCA and Federated-Clustering."""
 
     num_outputs: int
     hidden: tuple[int, ...] | int = (200,)
@@ -105,7 +105,7 @@ class CNN(nn.Module):
 
 
 class CNNMnist(CNN):
-    """The CNN of Byzantine-CFL (003) for MNIST and Fashion-MNIST: 234,090 parameters at 28 x 28 and 10 classes.
+    """The CNN of Byzantine CFL for MNIST and Fashion-MNIST: 234,090 parameters at 28 x 28 and 10 classes.
 
     Two 5 x 5 convolutions of 32 channels, each with padding 1, ReLU and 2 x 2 max-pooling, then dense layers of 256 and
     the classes. (The paper's 800 = 32 * 5 * 5 inputs of the first dense layer imply padding 1 in both convolutions.)
@@ -116,7 +116,7 @@ class CNNMnist(CNN):
 
 
 class CNNCifar(CNN):
-    """The CNN of IFCA (004) for rotated CIFAR-10: "2 convolutional layers followed by 2 fully connected layers".
+    """The CNN of IFCA for rotated CIFAR-10: "2 convolutional layers followed by 2 fully connected layers".
 
     The paper has no widths. Here: 5 x 5 convolutions of 64 channels with padding SAME, ReLU and 2 x 2 max-pooling, then
     dense layers of 384 and the classes.
@@ -127,7 +127,7 @@ class CNNCifar(CNN):
 
 
 class CNNFemnist(CNN):
-    """The CNN of IFCA (004) for FEMNIST: two convolutions, each with max-pooling, then two dense layers.
+    """The CNN of IFCA for FEMNIST: two convolutions, each with max-pooling, then two dense layers.
 
     Widths as in LEAF's own FEMNIST model: 5 x 5 convolutions of 32 and 64 channels with padding SAME,
     a dense layer of 2,048, and the classes.
@@ -138,7 +138,7 @@ class CNNFemnist(CNN):
 
 
 class CNN5(CNN):
-    """A CNN of 5 layers for CIFAR-10, as CFL (000, figure 8) trains: 122,570 parameters at 32 x 32 x 3 and 10 classes.
+    """A CNN of 5 layers for CIFAR-10, as trained in CFL's figure 8: 122,570 parameters at 32 x 32 x 3 and 10 classes.
 
     The paper specifies only a "5-layer convolutional neural network". Here: the widths of TensorFlow's CIFAR-10
     tutorial, 3 x 3 convolutions of 32, 64 and 64 channels without padding, each with ReLU and the first two with 2 x 2
@@ -150,7 +150,7 @@ class CNN5(CNN):
 
 
 class VGG(nn.Module):
-    """The "simplified version of the popular VGG network" of Byzantine-CFL (003, 7.2): 865,482 parameters.
+    """The "simplified version of the popular VGG network" of Byzantine CFL, section 7.2: 865,482 parameters.
 
     3 x 3 convolutions of 32 | 64 | 128, 128 | 128, 128 | 128, 128 channels, each with ReLU, 2 x 2 max-pooling at every
     bar and after the last, then dense layers of 128, 128 and the classes. The paper's 128 inputs of the first dense
@@ -180,7 +180,7 @@ class VGG(nn.Module):
 
 
 class LSTMLanguageModel(nn.Module):
-    """LSTM layers that predict the next word, as in CFL (000, figure 9); for `jfcl.models.language_model`.
+    """LSTM layers that predict the next word, as in CFL's figure 9; for `jfcl.models.language_model`.
 
     Token ids `[B, L]` to logits `[B, L, num_outputs]`, which depend on the words up to their position. The paper has no
     widths; these are moderate, because most of the work is in the last layer, `hidden * num_outputs`.

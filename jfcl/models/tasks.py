@@ -46,7 +46,7 @@ def task(
         mixture has the logarithm of the mean of the probabilities, and the mean of the values.
       half: 1/2 of the squared error, for a regression.
       train: `(key, params, x [B, ...], real [B]) -> (outputs, params)`, the model in training: `key` draws its random
-        numbers, `real` marks the examples that are no padding, and the returned parameters have new statistics.
+        numbers, `real` marks the examples that are not padding, and the returned parameters have new statistics.
         Default: `apply`.
 
     Returns:

@@ -190,7 +190,7 @@ def ipm(strength: float = 0.5) -> UpdateAttack:
 
 
 def alie(deviations: float | None = None) -> UpdateAttack:
-    """Returns "a little is enough": the good mean less some standard deviations (Baruch, Baruch, Goldberg 2019).
+    """Returns "a little is enough": the good mean minus some standard deviations (Baruch, Baruch, Goldberg 2019).
 
     The default is the largest number with which a majority still supports the attackers: the quantile
     `(n − f − s) / (n − f)` of the normal distribution, with `s = ⌊n/2⌋ + 1 − f`, of the `n` clients that take part.

@@ -5,7 +5,7 @@ released models and its own data, and clips it to the L2 norm `C`. The server re
 
     S_k = sum_{i in k} min(1, C / norm(Δ_i)) Δ_i + N(0, (σ C)^2 I)
 
-and computes everything else from these sums. A client is part of one sum, whichever it is, so that all `K` sums
+and computes everything else from these sums. A client contributes to only one of the sums, so that all `K` sums
 together change by a vector of norm `C` at most when one client joins or leaves: they are one Gaussian mechanism with
 the noise multiplier `σ`. This includes the cluster, where a client chooses it by its own loss (IFCA).
 
@@ -67,7 +67,7 @@ class GaussianDP(NamedTuple):
       clip_rate: the learning rate of `C`; the paper's is 0.2.
       min_size: the smallest released size of a cluster: with fewer clients in a round, noise included, its model stays
         as it is. Several times `4 noise` keeps noise away from models that no client uses.
-      sampling: how a `cohort` is drawn. `"poisson"`: every client with examples by itself, with the probability
+      sampling: how a `cohort` is drawn. `"poisson"`: every client with examples independently, with the probability
         `cohort / N`. `"fixed"`: exactly `cohort` clients, without replacement.
 
     Example:
@@ -273,7 +273,7 @@ def epsilon(
     """Returns ε: the released models are (ε, δ)-differentially private with respect to one client's whole data.
 
     It is the same for a client of any cluster: all clients take part with the same probability, each in one sum. Small
-    clusters pay by noise instead: that on their mean is `σ C` over their size.
+    clusters pay with more noise instead: on their mean it is `σ C` divided by their size.
 
     Args:
       dp: the mechanism of every round.

@@ -75,7 +75,7 @@ class End(NamedTuple):
 class Callback:
     """The methods of a callback, all of which do nothing; a callback needs no base class.
 
-    A text returned by `on_start` or `on_records` ends the run at an evaluated round: the present one, otherwise the
+    A text returned by `on_start` or `on_records` ends the run at an evaluated round: the current one, otherwise the
     next. The text becomes `History.ended`. An exception ends the run too, as `CallbackError`, after a checkpoint.
 
     Example:
@@ -92,7 +92,7 @@ class Callback:
     """
 
     def on_start(self, run: RunInfo) -> str | None:
-        """Called before the first round, also of a run that is resumed."""
+        """Called before the first round, and again when a run is resumed."""
 
     def on_records(self, records: list[dict[str, Any]]) -> str | None:
         """Called after an evaluation, with a record for each seed, as in `History.records`."""
@@ -108,8 +108,9 @@ class EarlyStopping(Callback):
     """A callback that ends a run once a metric has not improved for `patience` rounds in any seed.
 
     The decision depends on the records alone: a run that is interrupted and resumed ends at the same round as one that
-    is not. Resumed with another patience, or without this callback, an ended run continues. If the metric is one of
-    the test clients, the final figures are of data that chose the number of rounds; "train_loss" is not.
+    is not. Resumed with another patience, or without this callback, an ended run continues. If the metric is measured
+    on test clients, the final figures come from the data that chose the number of rounds; with "train_loss" they do
+    not.
 
     Args:
       patience: rounds without improvement, 1 or more. Metrics are known at evaluations only (`eval_every`).

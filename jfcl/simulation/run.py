@@ -101,7 +101,7 @@ def simulate(
         training examples now, which costs `K` more passes over them in each evaluation of `test_clients`; the clusters
         in the records and in `History.clients` are then the models served.
       hyperparams: floats (or arrays) passed to `algorithm` inside the compiled program.
-      eval_every: evaluations are after rounds with a number that it divides, and after the last.
+      eval_every: evaluations come after every round whose number it divides, and after the last round.
       seeds: names of the `R` keys in the records; default `0 .. R-1`.
       seed_axis: mapping over seeds; default: one after another on a CPU, `jax.vmap` elsewhere.
       client_axis: mapping for evaluations; default: `jfcl.auto()`. If it is `jfcl.sharded`, the clients are placed on
@@ -119,13 +119,13 @@ def simulate(
       description: the label of the bar.
       stop_after: stop after this many of the `T` rounds, with a checkpoint (to run in instalments); default: never.
       keep_clients: also record the results of every client in every evaluated round: a record's `clients` holds the
-        arrays of `History.clients` but `examples`, and a run in a folder leaves `clients_by_round.csv`.
+        arrays of `History.clients` except `examples`, and a run in a folder leaves `clients_by_round.csv`.
       state: to start from instead of `algorithm.init`: `History.state` of an earlier run, or the result of
         `jfcl.parameter_tree.enrol`; with a leading seed axis if several keys are given. Rounds count from 1 again and
         their randomness follows from `key`, so give another key than that of the earlier run. With `resume`, a
         checkpoint in `out` has precedence.
       metrics: functions `(outputs [M, ...], batch, real [M]) -> a number` of one client's outputs, by name, such as
-        `{"f1": jfcl.metrics.macro_f1}`; `real` marks the examples that are no padding. The records have their means
+        `{"f1": jfcl.metrics.macro_f1}`; `real` marks the examples that are not padding. The records have their means
         over clients (and over newcomers), `History.clients` and `clients.csv` the number of each client.
       callbacks: objects with some of the methods of `jfcl.callbacks.Callback`, called in this order. They change no
         result, and a resumption may have others.
@@ -141,8 +141,8 @@ def simulate(
     Raises:
       ValueError: bad input, before anything is compiled.
       DivergedError: a model is no longer finite, or no client sent a finite update; the last good checkpoint stays.
-      KeyboardInterrupt: on Ctrl-C, once the present rounds (about a second's, at least one) are done and saved.
-      jfcl.callbacks.CallbackError: a callback raised; the present rounds are saved.
+      KeyboardInterrupt: on Ctrl-C, once the current rounds (about a second's worth, at least one) are done and saved.
+      jfcl.callbacks.CallbackError: a callback raised; the current rounds are saved.
       OSError: such as of a store that cannot be read, in the thread that gathers cohorts.
 
     Example:

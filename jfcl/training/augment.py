@@ -1,9 +1,9 @@
 """Random changes to a batch of images while clients train: for `jfcl.local_training(augment=...)`.
 
-Each is `(key, batch) -> batch` and changes `batch["x"]` `[B, H, W, C]`, by draws for every image separately, but for
-`tutorial_batch`. Maps beside it in the image's plane, `[B, H, W, ...]` targets or weights, are mirrored and cut as
-their image is, with zeros coming in; light and contrast are the image's alone. Changed examples are outside the span
-of a client's examples, so that training does not use the span.
+Each is `(key, batch) -> batch` and changes `batch["x"]` `[B, H, W, C]`, with separate draws for every image, except in
+`tutorial_batch`. Maps beside it in the image's plane, `[B, H, W, ...]` targets or weights, are mirrored and cropped as
+their image is, with zeros coming in; light and contrast are the image's alone. Changed examples are outside the span of
+a client's examples, so that training does not use the span.
 """
 
 from __future__ import annotations

@@ -49,8 +49,8 @@ class Trained(NamedTuple):
       loss: `[]`, the mean over local steps of the batch loss before each step, without the proximal term.
       num_steps: `[]` int32, local steps done.
       opt_state: the optimiser's state, for `keep="everything"`; `()` if the client trained in the span of its examples.
-      losses: `[S]`, the batch loss before each of the local steps (`LocalTraining.each_step`), of as many as a client
-        may do, and 0 behind the last; else `()`.
+      losses: `[S]`, the batch loss before each of the local steps (`LocalTraining.each_step`), as many as a client may
+        do, with 0 after its last one; else `()`.
     """
 
     params: PyTree
@@ -76,11 +76,11 @@ def local_training(
     Args:
       optimizer: any optax optimiser, e.g. `optax.sgd(0.1, momentum=0.9)`, that needs no more than gradients, parameters
         and, as `optax.polyak_sgd` does, the loss of the batch (`value`). One that evaluates the model itself, as
-        `optax.lbfgs`, or keeps two of it, as `optax.lookahead`, is refused by the method.
+        `optax.lbfgs`, or keeps two copies of it, as `optax.lookahead`, is refused by the method.
       num_steps: local steps a round. With mini-batches, the client's examples are shuffled once a round and used in
         turn, from the start again after the last, so that every batch is full.
       num_epochs: passes over the client's examples a round, reshuffled before each; a pass ends with a smaller batch
-        where the size is no multiple of `batch_size`, so clients with more examples do more steps.
+        where the size is not a multiple of `batch_size`, so clients with more examples do more steps.
       batch_size: examples per step; `None`, or at least `M`, means all of them at every step (no shuffling).
       prox: FedProx's mu, 0 or more: adds `mu / 2 * ||params - start||^2` to the loss (Li et al. 2020, eq. 2).
       augment: `(key, batch) -> batch`, applied to every batch, e.g. random flips.
@@ -92,7 +92,7 @@ def local_training(
         that of `optax.add_noise`, are never kept: the noise of a client follows from the key of the run, and differs
         between rounds and clients.
       span: whether a first dense layer on the raw inputs is trained in the span of the client's examples, which is the
-        same but for rounding (see `jfcl.training.span`): `"auto"`, where it is possible and costs less; `"never"`;
+        same except for rounding (see `jfcl.training.span`): `"auto"`, where it is possible and costs less; `"never"`;
         `"always"`, or a `ValueError` with the reason why it is not possible.
 
     Raises:

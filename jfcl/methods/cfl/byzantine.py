@@ -42,11 +42,11 @@ def byzantine_cfl(
       privacy_seed: the clients' secret.
 
     Returns:
-      `Algorithm` with a `CFLState` of one cluster; `state.excluded` has the round in which each client was
-      excluded, 0 for the others. A client that sends NaN or infinity is excluded at once. Of two equal halves the first
-      client's remains; two remaining clients, neither of which is a minority, both do. An update of zero has no
-      similarity to others: its client is not compared in that round, nor excluded. Cost of a round: that of FedAvg
-      and `N² D`; memory `O(N D)`, and `N²` as in `cfl`.
+      `Algorithm` with a `CFLState` of one cluster; `state.excluded` has the round in which each client was excluded, 0
+      for the others. A client that sends NaN or infinity is excluded at once. Of two equal halves, the one with the
+      first client remains; of two remaining clients neither is a minority, and both stay. An update of zero has no
+      similarity to others: its client is not compared in that round, nor excluded. Cost of a round: that of FedAvg and
+      `N² D`; memory `O(N D)`, and `N²` as in `cfl`.
 
     Example:
       >>> import jax, jfcl, numpy as np, optax

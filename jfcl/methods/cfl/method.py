@@ -74,10 +74,10 @@ def cfl(
         whatever the other threshold is.
       relative: measure both thresholds in update norms of the first round, which hardly depend on model, data and
         learning rate. The unit of `ε₂` is the largest norm. The unit of `ε₁` is the norm of the mean, but at least a
-        quarter of the largest: after FedAvg to convergence (`init_params`) the first mean is zero but for rounding,
+        quarter of the largest: after FedAvg to convergence (`init_params`) the first mean is zero except for rounding,
         while the longest update vanishes only where all clients agree. (Cold starts have a mean of 0.3 to 0.8 of it.)
-      gamma_max: `γ_max` in [0, 1), the assumed approximation noise; 0 accepts every bipartition of clients the updates
-        of which differ by more than rounding (`jfcl.kernels.similarity_tolerance`).
+      gamma_max: `γ_max` in [0, 1), the assumed approximation noise; 0 accepts every bipartition of clients whose
+        updates differ by more than rounding (`jfcl.kernels.similarity_tolerance`).
       min_rounds: rounds that a cluster trains before it may be split, counted from its own split.
       max_clusters: capacity; a split that would need more is not carried out, and `capacity_reached` is set. Default:
         8, or as many as there are clients.
@@ -119,13 +119,13 @@ def cfl(
       overflows of any round since the record before, and counts decisions and undone splits so far.)
 
       A client that was absent or sent NaN in the round of its cluster's split trains the model from before the split in
-      its next round, and goes to the side to which this update is most similar. A cluster whose model would overflow
+      its next round, and joins the side that is most similar to this update. A cluster whose model would overflow
       keeps its last finite model and is not examined any more; the other clusters continue.
 
       Memory: the updates `[N, D]` (with `cohort` twice), two models and a direction a cluster, `K N S` numbers for the
       tree (`S` at most `tree_dim`), and in rounds with bipartitions `N²`, up to 4,096 clients or an eighth of the
-      updates, and always with `min_size` above 1 or complete linkage; beyond, tiles. Cost of such a round: `N² D`
-      besides training; some times that in tiles.
+      updates, and always with `min_size` above 1 or complete linkage; beyond that, tiles. Cost of such a round: `N² D`
+      besides training; several times that in tiles.
 
     Raises:
       ValueError: an option outside its range; `min_size` or `min_examples` that no split can satisfy; `cohort` with
