@@ -123,7 +123,7 @@ def shifts(
       model: model, as in jfcl run.
       rounds: communication rounds of each run.
       local_steps: local steps per round; federated_clustering and other methods that send gradients have their own.
-      batch_size: examples per local step; default: all of the client.
+      batch_size: examples per local step; default: all examples of the client.
       examples_per_client: training examples of each client; default: as many as every shift can give.
       hostile: share of clients that are hostile, in further cells at the largest strength.
       attack: the attack on their data.
