@@ -89,7 +89,7 @@ def test_it_opens_again(folder):
 def test_a_path_that_is_taken_is_refused(tmp_path):
     (tmp_path / "link").symlink_to(tmp_path / "nowhere")
     (tmp_path / "file").write_text("")
-    for name, words in (("link", "not there yet"), ("file", "not there yet"), ("file/s", "below a file")):
+    for name, words in (("link", "does not exist yet"), ("file", "does not exist yet"), ("file/s", "below a file")):
         with pytest.raises(ValueError, match=f"path must be .*{words}"):
             ClientStore.create(tmp_path / name, some_people([1], 0))
 
@@ -98,7 +98,7 @@ def test_a_path_that_is_taken_is_refused(tmp_path):
         (tmp_path / "late").mkdir()
         (tmp_path / "late" / "mine").write_text("kept")
 
-    with pytest.raises(ValueError, match="path must be a folder that is not there yet"):
+    with pytest.raises(ValueError, match="path must be a folder that does not exist yet"):
         ClientStore.create(tmp_path / "late", meanwhile())
     assert sorted(p.name for p in tmp_path.iterdir()) == ["file", "late", "link"]
     assert (tmp_path / "late" / "mine").read_text() == "kept"
@@ -238,7 +238,7 @@ def test_bad_rows_and_ids(tmp_path, folder):
     with pytest.raises(ValueError, match=r"rows of client 1 must be a vector of integers in 0..1"):
         ClientStore.create_indexed(tmp_path / "i", [{"x": X}], [np.array([0]), np.array([2])])
     assert ClientStore.create_indexed(tmp_path / "j", [{"x": X}], [[0, 1], []]).sizes().tolist() == [2, 0]
-    with pytest.raises(ValueError, match="path must be a folder that is not there yet"):
+    with pytest.raises(ValueError, match="path must be a folder that does not exist yet"):
         ClientStore.create(folder, [{"x": X}])
     store = ClientStore.open(folder)
     for ids, said in ([[3], r"ids must be in 0..2"], [[-1], "ids"], [[], "ids"], [[0.5], "ids"], [[[0]], "ids"]):

@@ -107,7 +107,7 @@ def new_folder(path: Path) -> Iterator[Path]:
     """
 
     def check_new() -> None:
-        check(not os.path.lexists(path), "path", str(path), "a folder that is not there yet")
+        check(not os.path.lexists(path), "path", str(path), "a folder that does not exist yet")
 
     check_new()
     try:

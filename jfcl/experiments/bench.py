@@ -193,7 +193,7 @@ def sweep(
                 continue
             client_axis = MAPPINGS[name]()
             if mapping.num_rows(client_axis, n) != n:
-                rows[-1]["left_out"] = "clients are no multiple of the devices"
+                rows[-1]["left_out"] = "clients are not a multiple of the devices"
                 continue
             arguments = make_arguments(case) if arguments is None else arguments
             rows[-1] |= _measure_round(case, client_axis, arguments, repeats, seconds)

@@ -61,7 +61,7 @@ class chunked(NamedTuple):
 class sharded(NamedTuple):
     """A mapping that divides the clients among the devices of `mesh`; each device maps its own with `inner`.
 
-    Where the number of clients is no multiple of the devices, every call appends rows of zeros; `place` does it once
+    Where the number of clients is not a multiple of the devices, every call appends rows of zeros; `place` does it once
     for a whole simulation. In `map_reduce`, such rows must add nothing to the total, as clients of size 0 do.
 
     Attributes:
