@@ -33,9 +33,12 @@ def draw(folder: Path) -> plt.Figure:
     """Returns the picture: clients, the models of their clusters, and the accuracies of four methods by round."""
     fed = jfcl.data.build("digits", num_clients=40, num_clusters=4, heterogeneity="rotation")
     images, cluster = np.asarray(fed.train.examples["x"])[..., 0], np.asarray(fed.cluster)
-    figure, (hidden, found, curves) = plt.subplots(
-        1, 3, figsize=(11, 3.3), gridspec_kw={"width_ratios": [1.1, 1.2, 1.5], "wspace": 0.16}
-    )
+    # The images keep their proportions, so each panel of clients gets the width that fills the common height.
+    figure, height = plt.figure(figsize=(11, 3.3)), 0.76
+    tall, wide = (-0.4, 7.5), {"hidden": (-0.3, 8.3), "found": (-0.3, 9.3)}
+    widths = [height * 3.3 / 11 * (right - left) / (tall[1] - tall[0]) for left, right in wide.values()]
+    hidden, found = (figure.add_axes((x, 0.14, w, height)) for x, w in zip((0.0, widths[0] + 0.03), widths, strict=True))
+    curves = figure.add_axes((sum(widths) + 0.08, 0.14, 0.92 - sum(widths), height))
     order = np.random.default_rng(0).permutation(np.concatenate([np.flatnonzero(cluster == k)[:3] for k in range(4)]))
 
     # Clients, whose clusters nobody knows.
@@ -55,8 +58,8 @@ def draw(folder: Path) -> plt.Figure:
         ink = "white" if k == 0 else "black"  # the blue box alone is dark
         found.text(7.9, y + 0.47, f"model {k + 1}", ha="center", va="center", color=ink, fontsize=9, weight="bold")
     found.set_title("A model for each cluster", fontsize=11)
-    for axes, right in ((hidden, 8.3), (found, 9.3)):
-        axes.set(xlim=(-0.3, right), ylim=(-0.4, 7.5))
+    for axes, limits in zip((hidden, found), wide.values(), strict=True):
+        axes.set(xlim=limits, ylim=tall)
         axes.set_axis_off()
 
     # Accuracy by round: mean and range of a standard deviation over the seeds.

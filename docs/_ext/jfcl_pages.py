@@ -13,7 +13,6 @@ import contextlib
 import importlib
 import inspect
 import re
-import shutil
 import types
 from collections.abc import Mapping
 from pathlib import Path
@@ -173,14 +172,15 @@ def generate(app) -> None:
     draw_plots(HERE / "api" / "pictures")
     for name in PICTURES:
         write(HERE / "methods" / "pictures" / f"{name}.svg", picture(name))
-    shutil.rmtree(HERE / "notebooks", ignore_errors=True)
-    (HERE / "notebooks").mkdir()
-    for notebook in sorted((HERE.parent / "notebooks").glob("*.ipynb")):
+    notebooks = sorted((HERE.parent / "notebooks").glob("*.ipynb"))
+    for old in {*(HERE / "notebooks").glob("*")} - {HERE / "notebooks" / notebook.name for notebook in notebooks}:
+        old.unlink()
+    for notebook in notebooks:
         text = notebook.read_text()
         if app.config.repository.startswith("OWNER/"):  # its badge would lead nowhere
             badge = r"\[!\[Open in Colab\]\([^)]*\)\]\([^)]*\)"
             text = re.sub(badge, "[Open this notebook](../start/notebooks.md)", text)
-        (HERE / "notebooks" / notebook.name).write_text(text)
+        write(HERE / "notebooks" / notebook.name, text)
 
 
 def api_index() -> str:
@@ -198,17 +198,30 @@ def contributing() -> str:
     return re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", (HERE.parent / "CONTRIBUTING.md").read_text())
 
 
+def filled(text: str) -> str:
+    """Returns a page with what it takes from the library."""
+    text = re.sub(r"<!-- options of (\w+) -->", lambda m: options_of(m[1]), text)
+    text = text.replace("<!-- options of every run -->", options_of_every_run() if "of every run" in text else "")
+    text = text.replace("<!-- modules of the API -->", api_index()) if "<!-- modules" in text else text
+    return text.replace("<!-- text of CONTRIBUTING.md -->", contributing() if "<!-- text of" in text else "")
+
+
 def outdated(app, env, added, changed, removed) -> list[str]:
-    """Returns the pages that take something from the library, which may have changed where the page has not."""
-    return [name for name in env.found_docs if "<!-- " in Path(env.doc2path(name)).read_text()]
+    """Returns the pages that take something from the library which has changed, although the page has not."""
+    taken = getattr(env, "jfcl_taken", {})
+    return [name for name in taken.keys() & env.found_docs if taken[name] != filled(Path(env.doc2path(name)).read_text())]
+
+
+def merge(app, env, names, other) -> None:
+    """Takes over what another process has remembered of the pages that it has read."""
+    env.jfcl_taken = getattr(env, "jfcl_taken", {}) | getattr(other, "jfcl_taken", {})
 
 
 def read(app, docname: str, source: list[str]) -> None:
     """Fills in what a page takes from the library, and mends links that lead out of this folder."""
-    text = re.sub(r"<!-- options of (\w+) -->", lambda m: options_of(m[1]), source[0])
-    text = text.replace("<!-- options of every run -->", options_of_every_run() if "of every run" in text else "")
-    text = text.replace("<!-- modules of the API -->", api_index()) if "<!-- modules" in text else text
-    text = text.replace("<!-- text of CONTRIBUTING.md -->", contributing() if "<!-- text of" in text else "")
+    text = filled(source[0])
+    if text != source[0]:  # remembered with the page, to see at the next build whether it has changed
+        app.env.jfcl_taken = getattr(app.env, "jfcl_taken", {}) | {docname: text}
     text = text.replace("OWNER/jfcl", app.config.repository)
     up = "../" * docname.count("/")
     text = text.replace(f"]({up}../benchmarks/README.md)", f"]({up}benchmarks.md)")
@@ -251,6 +264,7 @@ def setup(app):
     app.add_config_value("repository", "OWNER/jfcl", "env")
     app.connect("builder-inited", generate)
     app.connect("env-get-outdated", outdated)
+    app.connect("env-merge-info", merge)
     app.connect("source-read", read)
     app.connect("autodoc-process-docstring", join_names, priority=400)  # before napoleon's 500
     app.connect("doctree-read", set_type)
