@@ -37,7 +37,8 @@ def draw(folder: Path) -> plt.Figure:
     figure, height = plt.figure(figsize=(11, 3.3)), 0.76
     tall, wide = (-0.4, 7.5), {"hidden": (-0.3, 8.3), "found": (-0.3, 9.3)}
     widths = [height * 3.3 / 11 * (right - left) / (tall[1] - tall[0]) for left, right in wide.values()]
-    hidden, found = (figure.add_axes((x, 0.14, w, height)) for x, w in zip((0.0, widths[0] + 0.03), widths, strict=True))
+    hidden = figure.add_axes((0, 0.14, widths[0], height))
+    found = figure.add_axes((widths[0] + 0.03, 0.14, widths[1], height))
     curves = figure.add_axes((sum(widths) + 0.08, 0.14, 0.92 - sum(widths), height))
     order = np.random.default_rng(0).permutation(np.concatenate([np.flatnonzero(cluster == k)[:3] for k in range(4)]))
 

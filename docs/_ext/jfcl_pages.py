@@ -209,7 +209,8 @@ def filled(text: str) -> str:
 def outdated(app, env, added, changed, removed) -> list[str]:
     """Returns the pages that take something from the library which has changed, although the page has not."""
     taken = getattr(env, "jfcl_taken", {})
-    return [name for name in taken.keys() & env.found_docs if taken[name] != filled(Path(env.doc2path(name)).read_text())]
+    here = taken.keys() & env.found_docs
+    return [name for name in here if taken[name] != filled(Path(env.doc2path(name)).read_text())]
 
 
 def merge(app, env, names, other) -> None:
