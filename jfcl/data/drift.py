@@ -29,16 +29,16 @@ Y 0000000000 0000000000 0000000000 0100000100 0111010100 0111010110 1111011110 1
 _FEDDRIFT = dict(line.split(maxsplit=1) for line in _LINES.strip().splitlines())
 _FEDDRIFT["Z"] = _FEDDRIFT["Y"].replace("1", "2")
 PATTERNS = {
-    "A": "of FedDrift: 10 steps of 10 clients, which move between two clusters, also back",
-    **{name: "of FedDrift: 10 steps of 10 clients, which move among four clusters" for name in "BCDEF"},
-    "R": "of FedDrift: each client in a cluster drawn anew every second step",
+    "A": "from FedDrift: 10 clients over 10 steps, which move between two clusters, and back",
+    **{name: "from FedDrift: 10 clients over 10 steps, which move among four clusters" for name in "BCDEF"},
+    "R": "from FedDrift: each client in a cluster drawn anew every second step",
     **{
-        name: "of FedDrift: 10 steps of 10 clients, which move one after another to a second cluster" for name in "WXYZ"
+        name: "from FedDrift: 10 clients over 10 steps, which move one by one to a second cluster" for name in "WXYZ"
     },
-    "sudden": "of FedCCFA: all clients move to three other clusters half-way, 3:3:4",
-    "incremental": "of FedCCFA: as sudden, but the three groups move one step after another",
-    "recurrent": "of FedCCFA: as sudden, and back after three quarters",
-    "swap": "of FlexCFL: random pairs of clients swap their clusters",
+    "sudden": "from FedCCFA: all clients move to three other clusters half-way through, 3:3:4",
+    "incremental": "from FedCCFA: as sudden, but the three groups move one step after another",
+    "recurrent": "from FedCCFA: as sudden, and back after three quarters",
+    "swap": "from FlexCFL: random pairs of clients swap their clusters",
 }
 
 

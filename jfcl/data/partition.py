@@ -423,10 +423,10 @@ def apportioned(total: int, weight: np.ndarray) -> np.ndarray:
 
 PARTITIONS = {
     "iid": (iid, "equal parts at random"),
-    "stratified": (stratified, "equal parts with every label's share"),
+    "stratified": (stratified, "equal parts, each with the shares of labels of the whole"),
     "writer": (by_writer, "one client per real writer (data sets with writer ids)"),
     "label": (by_label, "a few labels per client (shards, McMahan et al.)"),
-    "pathological": (pathological, "exactly so many labels per client (Li et al., NIID-Bench)"),
+    "pathological": (pathological, "exactly this number of labels per client (Li et al., NIID-Bench)"),
     "dirichlet": (dirichlet, "each label's shares of the clients drawn from a Dirichlet distribution"),
     "distribution": (by_distribution, "each label's shares of the clients given as a table"),
     "power_law": (power_law, "random content, sizes that follow a power law"),
