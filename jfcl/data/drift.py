@@ -32,9 +32,7 @@ PATTERNS = {
     "A": "from FedDrift: 10 clients over 10 steps, which move between two clusters, and back",
     **{name: "from FedDrift: 10 clients over 10 steps, which move among four clusters" for name in "BCDEF"},
     "R": "from FedDrift: each client in a cluster drawn anew every second step",
-    **{
-        name: "from FedDrift: 10 clients over 10 steps, which move one by one to a second cluster" for name in "WXYZ"
-    },
+    **{name: "from FedDrift: 10 clients over 10 steps, which move one by one to a second cluster" for name in "WXYZ"},
     "sudden": "from FedCCFA: all clients move to three other clusters half-way through, 3:3:4",
     "incremental": "from FedCCFA: as sudden, but the three groups move one step after another",
     "recurrent": "from FedCCFA: as sudden, and back after three quarters",
