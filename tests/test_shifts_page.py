@@ -12,7 +12,8 @@ from test_report import Page as Base
 
 from jfcl.core import files
 from jfcl.experiments import shifts_page
-from jfcl.experiments.shifts_page import write_page, write_table
+from jfcl.experiments.shift_results import digest_of
+from jfcl.experiments.shifts_page import write_page
 
 LEVELS = {"fedavg": 0.6, "local": 0.7, "oracle": 0.9, "ifca": 0.86, "clove": 0.85, "pacfl": 0.75}
 SHIFTS = ("rotation", "label_groups", "label_swap")
@@ -20,12 +21,12 @@ SHIFTS = ("rotation", "label_groups", "label_swap")
 
 def made_up(folder, *, methods=LEVELS, data=("digits",), shifts=SHIFTS, strengths=(0.5, 1.0), seeds=2, clients=8):
     """Writes a folder of cells whose accuracies are drawn around `methods`."""
-    rng = np.random.default_rng(0)
+    rng, about = np.random.default_rng(0), {"budget": 3, "seeds": seeds}
     (folder / "cells").mkdir(parents=True)
 
     def cell(d, shift, strength, method, clusters, *, worse=0.0, hostile=0.0, wrong_k=None, drift=None, **changed):
-        name = "-".join([d, shift, f"{strength:g}", method, clusters or "none", *[f"{hostile:g}"] * bool(hostile)])
-        name += f"-wrong{wrong_k}" if wrong_k else f"-drift_{drift}" if drift else ""
+        parts = [d, shift, f"{strength:g}", method, f"k{wrong_k}" if wrong_k else clusters, drift]
+        name = "-".join([*filter(None, parts), *[f"hostile{hostile:g}"] * bool(hostile)])
         runs = []
         for seed in range(7, 7 + seeds):
             each = np.clip(rng.normal(methods[method] - 0.2 * worse - 0.1 * strength, 0.05, clients), 0, 1).round(4)
@@ -42,6 +43,7 @@ def made_up(folder, *, methods=LEVELS, data=("digits",), shifts=SHIFTS, strength
             runs.append(ends | scores | costs)
         known = {"data": d, "shift": shift, "strength": strength, "method": method, "clusters": clusters}
         saved = {
+            "setting": digest_of(about),
             "cell": known | {"hostile": hostile, "wrong_k": wrong_k, "drift": drift},
             "command": f"jfcl run {method} --heterogeneity {shift} --strength {strength} --seed 7",
             "tuned": {"lr": 0.1},
@@ -66,7 +68,7 @@ def made_up(folder, *, methods=LEVELS, data=("digits",), shifts=SHIFTS, strength
     if "ifca" in methods:
         cell(data[0], shifts[0], 1.0, "ifca", "known", hostile=0.3, worse=1)
         cell(data[0], shifts[0], 1.0, "ifca", "given K", wrong_k=8, worse=0.2)
-    files.write_json(folder / "settings.json", files.seal({"format": 1, "setting": {"budget": 3, "seeds": seeds}}))
+    files.write_json(folder / "settings.json", files.seal({"format": 1, "setting": about}))
     return folder
 
 
@@ -157,8 +159,8 @@ def test_the_page_has_the_accuracies_and_needs_no_other_file(page, folder):
         rows = rows_of(page, f"heat-{mode}-digits")
         assert set(rows) == set(LEVELS)
         for method, texts in rows.items():
-            clusters = "none" if method in ("fedavg", "local", "oracle") else mode
-            names = [f"digits-{shift}-{s:g}-{method}-{clusters}" for shift in sorted(SHIFTS) for s in (0.5, 1.0)]
+            end = method + f"-{mode}" * (method not in ("fedavg", "local", "oracle"))
+            names = [f"digits-{shift}-{s:g}-{end}" for shift in sorted(SHIFTS) for s in (0.5, 1.0)]
             assert texts == [f"{accuracy(cells[name]):.1f}" for name in names]
     for name in page.images:
         assert page.png(name)[:4] == b"\x89PNG"
@@ -208,8 +210,8 @@ def test_the_best_of_each_shift_is_not_the_oracle(page, folder):
     for row, shift in zip(page.rows("choices-known"), sorted(SHIFTS), strict=True):
         means = {}
         for method in set(LEVELS) - {"oracle"}:
-            clusters = "none" if method in ("fedavg", "local") else "known"
-            means[method] = np.mean([accuracy(cells[f"digits-{shift}-{s:g}-{method}-{clusters}"]) for s in (0.5, 1)])
+            name = method + "-known" * (method not in ("fedavg", "local"))
+            means[method] = np.mean([accuracy(cells[f"digits-{shift}-{s:g}-{name}"]) for s in (0.5, 1)])
         best = max(means, key=means.get)
         assert row["best"] == best and row["accuracy %"].startswith(f"{means[best]:.1f}±")
 
@@ -217,14 +219,14 @@ def test_the_best_of_each_shift_is_not_the_oracle(page, folder):
 def test_conditions_show_the_change_and_what_was_not_run(page, folder):
     cells = cells_in(folder)
     base = accuracy(cells["digits-rotation-1-ifca-known"])
-    for table, name in [("hostile", "ifca-known-0.3"), ("wrong_k", "ifca-given K-wrong8")]:
+    for table, name in [("hostile", "ifca-known-hostile0.3"), ("wrong_k", "ifca-k8")]:
         value = accuracy(cells[f"digits-rotation-1-{name}"])
         assert rows_of(page, table) == {"ifca": [f"{value:.1f} ({value - base:+.1f})"]}
     assert "Drift Not run." in page.text and "Energy is not known" in page.text
 
 
-def test_the_table_for_latex_has_means_over_strengths(folder):
-    lines = write_table(folder).read_text().splitlines()
+def test_the_table_for_latex_has_means_over_strengths(page, folder):
+    lines = (folder / "table.tex").read_text().splitlines()
     cells = cells_in(folder)
     (first,) = (line for line in lines[: lines.index(r"\bottomrule")] if line.startswith("ifca"))
     expected = []
@@ -251,7 +253,7 @@ def test_failures_are_counted_and_in_no_mean(tmp_path, no_pictures):
     change(folder, "digits-rotation-0.5-ifca-known", runs=[{"status": "collapsed", "reason": "one model"}])
     change(folder, "digits-label_swap-1-clove-known", runs=[FAILED, FAILED])
     cannot(folder, "digits-label_swap-0.5-clove-auto", "<b>no labels</b>")
-    change(folder, "digits-label_swap-1-local-none", default={"accuracy": 0.99})
+    change(folder, "digits-label_swap-1-local", default={"accuracy": 0.99})
     (folder / "cells" / "digits-rotation-1-ifca-auto.json").unlink()
     page = Page(write_page(folder).read_bytes())
     rows = rows_of(page, "heat-known-digits")  # label_swap, then rotation
@@ -277,14 +279,13 @@ def test_failures_are_counted_and_in_no_mean(tmp_path, no_pictures):
     below = [row["cell"] for row in page.rows("below-default")]
     assert below == ["digits label swap 1 clove (known number of clusters)", "digits label swap 1 local"]
     assert "–" in [row["accuracy %"] for row in page.rows("costs-known") if row["method"] == "clove"]
-    assert "(3/4)" in write_table(folder).read_text()
+    assert "(3/4)" in (folder / "table.tex").read_text()
     # What is best of the runs that are left is not the best.
     change(folder, "digits-rotation-1-ifca-known", runs=[FAILED, {"accuracy": 1.0}])
     best = re.findall('<td class="g0 best"><a href="#(.*?)">', write_page(folder).read_text())
     assert "digits-rotation-1-clove-known" in best and "digits-rotation-1-ifca-known" not in best
-    (line,) = (
-        line for line in write_table(folder).read_text().split("bottomrule")[0].splitlines() if line[:4] == "ifca"
-    )
+    table = (folder / "table.tex").read_text().split("bottomrule")[0]
+    (line,) = (line for line in table.splitlines() if line[:4] == "ifca")
     assert line.count("textbf") == 1 and "textbf" not in line.split("&")[2]
 
 
@@ -302,23 +303,24 @@ def test_little_is_said_of_little(tmp_path, no_pictures):
     assert "too few methods or shifts for tests" in page.text
     assert "Unknown number of clusters Not run." in page.text
     assert [row["p, next"] for row in page.rows("ranks-known")] == ["–", "–", ""]
-    for name in ("oracle-none", "ifca-known", "fedavg-none"):
+    for name in ("oracle", "ifca-known", "fedavg"):
         cannot(folder, f"digits-rotation-1-{name}", "no clusters")
     page = Page(write_page(folder).read_bytes())
     assert "No method can be ranked" in page.text and "ranks-known" not in page.tables
-    assert r"ifca & -- & -- \\" in write_table(folder).read_text()
+    assert r"ifca & -- & -- \\" in (folder / "table.tex").read_text()
 
 
 def test_a_folder_without_whole_cells_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="with a finished cell"):
-        write_page(tmp_path)
     folder = made_up(tmp_path / "out", methods={"fedavg": 0.5}, shifts=("rotation",), strengths=(1.0,))
-    file = folder / "cells" / "digits-rotation-1-fedavg-none.json"
+    file = folder / "cells" / "digits-rotation-1-fedavg.json"
     saved = json.loads(file.read_text())
+    files.write_json(file, files.seal(saved | {"setting": "of others"}))
+    with pytest.raises(ValueError, match="with a finished cell"):
+        write_page(folder)
     del saved["runs"]
     files.write_json(file, files.seal(saved))
-    with pytest.raises(ValueError, match=r"fedavg-none.json is damaged: it lacks 'runs'"):
-        write_table(folder)
+    with pytest.raises(ValueError, match=r"fedavg.json is damaged: it lacks 'runs'"):
+        write_page(folder)
 
 
 def test_methods_without_a_number_of_clusters_are_ranked_among_themselves(tmp_path, no_pictures):

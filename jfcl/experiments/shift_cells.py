@@ -11,7 +11,7 @@ import zlib
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -47,7 +47,8 @@ NOT_OF_PROGRAMS = ("dataset", "heterogeneity", "strength", "mixture", "partition
 NOT_OF_PROGRAMS += ("seeds", "eval_every", "test_fraction", "tuning_clients", "examples_per_client")
 
 
-class Cell(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Cell:
     """A method on a shift.
 
     Attributes:
@@ -144,7 +145,7 @@ def run_cell(cell: Cell, setting: dict[str, Any], data_dir: str | None) -> dict[
     """Tunes the method of a cell, runs it with fresh seeds, and returns the content of the cell's file."""
     began, before = time.perf_counter(), count_programs()
     result = {
-        "cell": cell._asdict(),
+        "cell": dataclasses.asdict(cell),
         "status": "ok",
         "reason": "",
         "command": "",

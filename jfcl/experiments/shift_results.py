@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,6 +15,7 @@ from jfcl.analysis import ranking
 from jfcl.analysis.metrics import deviation
 from jfcl.core import check, files
 from jfcl.experiments.comparison import number
+from jfcl.experiments.shift_cells import Cell
 
 MODES = {"known": "known number of clusters", "auto": "unknown number of clusters"}
 REFERENCES = ("fedavg", "local", "oracle")
@@ -24,18 +28,10 @@ CONDITIONS = {  # fields of a cell: title, head of a column
 STATUSES = ("ok", "collapsed", "diverged", "failed")  # of a run; the first two have results
 
 
-class Cell(NamedTuple):
+@dataclass(frozen=True, kw_only=True)
+class Result(Cell):
     """A finished cell: the content of `cells/NAME.json`."""
 
-    name: str
-    data: str
-    shift: str
-    strength: float
-    method: str
-    clusters: str
-    hostile: float
-    wrong_k: int | None
-    drift: str | None
     command: str
     tuned: dict[str, Any]
     trials: list[dict[str, Any]]
@@ -113,7 +109,7 @@ class Ranks(NamedTuple):
     """
 
     mode: str
-    cells: dict[tuple[tuple, str], Cell]
+    cells: dict[tuple[tuple, str], Result]
     settings: list[tuple]
     methods: list[str]
     mean: np.ndarray
@@ -151,21 +147,28 @@ class Ranks(NamedTuple):
         ]
 
 
-def read_cells(folder: Path) -> list[Cell]:
-    """Reads the finished cells in a folder, sorted by their names."""
-    names, cells = sorted((folder / "cells").glob("*.json")), []
-    check(names, "folder", str(folder), "a folder of jfcl shifts with a finished cell")
-    for file in names:
+def digest_of(setting: dict[str, Any]) -> str:
+    """Returns the name of a setting, as JSON has it, in its cells."""
+    return hashlib.sha256(json.dumps(setting, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def read_cells(folder: Path) -> list[Result]:
+    """Reads the finished cells in a folder that are of its setting, sorted by their names."""
+    about, cells = files.read_json(folder / "settings.json"), []
+    for file in sorted((folder / "cells").glob("*.json")):
         saved = files.read_json(file)
+        if saved.get("setting") != digest_of(about["setting"]):
+            continue
         try:
-            values = [file.stem, *(saved["cell"][name] for name in Cell._fields[1:9])]
-            cells.append(Cell(*values, *(saved[name] for name in Cell._fields[9:])))
+            further = {name: saved[name] for name in Result.__annotations__}
+            cells.append(Result(**saved["cell"], **further))
         except (KeyError, TypeError) as error:
             raise ValueError(f"{file} is damaged: it lacks {error}") from None
+    check(cells, "folder", str(folder), "a folder of jfcl shifts with a finished cell")
     return cells
 
 
-def rank(cells: Sequence[Cell]) -> list[Ranks]:
+def rank(cells: Sequence[Result]) -> list[Ranks]:
     """Returns the ranks in each of `MODES` in which there are cells; methods without a number of clusters are in both.
 
     Settings and methods are left out until every method has a cell in every setting.
@@ -192,7 +195,7 @@ def rank(cells: Sequence[Cell]) -> list[Ranks]:
     return ranked
 
 
-def _values(cells: Sequence[Cell]) -> np.ndarray:
+def _values(cells: Sequence[Result]) -> np.ndarray:
     """Returns the accuracies `[A, R, N]` of the cells of a setting; NaN for runs without results."""
     seeds = sorted({run["seed"] for cell in cells for run in cell.runs})
     each = {(i, run["seed"]): run["per_client"] for i, cell in enumerate(cells) for run in cell.ended}

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import csv
-import hashlib
+import dataclasses
 import io
 import itertools
 import json
@@ -34,8 +34,8 @@ from jfcl.experiments import jobs as processes
 from jfcl.experiments import lookup
 from jfcl.experiments.config import Config
 from jfcl.experiments.shift_cells import MEASURED, SHIFTS, TEST_FRACTION, Cell, modes, run_cell
-from jfcl.experiments.shift_results import REFERENCES
-from jfcl.experiments.shifts_page import write_page, write_table
+from jfcl.experiments.shift_results import REFERENCES, digest_of
+from jfcl.experiments.shifts_page import write_page
 from jfcl.robust import attacks
 from jfcl.simulation.folder import differences, environment
 from jfcl.simulation.versions import UNCHANGED, VERSIONS, check_version
@@ -49,7 +49,7 @@ QUICK = {"shifts": OF_SHIFTS[:5], "strengths": (1.0,), "seeds": 2, "budget": 4, 
 FULL = {"shifts": OF_SHIFTS, "strengths": (0.3, 0.6, 1.0), "seeds": 3, "budget": 12, "rounds": 100}
 OF_RUNS = ("clients", "clusters", "model", "rounds", "local_steps", "batch_size")
 COLUMNS = (
-    *Cell._fields,
+    *Cell.__annotations__,
     "seed",
     "status",
     "reason",
@@ -276,10 +276,10 @@ def cells_of(setting: dict[str, Any]) -> list[Cell]:
             cell = Cell(dataset, shift, strength, method, clusters)
             cells.append(cell)
             if strength == max(setting["strengths"]):
-                cells += [cell._replace(hostile=setting["hostile"])] * bool(setting["hostile"])
-                cells += [cell._replace(drift=setting["drift"])] * bool(setting["drift"])
+                cells += [dataclasses.replace(cell, hostile=setting["hostile"])] * bool(setting["hostile"])
+                cells += [dataclasses.replace(cell, drift=setting["drift"])] * bool(setting["drift"])
                 others = setting["wrong_k"] if clusters == "known" else ()
-                cells += [cell._replace(clusters=f"given {k}", wrong_k=k) for k in others]
+                cells += [dataclasses.replace(cell, clusters=f"given {k}", wrong_k=k) for k in others]
     cells.sort(key=lambda cell: cell.name)
     twice = [a.name for a, b in itertools.pairwise(cells) if a.name == b.name]
     check(not twice, "names", twice, "different, also without the characters that no name of a file has")
@@ -350,11 +350,6 @@ def begin_folder(folder: Path, setting: dict[str, Any]) -> str:
     return digest_of(setting)
 
 
-def digest_of(setting: dict[str, Any]) -> str:
-    """Returns the name of a setting in its cells."""
-    return hashlib.sha256(json.dumps(setting, sort_keys=True).encode()).hexdigest()[:16]
-
-
 def _file(folder: Path, cell: Cell) -> Path:
     return folder / "cells" / f"{cell.name}.json"
 
@@ -400,5 +395,4 @@ def merge(folder: Path, cells: Sequence[Cell], digest: str) -> int:
     files.write_whole(folder / "runs.csv", text.getvalue().encode())
     if found:
         write_page(folder)
-        write_table(folder)
     return len(found)

@@ -21,8 +21,8 @@ from jfcl.experiments.shift_results import (
     MODES,
     REFERENCES,
     STATUSES,
-    Cell,
     Ranks,
+    Result,
     names_of,
     rank,
     read_cells,
@@ -46,26 +46,18 @@ COSTS = {  # columns of the table of costs: head, text of a value
 
 
 def write_page(folder: str | Path) -> Path:
-    """Writes `index.html` on the finished cells of `jfcl shifts` in a folder; the page needs no other file.
+    """Writes `index.html` and `table.tex` on the finished cells of `jfcl shifts` in a folder; returns the former.
 
-    A run without results is in no mean: it is counted beside the figures of the others, and in ranks it is below all
-    that have results. Raises `ValueError` for a folder without a finished cell, or with a damaged one.
+    The page needs no other file; the table has the methods by shifts for each data set and mode, with the rules of the
+    package booktabs. A run without results is in no mean: it is counted beside the figures of the others, and in ranks
+    it is below all that have results. Raises `ValueError` for a folder without a finished cell, or with a damaged one.
     """
     folder = Path(folder)
-    page = page_of(read_cells(folder), files.read_json(folder / "settings.json"))
-    files.write_whole(folder / "index.html", page)
+    cells = read_cells(folder)
+    ranked = rank(cells)
+    files.write_whole(folder / "table.tex", "\n".join(line for ranks in ranked for line in _tex(ranks)).encode())
+    files.write_whole(folder / "index.html", page_of(cells, ranked, files.read_json(folder / "settings.json")))
     return folder / "index.html"
-
-
-def write_table(folder: str | Path) -> Path:
-    """Writes `table.tex`: for each data set and mode the methods by shifts, with the rules of the package booktabs.
-
-    Raises `ValueError` as `write_page`.
-    """
-    folder = Path(folder)
-    lines = [line for ranks in rank(read_cells(folder)) for line in _tex(ranks)]
-    files.write_whole(folder / "table.tex", "\n".join(lines).encode())
-    return folder / "table.tex"
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -73,7 +65,7 @@ def write_table(folder: str | Path) -> Path:
 
 
 def _heat(
-    name: str, caption: str, rows: dict[str, dict[Any, Cell]], heads: dict[Any, tuple[str, str]], base: Any = None
+    name: str, caption: str, rows: dict[str, dict[Any, Result]], heads: dict[Any, tuple[str, str]], base: Any = None
 ) -> Table:
     """Returns a table of accuracies, each shaded by how far it is below the best method of its column.
 
@@ -95,7 +87,7 @@ def _groups(heads: dict[Any, tuple[str, str]]) -> list[tuple[str, int]]:
     return [*Counter(group for group, _ in heads.values()).items()]
 
 
-def _shown(cell: Cell, best: float, base: dict[str, Cell]) -> Link:
+def _shown(cell: Result, best: float, base: dict[str, Result]) -> Link:
     """Returns a cell as it is shown: its accuracy, or why there is none."""
     value = cell.accuracy
     if value is None:
@@ -118,7 +110,7 @@ def _heats(ranks: Ranks) -> list[Table]:
     return tables
 
 
-def _condition(cells: Sequence[Cell], field: str) -> Table | None:
+def _condition(cells: Sequence[Result], field: str) -> Table | None:
     """Returns the accuracies under one of `CONDITIONS`, with the changes from the cells without it."""
     plain = {(c.setting, c.method, c.clusters): c for c in cells if c.is_plain}
     base, rows, heads = {}, {}, {}
@@ -147,7 +139,7 @@ def _choices(ranks: Ranks) -> Table:
     return Table(f"choices-{ranks.mode}", heads, rows, caption, "text")
 
 
-def _over_cells(cells: Sequence[Cell]) -> tuple[float | None, float | None]:
+def _over_cells(cells: Sequence[Result]) -> tuple[float | None, float | None]:
     """Returns the mean accuracy of cells, and the mean of their standard deviations; None where a cell has none."""
     columns = [*zip(*(cell.over_seeds("accuracy") for cell in cells), strict=True)] or [(None,), (None,)]
     mean, std = (None if None in values else float(np.mean(values)) for values in columns)
@@ -204,7 +196,7 @@ def _rank_parts(ranks: Ranks) -> dict[str, Any]:
     return tables | {"figures": figures}
 
 
-def _failures(cells: Sequence[Cell]) -> Table:
+def _failures(cells: Sequence[Result]) -> Table:
     """Returns how the runs of each method have ended, and a reason of those that have not ended well."""
     rows = []
     for method in sorted({cell.method for cell in cells}):
@@ -228,7 +220,7 @@ def _failures(cells: Sequence[Cell]) -> Table:
     return Table("failures", heads, rows, "Runs of all cells, also under other conditions", "reasons")
 
 
-def _below_default(cells: Sequence[Cell]) -> tuple[int, Table | None]:
+def _below_default(cells: Sequence[Result]) -> tuple[int, Table | None]:
     """Returns how many cells have a figure at the defaults, and those where tuning is a standard deviation worse."""
     known = [cell for cell in cells if cell.default and cell.default["accuracy"] is not None]
     rows = []
@@ -243,11 +235,11 @@ def _below_default(cells: Sequence[Cell]) -> tuple[int, Table | None]:
 # Figures and texts.
 
 
-def _curves(cells: Sequence[Cell], ranks: Ranks) -> list[Figure | None]:
+def _curves(cells: Sequence[Result], ranks: Ranks) -> list[Figure | None]:
     """Returns the accuracy over rounds of each shift at its largest strength, and under drift, of the best methods."""
     others = [m for m in ranks.rows if m not in REFERENCES][: MOST_LINES - len(REFERENCES)]
     lines = [m for m in ranks.rows if m in REFERENCES or m in others]
-    panels: dict[tuple, dict[str, Cell]] = {}
+    panels: dict[tuple, dict[str, Result]] = {}
     for cell in sorted(cells, key=lambda c: c.strength):  # the largest is the last
         if (cell.is_plain or cell.drift) and cell.clusters in (ranks.mode, "") and cell.method in lines:
             panels.setdefault((cell.data, cell.shift, cell.drift or ""), {})[cell.method] = cell
@@ -282,9 +274,9 @@ def _findings(ranks: Ranks) -> dict[str, Any]:
 # The page, and the table for LaTeX.
 
 
-def page_of(cells: Sequence[Cell], settings: dict[str, Any]) -> bytes:
+def page_of(cells: Sequence[Result], ranked: Sequence[Ranks], settings: dict[str, Any]) -> bytes:
     """Returns the page."""
-    ranked, (num_known, below), modes = rank(cells), _below_default(cells), []
+    (num_known, below), modes = _below_default(cells), []
     for r in ranked:
         parts = {"r": r, "findings": _findings(r), "missing": len(r.rows) * len(r.columns) - len(r.cells)}
         modes.append(parts | {"heats": _heats(r)} | (_rank_parts(r) if r.methods else {}))
@@ -358,7 +350,7 @@ def _tex(ranks: Ranks) -> list[str]:
     return lines
 
 
-def _tex_cell(cells: Sequence[Cell], over: tuple[float | None, float | None], is_best: bool) -> str:
+def _tex_cell(cells: Sequence[Result], over: tuple[float | None, float | None], is_best: bool) -> str:
     """Returns a cell of the table for LaTeX."""
     text = tex(number(*over, 1, 100)).replace(r"$\pm$", r" $\pm$ ")
     ended, runs = (sum(len(getattr(cell, name)) for cell in cells) for name in ("ended", "runs"))
