@@ -279,7 +279,7 @@ def test_a_run_on_texts_reports_perplexity(sentences, tmp_path):
         ({"attack": "label_zero", "malicious": 0.25}, "attack must be one on updates for texts, got 'label_zero'"),
         ({"vocab_size": 2}, "vocab_size must be an integer, at least 3, got 2"),
         ({"length": 1}, "length must be an integer, at least 2, got 1"),
-        ({"clusters": 3}, "num_clusters must be at most 2, the number of topics, got 3"),
+        ({"clusters": 3}, "^clusters must be at most 2, the number of topics, got 3"),
     ],
 )
 def test_a_run_refuses_what_does_not_fit(options, said, sentences):

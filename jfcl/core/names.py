@@ -5,11 +5,12 @@ The names of other libraries, and what they are here, stand in `names.toml`.
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import functools
 import re
 import tomllib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from importlib.resources import files
 from typing import Any
 
@@ -29,6 +30,25 @@ def _table() -> dict[str, Any]:
 def flag_of(name: str) -> str:
     """Returns the flag of an option, such as `--local-steps`."""
     return "--" + name.replace("_", "-")
+
+
+@contextlib.contextmanager
+def renamed(names: Mapping[str, str]) -> Iterator[None]:
+    """Changes the name at the beginning of a refusal, such as that of a factory's argument, to what the user knows.
+
+    Example:
+      >>> with renamed({"num_clusters": "clusters"}):
+      ...     raise ValueError("num_clusters must be at most 4, got 5")
+      Traceback (most recent call last):
+      ValueError: clusters must be at most 4, got 5
+    """
+    try:
+        yield
+    except ValueError as error:
+        name = re.match(r"\w*", str(error))[0]
+        if type(error) is not ValueError or name not in names:
+            raise
+        raise ValueError(names[name] + str(error)[len(name) :]) from error
 
 
 def note_on(option: str) -> str:

@@ -10,6 +10,7 @@ import jax
 
 from jfcl import mapping
 from jfcl.core import Clients, check, client_shapes, files, max_examples, num_bytes
+from jfcl.core.names import renamed
 from jfcl.experiments import setups
 from jfcl.experiments.config import Config
 from jfcl.experiments.options import PRECISIONS
@@ -57,7 +58,7 @@ def plan_run(
     both = federation.train, federation.test
     clients, tests = (client_shapes(Clients(one.examples, one.size), config.clients) for one in both)
     inner = {"vmap": [jax.vmap]}.get(config.mapping)
-    with jax.default_matmul_precision(PRECISIONS[config.precision]):
+    with jax.default_matmul_precision(PRECISIONS[config.precision]), renamed(setups.names_of_method(config)):
         planned = plan(
             partial(setups.make_algorithm, config, task, training, federation),
             clients,

@@ -17,13 +17,23 @@ from rich.console import Console
 
 from jfcl import data
 from jfcl.core import Clients, check, check_labels
+from jfcl.core.names import renamed
 from jfcl.data import ClientStore, Population
 from jfcl.data.heterogeneity import shifts_of
 from jfcl.data.pools import with_channels
 from jfcl.experiments.config import Config, check_options
 from jfcl.experiments.lookup import find_attack, find_method, is_import_path, is_on_data
 from jfcl.experiments.options import OF_PARTITION
-from jfcl.experiments.setups import Setup, assemble, dealt, load_dataset, malicious_clients, mapping_of, true_clusters
+from jfcl.experiments.setups import (
+    Setup,
+    assemble,
+    dealt,
+    load_dataset,
+    malicious_clients,
+    mapping_of,
+    names_of_data,
+    true_clusters,
+)
 from jfcl.models import LANGUAGE_MODELS
 from jfcl.robust import attacks
 from jfcl.simulation.folder import differences
@@ -147,15 +157,16 @@ def _make_or_open(
     if progress:
         Console(stderr=True).print(f"dealing {dataset.name} to {config.population:,} clients, in {folder}")
     of_texts = {} if vocab_size is None else {"vocab_size": config.vocab_size, "length": config.length}
-    store, tests = data.generate_store(
-        folder,
-        dataset,
-        num_clients=config.population,
-        examples_per_client=config.examples_per_client,
-        about={"dataset": config.dataset} | of_texts,  # by the name that finds it again
-        progress=progress,
-        **dealt(config),
-    )
+    with renamed(names_of_data(config)):
+        store, tests = data.generate_store(
+            folder,
+            dataset,
+            num_clients=config.population,
+            examples_per_client=config.examples_per_client,
+            about={"dataset": config.dataset} | of_texts,  # by the name that finds it again
+            progress=progress,
+            **dealt(config),
+        )
     new_stores.append(folder)
     return dataclasses.replace(config, **_as_dealt(store)), store, tests, vocab_size
 

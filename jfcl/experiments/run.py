@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from jfcl.core import check, files
+from jfcl.core.names import renamed
 from jfcl.core.options import Interval
 from jfcl.data import Federation
 from jfcl.experiments.config import Config, to_saved
@@ -20,7 +21,7 @@ from jfcl.experiments.population import open_population, population_summary
 from jfcl.experiments.report import NAME, write_report
 from jfcl.experiments.result_files import summarize_run, write_results
 from jfcl.experiments.results import read_results
-from jfcl.experiments.setups import Setup, matmul_precision, setup
+from jfcl.experiments.setups import Setup, matmul_precision, names_of_method, setup
 from jfcl.mapping import hosts
 from jfcl.simulation.callbacks import EarlyStopping, check_callbacks
 from jfcl.simulation.folder import RunFolder, check_folder
@@ -68,6 +69,7 @@ def run(
         hosts.by_first(lambda: check_folder(out, resume, "run"))  # refuses before data are loaded
     with contextlib.ExitStack() as opened:
         opened.enter_context(jax.default_matmul_precision(matmul_precision(config.precision)))
+        opened.enter_context(renamed(names_of_method(config)))
         if resume:  # also while results are written
             lock = RunFolder(out).lock_path
             hosts.by_first(lambda: Path(out).is_dir() and opened.enter_context(files.lock(lock)))

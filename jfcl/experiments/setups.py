@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,6 +14,7 @@ import numpy as np
 from jfcl import data, kernels, mapping, models
 from jfcl.core import Adversary, Algorithm, PyTree, Task, check, is_concrete, max_examples, platform, shown
 from jfcl.core.clients import check_labels, client_ids
+from jfcl.core.names import renamed
 from jfcl.data.build import select_clients
 from jfcl.data.heterogeneity import SELECTIVE
 from jfcl.data.tables import is_file
@@ -213,7 +214,8 @@ def make_everyone(config: Config, dataset: data.Dataset, rows: Callable[[int], s
         same["drift"] = data.drift_pattern(config.drift, count, **options)
     same["drift_window"] = config.drift_window
     same |= {"newcomers_of": config.clients} if config.tuning_clients else {}
-    return data.build(dataset, num_clients=count, rows=rows, **same, **dealt(config))
+    with renamed(names_of_data(config)):
+        return data.build(dataset, num_clients=count, rows=rows, **same, **dealt(config))
 
 
 def make_task(
@@ -287,6 +289,18 @@ def dealt(config: Config) -> dict[str, Any]:
     if "distribution" in options:
         options["distribution"] = _read_table(options["distribution"])
     return same | {"num_clusters": true_clusters(config), "seed": config.data_seed} | options
+
+
+def names_of_data(config: Config) -> dict[str, str]:
+    """Returns the options that reach `data.build` and `data.generate_store` under other names, by these."""
+    count = "clients" if config.population is None else "population"
+    return {"num_clusters": "clusters", "num_clients": count, "seed": "data_seed"}
+
+
+def names_of_method(config: Config, given: Iterable[str] = ()) -> dict[str, str]:
+    """Returns the options that reach a factory under other names, by these; `given`, as those of `config`."""
+    models = "num_models" if "num_models" in {*config.given, *given} else "clusters"
+    return {"num_clusters": models, "init_params": "init_from", "shared": "share"}
 
 
 def _read_table(path: str) -> np.ndarray:

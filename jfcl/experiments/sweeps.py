@@ -17,7 +17,7 @@ import numpy as np
 from jfcl import mapping
 from jfcl.core import Algorithm, Task, check, max_examples
 from jfcl.core.files import write_whole
-from jfcl.core.names import flag_of, option_hint
+from jfcl.core.names import flag_of, option_hint, renamed
 from jfcl.core.options import Interval, OneOf, Option, Range, check_options
 from jfcl.data import hold_out
 from jfcl.experiments import setups
@@ -151,7 +151,8 @@ def run_sweep(
 
     # Run.
     setting = {name: value for name, value in to_saved(config, federation.split_hash).items() if name != "given"}
-    with jax.default_matmul_precision(setups.matmul_precision(config.precision)):
+    named = renamed(setups.names_of_method(config, grid))
+    with jax.default_matmul_precision(setups.matmul_precision(config.precision)), named:
         swept = sweep(
             make,
             grid,
