@@ -81,6 +81,7 @@ def test_a_mixture_in_a_population():
     rows = np.asarray(history.rows.arrays[0])
     served = Served(history.state.params, rows)
     np.testing.assert_allclose(history.clients["loss"][0], mixture_loss(served, TEST), rtol=1e-4)
+    np.testing.assert_array_equal(history.clients["weights"][0], rows)
 
 
 def test_a_mixture_is_exported(tmp_path):

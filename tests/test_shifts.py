@@ -8,7 +8,7 @@ import pytest
 from scipy.ndimage import gaussian_filter, rotate
 
 from jfcl.analysis.metrics import mixture_recovery
-from jfcl.data import HETEROGENEITY, Dataset, build, generate_store, load
+from jfcl.data import HETEROGENEITY, ClientStore, Dataset, build, generate_store, load, mixture_of
 from jfcl.data.concepts import CONCEPTS
 from jfcl.data.corruptions import CORRUPTIONS, corrupt
 from jfcl.experiments import Config, run
@@ -185,6 +185,25 @@ def test_populations_have_the_same_shifts(tmp_path, heterogeneity, strength):
         np.testing.assert_array_equal(store.cluster, fed.cluster)
 
 
+@pytest.mark.parametrize("heterogeneity", ["private_label", "three_concepts"])
+def test_populations_mix_clusters_too(tmp_path, heterogeneity):
+    options = {"num_clients": 12, "num_clusters": 3, "heterogeneity": heterogeneity, "mixture": 0.5, "seed": 3}
+    fed = build("digits", examples_per_client=20, **options)
+    stores = generate_store(tmp_path / "p", "digits", examples_per_client=20, **options)
+    for store, wanted in zip(stores, (fed.train, fed.test), strict=True):
+        assert_same(store.gather(np.arange(12)), wanted)
+        np.testing.assert_array_equal(store.cluster, fed.cluster)
+    np.testing.assert_array_equal(mixture_of(stores[0]), fed.mixture)
+    # More clients than one division has: each client still has other rows, in the shares that were drawn.
+    many, _ = generate_store(tmp_path / "q", "digits", examples_per_client=100, **options | {"num_clients": 50})
+    found = mixture_of(many, [49, 3])
+    shares = np.array([np.random.default_rng((3, 101)).dirichlet([0.5] * 3, 50)[i] for i in (49, 3)])
+    np.testing.assert_allclose(found, shares, atol=0.01)
+    assert many.cluster[[49, 3]].tolist() == shares.argmax(axis=1).tolist() and many.sizes().tolist() == [100] * 50
+    plain, _ = generate_store(tmp_path / "r", "digits", num_clients=3, examples_per_client=5)
+    assert mixture_of(plain) is None
+
+
 def test_two_shifts_are_both_applied():
     data = numbered()
     options = {"num_clients": 8, "num_clusters": 4}
@@ -235,6 +254,26 @@ def test_a_run_records_how_well_the_mixtures_are_found():
         summary = run(Config(method, model="linear", **options))[0]
         assert 0 <= summary["mixture_error"] <= 1 and -1 <= summary["mixture_correlation"] <= 1
         assert "mixture 0.4" in summary["description"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["fedem", "fedrc", "fedsoft"])
+def test_a_population_records_how_well_the_mixtures_are_found(method, tmp_path):
+    """Of all clients that are evaluated, although the last cohort are some others."""
+    options = {"heterogeneity": "private_label", "mixture": 0.4, "clusters": 2, "model": "linear", "data_seed": 2}
+    options |= {"rounds": 3, "population": 30, "cohort": 20, "examples_per_client": 10}
+    options["store"] = str(tmp_path / "store")
+    summary, history = run(Config(method, **options))[:2]
+    store = ClientStore.open(tmp_path / "store" / "train")
+    found, true = history.clients["weights"][0], mixture_of(store, history.clients["id"])
+    assert found.shape == (30, 2) and history.served.models is not None
+    np.testing.assert_allclose(found.sum(axis=1), 1, rtol=1e-5)
+    wanted = mixture_recovery(found=found, true=true)
+    assert {name: summary[name] for name in wanted} == wanted
+    opened = run(Config(method, store=options["store"], rounds=1, cohort=20, model="linear"))[0]
+    assert "mixture 0.4" in opened["description"] and 0 <= opened["mixture_error"] <= 1
+    with pytest.raises(ValueError, match=r"of another population \(mixture"):
+        run(Config(method, **options | {"mixture": 0.5}))
 
 
 @pytest.mark.parametrize(

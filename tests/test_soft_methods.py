@@ -392,7 +392,12 @@ def test_a_population_of_all_clients_is_the_simulation(name):
     for measure in ("loss", "train_loss", "mixture_entropy", "cluster_mass"):
         np.testing.assert_allclose(found.records[-1][measure], whole.records[-1][measure], rtol=1e-5)
     jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), found.served.models, whole.served.models)
+    weights = whole.served.to if whole.served.shares is None else whole.served.shares
+    np.testing.assert_allclose(found.clients["weights"][0], weights, atol=1e-5)
     assert np.isfinite(some.records[-1]["loss"])
+    weights, seen = some.clients["weights"][0], some.rows.seen
+    np.testing.assert_allclose(weights[~seen], 1 / 2, rtol=1e-6)
+    assert seen.sum() >= 4 and (np.ptp(weights[seen], axis=1) > 1e-3).any()
 
 
 @pytest.mark.parametrize(

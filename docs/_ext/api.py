@@ -55,7 +55,7 @@ SECTIONS = {
         "Federations": "build Federation load Dataset hold_out DATASETS HETEROGENEITY PARTITIONS",
         "Drift": "drift_pattern Drift PATTERNS",
         "Your own data": "from_arrays from_frame read_rows from_torch from_huggingface from_tfds tokenize",
-        "Populations": "ClientStore generate_store open_stores",
+        "Populations": "ClientStore generate_store mixture_of open_stores",
         "Partitions": "iid stratified by_label pathological dirichlet label_groups by_distribution"
         " power_law quantity lognormal by_sizes by_writer",
         "Problems of the papers": "ifca_regression fc_regression",

@@ -26,7 +26,7 @@ __all__ += ["deviation", "drift_results", "evaluate", "macro_f1", "mixture_recov
 __all__ += ["summarize"]
 
 Metric = Callable[[jax.Array, Batch, jax.Array], jax.Array]
-OWN_NAMES = ("loss", "accuracy", "perplexity", "cluster", "found", "model", "num_models", "examples", "id")
+OWN_NAMES = ("loss", "accuracy", "perplexity", "cluster", "found", "model", "num_models", "examples", "id", "weights")
 BINS = 15  # of equal width, of the probability of the predicted class
 BACK = 0.95  # of the accuracy before a change; with it the run has recovered from the change
 FOUND = 0.99  # the share of clients in the right cluster from which on the clusters count as found
@@ -221,8 +221,9 @@ def mixture_recovery(found: np.ndarray, true: np.ndarray) -> dict[str, float]:
     """Measures the agreement of clients' found mixtures with the true ones; the order of the models has no effect.
 
     Args:
-      found: `[N, K']`, the weights of each client's mixture: `History.served.to[seed]` of a method that serves one.
-      true: `[N, K]`, the clusters' shares in its examples: `Federation.mixture`.
+      found: `[N, K']`, the weights of each client's mixture: `History.served.to[seed]` of a method that serves one, in
+        a population `History.clients["weights"][0]`.
+      true: `[N, K]`, the clusters' shares in its examples: `Federation.mixture`, or `jfcl.data.mixture_of`.
 
     Returns:
       Under the one-to-one matching of models and clusters with the least difference (Hungarian method; a model or a

@@ -5,7 +5,7 @@ from jfcl.data.build import Federation, build
 from jfcl.data.columns import from_frame, from_huggingface
 from jfcl.data.dataset import Dataset
 from jfcl.data.drift import PATTERNS, Drift, drift_pattern
-from jfcl.data.generate import generate_store, open_stores
+from jfcl.data.generate import generate_store, mixture_of, open_stores
 from jfcl.data.heterogeneity import HETEROGENEITY
 from jfcl.data.partition import (
     PARTITIONS,

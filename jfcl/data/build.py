@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -16,7 +16,6 @@ from jfcl.core import (
     check_choice,
     check_count,
     free_host_memory,
-    is_number,
     padded_zeros,
     stack_clients,
 )
@@ -24,7 +23,7 @@ from jfcl.data import pools
 from jfcl.data.dataset import Dataset
 from jfcl.data.drift import Drift, check_pattern, drift_pattern
 from jfcl.data.heterogeneity import RELABELLING
-from jfcl.data.partition import LARGEST, PARTITIONS, apportioned, by_writer, dirichlet_draw, iid
+from jfcl.data.partition import PARTITIONS, apportioned, by_writer, dirichlet_draw, iid
 
 Rows = list[np.ndarray]  # of each client the rows of its examples in a data set
 STEPS, MIXTURE = 100, 101  # streams of random numbers beside those of `pools`
@@ -163,7 +162,7 @@ def build(
         distribution is None or partition == "distribution", "distribution", distribution, f"left out for {partition!r}"
     )
     clients = num_clients, num_clusters, heterogeneity, partition, examples_per_client, test_fraction, seed
-    options = labels_per_client, alpha, exponent, min_size, distribution, strength, sigma, num_groups
+    options = labels_per_client, alpha, exponent, min_size, distribution, strength, sigma, num_groups, mixture
     rules = pools.Rules(*clients, *options)
     split = pools.split_dataset(dataset, rules, PARTITIONS, data_dir)
     dataset, transform = split.dataset, pools.transform_of(split)
@@ -173,8 +172,7 @@ def build(
     for name in (name for name, given in {"drift": drift, "mixture": mixture}.items() if given is not None):
         check(reuse != "cluster", "reuse", reuse, f"none (or auto) with {name}")
         check(newcomer_examples is None, "newcomer_examples", newcomer_examples, f"left out with {name}")
-        accepted = f"one that transforms examples: with {name} clients keep those that they have"
-        check(not split.rules.selects, "heterogeneity", heterogeneity, accepted)
+        pools.check_transforms(rules, name)
         reuse = "none"
     if drift is not None:
         check(mixture is None, "mixture", mixture, "left out with drift")
@@ -194,19 +192,19 @@ def build(
     # Stack, and transform each client's examples on the way.
     cells, of_tests, shares = split.rules.cells(cluster), split.rules.cells(cluster), None
     if mixture is not None:
-        cells, shares = _mixed(train, cells, split.rules, mixture, 0)
-        of_tests, _ = _mixed(test, of_tests, split.rules, mixture, 1)
+        _, of_tests, _ = zip(*mixed(test, cells, rules, of_test=True), strict=True)
+        _, cells, shares = zip(*mixed(train, cells, rules, of_test=False), strict=True)
+        shares = np.array(shares, np.float32)
         cluster = shares.argmax(axis=1).astype(np.int32)
     here = slice(None) if rows is None else rows(num_clients)
     writer = split.train.kind[[part[0] for part in train]] if partition == "writer" else None
     named = writer is not None and dataset.writer_names is not None
     each = " to ".join(map(str, sorted({min(map(len, train)), max(map(len, train))})))
-    differ = split.rules.differs_by + ("" if mixture is None else f", mixture {float(mixture):g}")
     description = (
         f"{dataset.name}: {num_clients} clients of {each} examples ({partition}), {num_clusters} cluster(s)"
-        f" ({differ}), {split.tested_on}{split.left_out and f'; left out: {split.left_out}'}"
+        f" ({split.rules.differs_by}), {split.tested_on}{split.left_out and f'; left out: {split.left_out}'}"
     )
-    settings = [dataset.name, heterogeneity, num_clusters, seed, *_beyond_rows(dataset, split.rules, mixture)]
+    settings = [dataset.name, heterogeneity, num_clusters, seed, *_beyond_rows(dataset, split.rules)]
     if drift is None:
         steps, of_train = None, _stacked(train, cells, transform, dataset.train, here)
         of_test = _stacked(test, of_tests, transform, split.test.examples, here)
@@ -266,25 +264,20 @@ def select_clients(federation: Federation, rows: slice) -> Federation:
     )
 
 
-def _mixed(
-    rows: Rows, cells: np.ndarray, rules: pools.Rules, concentration: float, part: int
-) -> tuple[Rows, np.ndarray]:
-    """Returns the cell of each of the clients' `rows`, whose clusters are mixed, and the clusters' shares `[N, K]`.
+def mixed(
+    parts: Iterable[np.ndarray], cells: np.ndarray, rules: pools.Rules, of_test: bool
+) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+    """Mixes the clusters of clients with the rows `parts` and the cells `cells`.
 
-    A client has the same shares in training (`part` 0) and tests (1), up to rounding.
+    Yields:
+      Of each client its rows, the cells of these, and the shares `[K]` of the clusters. They are the same in training
+      and tests, up to rounding.
     """
-    fits = is_number(concentration) and 0 < concentration <= LARGEST
-    check(fits, "mixture", concentration, "positive and finite, a concentration")
-    check(rules.heterogeneity != "none", "mixture", concentration, "left out with 'none': clusters do not differ")
     count, drawn = rules.num_clusters, np.random.default_rng((rules.seed, MIXTURE))
-    shares = [dirichlet_draw(drawn, concentration, count) for _ in rows]
-    mixed, found = [], []
-    for i, share in enumerate(shares):
-        numbers = apportioned(len(rows[i]), share)
-        order = np.random.default_rng((rules.seed, MIXTURE, part, i)).permutation(len(rows[i]))
-        mixed.append(np.repeat(np.arange(count), numbers)[order] + cells[i] // count * count)
-        found.append(numbers / len(rows[i]))
-    return mixed, np.array(found, np.float32)
+    for i, rows in enumerate(parts):
+        numbers = apportioned(len(rows), dirichlet_draw(drawn, rules.mixture, count))
+        order = np.random.default_rng((rules.seed, MIXTURE, int(of_test), i)).permutation(len(rows))
+        yield rows, np.repeat(np.arange(count), numbers)[order] + cells[i] // count * count, numbers / len(rows)
 
 
 def _pattern(drift: Any, num_clients: int, num_clusters: int, window: int | None, seed: int) -> np.ndarray:
@@ -390,7 +383,7 @@ def _stacked(rows: Rows, cells: Any, transform: Callable, examples: pools.Exampl
     return Clients(stacked, size, None if len(ids) == count else ids)
 
 
-def _beyond_rows(dataset: Dataset, rules: pools.Rules, mixture: float | None) -> list[Any]:
+def _beyond_rows(dataset: Dataset, rules: pools.Rules) -> list[Any]:
     """Returns what decides on the examples beside the rows.
 
     These are the number of classes, where it decides new labels and does not follow from those of the examples, how a
@@ -400,7 +393,7 @@ def _beyond_rows(dataset: Dataset, rules: pools.Rules, mixture: float | None) ->
     follows = not relabels or int(dataset.train["y"].max()) + 1 == dataset.num_classes
     extra = ([] if follows else [dataset.num_classes]) + ([] if dataset.table is None else [dataset.table])
     extra += [] if rules.strength == 1 else [f"strength {float(rules.strength)}"]
-    return extra + ([] if mixture is None else [f"mixture {float(mixture)}"])
+    return extra + ([] if rules.mixture is None else [f"mixture {float(rules.mixture)}"])
 
 
 def split_hash(settings: list, cluster, parts) -> str:

@@ -18,6 +18,7 @@ from rich.progress import track
 from jfcl.core import check, check_count
 from jfcl.core.files import new_folder
 from jfcl.data import pools
+from jfcl.data.build import mixed
 from jfcl.data.dataset import Dataset
 from jfcl.data.partition import OF_ONE_DIVISION, PARTITIONS
 from jfcl.data.store import ClientStore
@@ -44,6 +45,7 @@ def generate_store(
     sigma: float = 1.0,
     num_groups: int = 3,
     min_size: int = 1,
+    mixture: float | None = None,
     about: dict[str, Any] | None = None,
     data_dir: str | None = None,
     progress: bool = False,
@@ -53,6 +55,8 @@ def generate_store(
     Every cluster divides the data set, transformed in its way, among its clients, as often as needed, each time in
     another random order. A client's examples are all different, and no example in a client's training data is in any
     client's test data. Where one division is enough, the clients are those of `jfcl.data.build(..., reuse="cluster")`.
+    With a `mixture`, all clients divide the data set, as those of `build` do, and `store.cluster` is the cluster with
+    the largest share; `mixture_of` has the shares.
 
     Args:
       path: a folder that does not exist yet, for two stores, `train` and `test`. Each holds every cluster's data set
@@ -82,7 +86,8 @@ def generate_store(
     """
     check_count("examples_per_client", examples_per_client)
     clients = num_clients, num_clusters, heterogeneity, partition, examples_per_client, test_fraction, seed
-    rules = pools.Rules(*clients, labels_per_client, alpha, exponent, min_size, None, strength, sigma, num_groups)
+    options = labels_per_client, alpha, exponent, min_size, None, strength, sigma, num_groups, mixture
+    rules = pools.Rules(*clients, *options)
     split = pools.split_dataset(dataset, rules, [name for name in PARTITIONS if name not in OF_ONE_DIVISION], data_dir)
     dataset = split.dataset
     nested = [name for name, part in dataset.train.items() if not isinstance(part, np.ndarray)]
@@ -102,16 +107,23 @@ def generate_store(
     accepted = f"at most {fewest}, the training examples of cluster {k}"
     check(examples_per_client <= fewest, "examples_per_client", examples_per_client, accepted)
     with new_folder(Path(path)) as folder:
-        for part in ("train", "test"):
-            _write(folder, part, splits, known, progress)
+        cluster = _write(folder, "train", splits, known, progress)
+        _write(folder, "test", splits, known, progress, cluster)
     return open_stores(path)
 
 
-def _write(folder: Path, part: str, splits: list[pools.Split], known: dict[str, Any], progress: bool) -> None:
-    """Writes the store `part` of a population: the pool of every cell, transformed, and clients as rows of it."""
+def _write(
+    folder: Path, part: str, splits: list[pools.Split], known: dict[str, Any], progress: bool, cluster: Any = None
+) -> np.ndarray:
+    """Writes the store `part` of a population: the pool of every cell, transformed, and clients as rows of it.
+
+    Returns:
+      The clusters `[N]`; of the test store they are given, as those of training.
+    """
     rules, transform = splits[0].rules, pools.transform_of(splits[0])
-    num_clients = rules.num_clients
-    cluster = (np.arange(num_clients) % len(splits)).astype(np.int32)
+    num_clients, of_test = rules.num_clients, part == "test"
+    kind = (np.arange(num_clients) % len(splits)).astype(np.int32)
+    cells, cluster = rules.cells(kind), kind if cluster is None else cluster
     of_part = [getattr(split, part) for split in splits] * rules.variants
 
     def base() -> Iterator[pools.Examples]:
@@ -119,14 +131,26 @@ def _write(folder: Path, part: str, splits: list[pools.Split], known: dict[str, 
             for first in range(0, len(pool.rows), BLOCK):
                 yield transform(pools.take(pool.examples, pool.rows[first : first + BLOCK]), k)
 
-    starts, sizes = np.cumsum([0, *(len(pool.rows) for pool in of_part)]), np.bincount(cluster)
-    streams = [_deals(split, k, int(sizes[k]), part == "test") for k, split in enumerate(splits)]
-    cells = rules.cells(cluster).tolist()
-    rows = (starts[k] + np.searchsorted(of_part[k].rows, next(streams[k % len(splits)])) for k in cells)
+    starts = np.cumsum([0, *(len(pool.rows) for pool in of_part)])
+
+    def rows() -> Iterator[np.ndarray]:
+        if rules.mixture is None:
+            streams = [_deals(split, k, int((kind == k).sum()), of_test) for k, split in enumerate(splits)]
+            for k in cells.tolist():
+                yield starts[k] + np.searchsorted(of_part[k].rows, next(streams[k % len(splits)]))
+            return
+        # All cells have the same pool, which all clients divide.
+        parts = mixed(_deals(splits[0], 0, num_clients, of_test), cells, rules, of_test)
+        for i, (part, of_rows, shares) in enumerate(parts):
+            if not of_test:
+                cluster[i] = shares.argmax()  # the store is closed after its last client
+            yield starts[of_rows] + np.searchsorted(of_part[0].rows, part)
+
     console = Console(stderr=True)
     bar = {"console": console, "transient": True, "disable": not (progress and console.is_interactive)}
-    rows = track(rows, f"building the {part} store", total=num_clients, **bar)
-    ClientStore.create_indexed(folder / part, base(), rows, stored=_compact(base()), cluster=cluster, **known)
+    tracked = track(rows(), f"building the {part} store", total=num_clients, **bar)
+    ClientStore.create_indexed(folder / part, base(), tracked, stored=_compact(base()), cluster=cluster, **known)
+    return cluster
 
 
 def _deals(split: pools.Split, cluster: int, num_clients: int, of_test: bool) -> Iterator[np.ndarray]:
@@ -150,6 +174,34 @@ def _check_room(path: Path, split: pools.Split) -> None:
     needed, free = values + rules.num_clients * (8 + rules.examples_per_client), shutil.disk_usage(there).free
     accepted = f"at most what {there} holds: the store needs {needed / 1e9:.1f} GB, of which {free / 1e9:.1f} are free"
     check(needed <= free, "num_clients", rules.num_clients, accepted)
+
+
+def mixture_of(store: ClientStore, ids: Any = None) -> np.ndarray | None:
+    """Returns the true shares of the clusters in the examples of clients that mix them, from `generate_store`.
+
+    Args:
+      store: that of training examples.
+      ids: `[C]`, of some clients; default: all.
+
+    Returns:
+      `[C, K]` float32, as `Federation.mixture`; None for a store without a mixture.
+
+    Example:
+      >>> import tempfile
+      >>> folder, options = tempfile.mkdtemp() + "/population", {"num_clients": 30, "examples_per_client": 5}
+      >>> options |= {"num_clusters": 2, "heterogeneity": "private_label", "mixture": 0.4}
+      >>> train, test = generate_store(folder, "digits", **options)
+      >>> mixture_of(train).shape, mixture_of(train, [3]).sum().item()
+      ((30, 2), 1.0)
+    """
+    made = store.about.get("made", {})
+    if made.get("mixture") is None or store.rows is None:
+        return None
+    rules = pools.Rules(**{name: made.get(name) for name in pools.Rules._fields})
+    count = rules.num_clusters
+    each = len(store.arrays["x"]) // (count * rules.variants)  # the store has the same examples once for each cell
+    parts = [store.rows[store.offsets[i] : store.offsets[i + 1]] for i in (range(len(store)) if ids is None else ids)]
+    return np.array([np.bincount(rows // each % count, minlength=count) / len(rows) for rows in parts], np.float32)
 
 
 def open_stores(path: str | Path) -> tuple[ClientStore, ClientStore]:

@@ -30,7 +30,7 @@ from jfcl.core import (
 )
 from jfcl.data.dataset import Dataset, labels_of, normalised
 from jfcl.data.heterogeneity import HETEROGENEITY, OF_CLASSES, OF_PLANE, SELECTIVE, VARIANTS, shifts_of
-from jfcl.data.partition import OF_LABELS, PARTITIONS, as_distribution, parts_of
+from jfcl.data.partition import LARGEST, OF_LABELS, PARTITIONS, as_distribution, parts_of
 from jfcl.data.sources import load
 
 # One stream of random numbers per decision, `default_rng([seed, stream, ...])`: no decision shifts another.
@@ -57,6 +57,7 @@ class Rules(NamedTuple):
     strength: float = 1.0
     sigma: float = 1.0
     num_groups: int = 3
+    mixture: float | None = None
 
     @property
     def shifts(self) -> tuple[str, ...]:
@@ -65,8 +66,9 @@ class Rules(NamedTuple):
 
     @property
     def differs_by(self) -> str:
-        """The heterogeneity and its strength in words."""
-        return self.heterogeneity + ("" if self.strength == 1 else f", strength {self.strength:g}")
+        """The heterogeneity, its strength and the mixture in words."""
+        words = self.heterogeneity + ("" if self.strength == 1 else f", strength {self.strength:g}")
+        return words + ("" if self.mixture is None else f", mixture {float(self.mixture):g}")
 
     @property
     def selects(self) -> tuple[str, ...]:
@@ -116,6 +118,11 @@ def split_dataset(dataset: Dataset | str, rules: Rules, partitions: Iterable[str
     fits = is_number(rules.strength) and 0 <= rules.strength <= 1
     check(fits, "strength", rules.strength, "in [0, 1]")
     check(names or rules.strength == 1, "strength", rules.strength, "left out with 'none', which has no strength")
+    if rules.mixture is not None:
+        fits = is_number(rules.mixture) and 0 < rules.mixture <= LARGEST
+        check(fits, "mixture", rules.mixture, "positive and finite, a concentration")
+        check(names, "mixture", rules.mixture, "left out with 'none': clusters do not differ")
+        check_transforms(rules, "mixture")
     check_choice("partition", partition, partitions)
     check_count("num_clusters", rules.num_clusters)
     check_count("seed", rules.seed, least=0, most=2**63 - 1)
@@ -153,6 +160,12 @@ def split_dataset(dataset: Dataset | str, rules: Rules, partitions: Iterable[str
         split = Split(dataset, rules, *_pools_of_writers(dataset, rules))
         return split._replace(left_out=_left_out(split))
     return Split(dataset, rules, *_pools(dataset, rules, labels_of(dataset, "train")))
+
+
+def check_transforms(rules: Rules, option: str) -> None:
+    """Raises `ValueError` for shifts that select examples: with this option clients are in several clusters."""
+    accepted = f"one that transforms examples: with {option} clients keep those that they have"
+    check(not rules.selects, "heterogeneity", rules.heterogeneity, accepted)
 
 
 def with_channels(dataset: Dataset, shifts: Iterable[str]) -> Dataset:

@@ -238,7 +238,6 @@ def _of_population(config: Config) -> Rules:
     yield config.newcomer_examples is None, "newcomer_examples", "left out with --population"
     yield config.drift is None, "drift", "left out with --population"
     yield config.partition not in OF_ONE_DIVISION, "partition", "another with --population"
-    yield config.mixture is None, "mixture", "left out with --population"
     yield config.tuning_clients == 0, "tuning_clients", "left out with --population"
     yield config.mapping != "auto", "mapping", "another with --population: the probe is of all clients"
 

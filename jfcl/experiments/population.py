@@ -42,7 +42,7 @@ from jfcl.simulation.state_split import Start, check_algorithm
 EVALUATED = 1000  # clients, at most
 # Options, and their names in the description of a store; the last two are those of texts.
 DEALT = {"population": "num_clients", "clusters": "num_clusters", "data_seed": "seed"}
-DEALT |= {name: name for name in ("dataset", "examples_per_client", "heterogeneity", "strength")}
+DEALT |= {name: name for name in ("dataset", "examples_per_client", "heterogeneity", "strength", "mixture")}
 DEALT |= {name: name for name in ("partition", "test_fraction")}
 DEALT |= {"vocab_size": "vocab_size", "length": "length"}
 
@@ -174,7 +174,7 @@ def _make_or_open(
 def _as_dealt(store: ClientStore) -> dict[str, Any]:
     """Returns the options of `Config` that describe a store."""
     made = store.about.get("made", {"num_clients": len(store)})
-    made = {"strength": 1.0} | made if "heterogeneity" in made else made
+    made = {"strength": 1.0, "mixture": None} | made if "heterogeneity" in made else made
     options = {option: made[name] for option, name in DEALT.items() if name in made}
     options |= {name: made[name] for name, p in OF_PARTITION.items() if name in made and made.get("partition") in p}
     known = {name: value for name, value in options.items() if value is not None}
@@ -223,6 +223,7 @@ def _setup(
         input_shape=store.fields["x"].shape,
         split_hash=store.hash,
         description=store.about.get("description", f"{len(store)} clients"),
+        mixture=data.mixture_of(store, evaluated),
     )
     check(sample.num_classes is not None or vocab_size is not None, "store", store.path, "one with its num_classes")
     if vocab_size is None:

@@ -37,7 +37,7 @@ def summarize_run(config: Config, history: History, parts: Setup) -> dict[str, A
     summary |= {} if parts.federation.table is None else {"table": parts.federation.table}
     summary |= summarize(history)
     true, served = parts.federation.mixture, history.served
-    found = served.to if served.shares is None else served.shares
+    found = history.clients.get("weights", served.to if served.shares is None else served.shares)
     if true is not None and found is not None and found.shape[1:2] == true.shape[:1] and found.ndim == 3:
         each = [metrics.mixture_recovery(np.asarray(weights), true) for weights in found]
         summary |= {name: float(np.mean([one[name] for one in each])) for name in each[0]}

@@ -208,7 +208,7 @@ def make_federation(
 def make_everyone(config: Config, dataset: data.Dataset, rows: Callable[[int], slice] | None = None) -> data.Federation:
     """Returns the clients of `config`, and behind them those on which options are tuned; `rows` of them are stacked."""
     count = config.clients + config.tuning_clients
-    same = {name: getattr(config, name) for name in ("examples_per_client", "reuse", "newcomer_examples", "mixture")}
+    same = {name: getattr(config, name) for name in ("examples_per_client", "reuse", "newcomer_examples")}
     if config.drift is not None:
         options = {"num_steps": config.drift_steps, "num_clusters": config.clusters, "seed": config.data_seed}
         same["drift"] = data.drift_pattern(config.drift, count, **options)
@@ -284,7 +284,8 @@ def mapping_of(config: Config) -> mapping.Mapping:
 
 def dealt(config: Config) -> dict[str, Any]:
     """Returns the options by which clients get examples, as `data.build` and `data.generate_store` take them."""
-    same = {name: getattr(config, name) for name in ("heterogeneity", "strength", "partition", "test_fraction")}
+    same = ("heterogeneity", "strength", "mixture", "partition", "test_fraction")
+    same = {name: getattr(config, name) for name in same}
     options = {name: getattr(config, name) for name, takers in OF_PARTITION.items() if config.partition in takers}
     if "distribution" in options:
         options["distribution"] = _read_table(options["distribution"])

@@ -139,6 +139,7 @@ class Assessment(NamedTuple):
       newcomers: the same for newcomers, `[R, N']` each.
       upcoming: the same for the test examples of the next step of time, `[R, N]` each; None without drift.
       excluded: `[R, N]`, of methods that exclude clients: the round of the exclusion.
+      weights: `[R, N, K]`, of clients of a population: the weights of their mixtures, or the importance of centres.
     """
 
     cluster: np.ndarray
@@ -147,6 +148,7 @@ class Assessment(NamedTuple):
     newcomers: dict[str, np.ndarray] | None = None
     excluded: np.ndarray | None = None
     upcoming: dict[str, np.ndarray] | None = None
+    weights: np.ndarray | None = None
 
     def of_clients(self) -> dict[str, np.ndarray]:
         """Returns `cluster`, and with test clients `model`, `loss`, `accuracy`, …: `[R, N]` each."""

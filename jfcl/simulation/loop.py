@@ -52,7 +52,7 @@ class History(NamedTuple):
       served: what the clients are served in the last state, a `jfcl.Served`; with a leading seed axis as in `state`.
       rows: of a population, the rows that the method keeps of every client, a `jfcl.simulation.client_rows.ClientRows`;
         `state` and `served` then have those of the last cohort, and `clients` the evaluated clients, with their `id`
-        `[E]`.
+        `[E]`, and `weights` `[1, E, K]`, what `served.to` or `served.shares` is of them, where clients have mixtures.
     """
 
     records: list[dict[str, Any]]

@@ -264,10 +264,12 @@ class Streamed:
             served = served._replace(to=jnp.arange(len(ids), dtype=jnp.int32))
 
         results = evaluation.evaluate_served(algorithm.task, served, self._test_clients, **self._how)
-        to, (held_out, found) = jax.device_get((served.to, results))
+        weights = served.to if evaluation.is_mixture(served) else served.shares
+        to, (held_out, found), weights = jax.device_get((served.to, results, weights))
         if not split.personal:
             evaluation.check_clusters(np.asarray(to), self._num_models)
-        return Assessment(np.asarray(found)[None], values, {name: v[None] for name, v in held_out.items()})
+        assessment = Assessment(np.asarray(found)[None], values, {name: v[None] for name, v in held_out.items()})
+        return assessment if weights is None else assessment._replace(weights=weights[None])
 
     def saved(self, state) -> Any:
         return {"common": state, **self.client_rows.saved()}
@@ -279,7 +281,9 @@ class Streamed:
         whole = self._split.together(state, jax.tree.map(jnp.asarray, rows))
         clients = {"id": self._evaluated, "examples": self._store.sizes(self._evaluated)[None]}
         if self._test_clients is not None:
-            clients |= (assessment or self.evaluate(state, {})).of_clients()
+            assessment = assessment or self.evaluate(state, {})
+            clients |= assessment.of_clients()
+            clients |= {} if assessment.weights is None else {"weights": assessment.weights}
         return whole, clients, self._algorithm.serve(whole, None)
 
     def _rows_of(self, ids: np.ndarray, clients: Clients, remembered: np.ndarray = NONE) -> list:
