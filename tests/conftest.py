@@ -112,19 +112,20 @@ def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
 
 
 SLOW = doctest.register_optionflag("SLOW")
+COMPILING = tuple(f"jfcl.{folder}." for folder in ("kernels", "methods", "models", "robust", "training"))
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks as slow the cases that `slow_cases` names, and examples of docstrings: of methods, or `# doctest: +SLOW`.
+    """Marks as slow the cases that `slow_cases` names, and docstrings' examples in `COMPILING` or `# doctest: +SLOW`.
 
     Each of them compiles much, and guards what a quicker case of the same test, or a quicker test, guards too.
     """
     patterns, matched = set(), set()
     for item in items:
         if isinstance(item, pytest.DoctestItem):
-            is_of_method = item.dtest.name.startswith("jfcl.methods.")
-            if is_of_method or any(SLOW in example.options for example in item.dtest.examples):
+            compiles = item.dtest.name.startswith(COMPILING)
+            if compiles or any(SLOW in example.options for example in item.dtest.examples):
                 item.add_marker("slow")
         case = item.nodeid.partition("[")[2].removesuffix("]")
         for pattern in [pattern for mark in item.iter_markers("slow_cases") for pattern in mark.args]:

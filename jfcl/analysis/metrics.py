@@ -385,7 +385,7 @@ def auc(logits: jax.Array, batch: Batch, real: jax.Array) -> jax.Array:
     `O(M²)`. `ValueError` for other than two classes.
 
     Example:
-      >>> logits = jnp.array([[0.0, 1.0], [0.0, 2.0], [0.0, 0.0]])
+      >>> logits = jnp.array([[0.0, 1.0], [0.0, 2.0], [0.0, 0.0]])  # doctest: +SLOW
       >>> float(auc(logits, {"y": jnp.array([0, 1, 1])}, jnp.array([True, True, True])))
       0.5
     """
@@ -405,7 +405,7 @@ def calibration_error(logits: jax.Array, batch: Batch, real: jax.Array) -> jax.A
     It is the mean, over examples, of the distance between accuracy and mean probability in the bin of the example.
 
     Example:
-      >>> logits = jnp.log(jnp.array([[0.8, 0.2], [0.8, 0.2]]))
+      >>> logits = jnp.log(jnp.array([[0.8, 0.2], [0.8, 0.2]]))  # doctest: +SLOW
       >>> round(float(calibration_error(logits, {"y": jnp.array([0, 1])}, jnp.array([True, True]))), 4)
       0.3
     """

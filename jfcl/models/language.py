@@ -48,7 +48,7 @@ def language_model(module: Any, length: int, vocab_size: int, *, training_argume
     Source: CFL, section VI-C (figure 9, AG News).
 
     Example:
-      >>> import jax, jfcl  # doctest: +SLOW
+      >>> import jax, jfcl
       >>> lstm = language_model(jfcl.models.LSTMLanguageModel(50, 8, 8), length=6, vocab_size=50)
       >>> texts = {"x": jax.numpy.array([[7, 3, 9, 2, 4, 5], [8, 3, 0, 0, 0, 0]])}
       >>> lstm.loss(lstm.init(jax.random.key(0)), texts).shape

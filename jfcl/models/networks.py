@@ -190,7 +190,7 @@ class LSTMLanguageModel(nn.Module):
       hidden, num_layers: width and number of the LSTM layers.
 
     Example:
-      >>> import jax, jax.numpy as jnp  # doctest: +SLOW
+      >>> import jax, jax.numpy as jnp
       >>> LSTMLanguageModel(50).init_with_output(jax.random.key(0), jnp.ones((2, 7), jnp.int32))[0].shape
       (2, 7, 50)
     """

@@ -76,7 +76,7 @@ class ResNet(nn.Module):
       stages: blocks of each stage.
 
     Example:
-      >>> import jax, jax.numpy as jnp  # doctest: +SLOW
+      >>> import jax, jax.numpy as jnp
       >>> tiny = ResNet(10, width=4, stages=(1, 1))
       >>> tiny.init_with_output(jax.random.key(0), jnp.ones((2, 8, 8, 3)))[0].shape
       (2, 10)
@@ -127,7 +127,7 @@ class MobileNet(nn.Module):
       blocks: `(channels of the output in widths, stride)` of each depthwise-separable convolution.
 
     Example:
-      >>> import jax, jax.numpy as jnp  # doctest: +SLOW
+      >>> import jax, jax.numpy as jnp
       >>> tiny = MobileNet(10, width=4, blocks=((1, 1), (2, 2)))
       >>> tiny.init_with_output(jax.random.key(0), jnp.ones((2, 8, 8, 3)))[0].shape
       (2, 10)
