@@ -23,7 +23,7 @@ from jfcl.kernels import (
 from jfcl.kernels.bipartition import bipartitions_of_clusters
 from jfcl.kernels.spanning_tree import float_of_key, weakest_joins
 
-SIZES = st.sampled_from([1, 2, 3, 9])
+SIZES = st.sampled_from([2, 3, 9])
 SEEDS = st.integers(0, 2**31)
 
 
@@ -130,24 +130,16 @@ def test_tied_single_linkage_has_scipys_heights(seed):
     np.testing.assert_array_equal(cophenet(ours), cophenet(theirs))
 
 
-@given(st.sampled_from([2, 9]), SEEDS)
-def test_complete_linkage_variant_is_the_last_merge(count, seed):
-    similarity = similarities(count, seed)
-    side, cross = optimal_bipartition(similarity, linkage="complete")
-    theirs = fcluster(scipy_tree(similarity, "complete"), 2, "maxclust")
-    assert len(set(zip(np.asarray(side), theirs, strict=True))) == 2
-    assert cross == cross_of(similarity, np.asarray(side), np.ones(count, bool))
-    assert not side[0]
-
-
-@given(SEEDS)
-def test_complete_linkage_of_the_active_is_that_of_the_submatrix(seed):
+@given(SEEDS, st.booleans())
+def test_complete_linkage_variant_is_the_last_merge_of_the_active(seed, some_inactive):
     similarity = similarities(9, seed)
-    active = np.random.default_rng(seed).permutation([True] * 6 + [False] * 3)
+    active = np.random.default_rng(seed).permutation([True] * 6 + [not some_inactive] * 3)
     side, cross = optimal_bipartition(similarity, jnp.asarray(active), linkage="complete")
-    sub = optimal_bipartition(similarity[np.ix_(active, active)], linkage="complete")
-    np.testing.assert_array_equal(np.asarray(side)[active], sub.side)
-    assert cross == sub.cross_similarity and not np.asarray(side)[~active].any()
+    side = np.asarray(side)
+    theirs = fcluster(scipy_tree(similarity[np.ix_(active, active)], "complete"), 2, "maxclust")
+    assert len(set(zip(side[active], theirs, strict=True))) == 2
+    assert cross == cross_of(similarity, side, active)
+    assert not side[np.flatnonzero(active)[0]] and not side[~active].any()
 
 
 @given(SEEDS, st.booleans())
@@ -200,12 +192,12 @@ def test_boruvka_of_many_is_prim():
 
 
 def test_two_identical_clients_are_still_two_sides():
-    side, cross = optimal_bipartition(jnp.ones((2, 2)))  # Algorithm 1 as printed fails here
+    side, cross = optimal_bipartition(np.ones((2, 2), np.float32))  # Algorithm 1 as printed fails here
     assert side.tolist() == [False, True] and cross == 1
 
 
 def test_zero_and_minus_zero_are_one_similarity():
-    a = jnp.array([[1.0, 0.0, -0.0], [0.0, 1.0, 0.5], [-0.0, 0.5, 1.0]])
+    a = np.float32([[1.0, 0.0, -0.0], [0.0, 1.0, 0.5], [-0.0, 0.5, 1.0]])
     assert optimal_bipartition(a).side.tolist() == [False, True, True]
 
 
@@ -255,12 +247,12 @@ def test_from_updates_of_sixteen_bits_it_is_that_of_what_they_hold():
     rng = np.random.default_rng(0)
     common = rng.standard_normal(512)
     groups = np.stack([common, common + 0.1 * rng.standard_normal(512)])[np.arange(40) % 2]  # cosines beyond 0.99
-    updates = jnp.asarray(groups + 0.03 * rng.standard_normal((40, 512)), jnp.bfloat16)
-    truth = optimal_bipartition(pairwise_cosine(updates.astype(jnp.float32)))
-    np.testing.assert_array_equal(truth.side, np.arange(40) % 2 == 1)
+    updates = (groups + 0.03 * rng.standard_normal((40, 512))).astype(jnp.bfloat16)
+    held = updates.astype(np.float64)
+    held /= np.linalg.norm(held, axis=1, keepdims=True)
     ours = bipartition_of_updates(updates)
-    np.testing.assert_array_equal(ours.side, truth.side)
-    np.testing.assert_allclose(ours.cross_similarity, truth.cross_similarity, atol=5e-4)
+    np.testing.assert_array_equal(ours.side, np.arange(40) % 2 == 1)
+    np.testing.assert_allclose(ours.cross_similarity, (held[::2] @ held[1::2].T).max(), atol=5e-4)
 
 
 def test_from_a_pytree_with_broken_and_zero_rows_inside_jit():
@@ -270,10 +262,7 @@ def test_from_a_pytree_with_broken_and_zero_rows_inside_jit():
     for leaf in updates.values():
         leaf[11] = 0
     tiled = jax.jit(lambda u: bipartition_of_updates(u, block_size=8))(updates)
-    dense = jax.jit(lambda u: optimal_bipartition(pairwise_cosine(u)))(updates)
-    assert tiled.cross_similarity == dense.cross_similarity == -1
-    np.testing.assert_array_equal(tiled.side, dense.side)
-    assert np.flatnonzero(tiled.side).tolist() == [6]
+    assert tiled.cross_similarity == -1 and np.flatnonzero(tiled.side).tolist() == [6]
 
 
 @pytest.mark.slow
@@ -355,13 +344,11 @@ def test_min_size_finds_the_groups_behind_outliers():
 
 
 def test_where_no_edge_leaves_enough_there_is_no_bipartition():
-    star = np.full((6, 6), 0.1, np.float32)
+    star = np.full((9, 9), 0.1, np.float32)
     star[0], star[:, 0] = 0.5, 0.5
-    few = jnp.arange(6) < 3
-    for side, cross in (optimal_bipartition(star, min_size=2), optimal_bipartition(star, few, min_size=2)):
-        assert cross == np.inf and not side.any()
-    none = optimal_bipartition(star, jnp.zeros(6, bool), min_size=2)
-    assert none.cross_similarity == np.inf and not none.side.any()
+    for count in (9, 5, 0):
+        side, cross = optimal_bipartition(star, np.arange(9) < count, min_size=3)
+        assert cross == np.inf and not np.asarray(side).any()
 
 
 def test_min_size_inside_jit_and_of_many_at_once():
@@ -396,27 +383,27 @@ def test_positive_gap_means_a_correct_split(seed, num_clusters):
 @pytest.mark.parametrize(
     ("call", "words"),
     [
-        (lambda: optimal_bipartition(jnp.ones((2, 3))), r"similarity must be of shape \[N, N\] .*got \(2, 3\)"),
-        (lambda: optimal_bipartition(jnp.ones(3)), "similarity must be of shape"),
-        (lambda: optimal_bipartition(jnp.zeros((0, 0))), "N >= 1"),
-        (lambda: optimal_bipartition(jnp.array([[1.0, 0.5], [0.2, 1.0]])), "symmetric"),
-        (lambda: optimal_bipartition(jnp.array([[1.0, jnp.nan], [jnp.nan, 1.0]])), "finite, got 'NaN or infinity in 2"),
-        (lambda: optimal_bipartition(jnp.eye(3), jnp.ones(2, bool)), r"active must be bool of shape \(3,\)"),
-        (lambda: optimal_bipartition(jnp.eye(3), linkage="average"), "linkage must be one of"),
-        (lambda: cut(jnp.ones((2, 3)), num_clusters=1), r"tree must be of shape \[N-1, 4\]"),
-        (lambda: cut(jnp.ones((2, 4)), num_clusters=4), r"num_clusters must be .* whole .* 1 to 3 \(N\), got 4"),
-        (lambda: cut(jnp.ones((2, 4)), num_clusters=2.5), "num_clusters must be a whole number .*got 2.5"),
-        (lambda: cut(jnp.ones((2, 4))), "num_clusters, threshold must be one"),
-        (lambda: cut(jnp.ones((2, 4)), num_clusters=1, threshold=1.0), "num_clusters, threshold must be one"),
-        (lambda: separation_gap(jnp.eye(3), jnp.zeros(2, jnp.int32)), r"clusters must be integers of shape \(3,\)"),
-        (lambda: bipartition_of_updates(jnp.ones(3)), r"updates must be of shape \[N, D\]"),
-        (lambda: bipartition_of_updates(jnp.ones((3, 2)), block_size=0), "block_size must be at least 1"),
-        (lambda: bipartition_of_updates(jnp.full((3, 2), jnp.inf)), "NaN or infinity in 3 row"),
-        (lambda: optimal_bipartition(jnp.eye(5), min_size=0), "min_size must be an integer, at least 1, got 0"),
-        (lambda: optimal_bipartition(jnp.eye(5), min_size=2.0), "min_size must be an integer, at least 1, got 2.0"),
-        (lambda: optimal_bipartition(jnp.eye(5), min_size=3), "at most half of the N = 5 clients, 2, .*smaller.*got 3"),
-        (lambda: optimal_bipartition(jnp.eye(5), linkage="complete", min_size=2), 'linkage="complete" 1, got 2'),
-        (lambda: optimal_bipartition(jnp.eye(5), min_size=True), "min_size must be an integer, at least 1, got True"),
+        (lambda: optimal_bipartition(np.ones((2, 3))), r"similarity must be of shape \[N, N\] .*got \(2, 3\)"),
+        (lambda: optimal_bipartition(np.ones(3)), "similarity must be of shape"),
+        (lambda: optimal_bipartition(np.zeros((0, 0))), "N >= 1"),
+        (lambda: optimal_bipartition(np.array([[1.0, 0.5], [0.2, 1.0]])), "symmetric"),
+        (lambda: optimal_bipartition(np.array([[1.0, np.nan], [np.nan, 1.0]])), "finite, got 'NaN or infinity in 2"),
+        (lambda: optimal_bipartition(np.eye(3), np.ones(2, bool)), r"active must be bool of shape \(3,\)"),
+        (lambda: optimal_bipartition(np.eye(3), linkage="average"), "linkage must be one of"),
+        (lambda: cut(np.ones((2, 3)), num_clusters=1), r"tree must be of shape \[N-1, 4\]"),
+        (lambda: cut(np.ones((2, 4)), num_clusters=4), r"num_clusters must be .* whole .* 1 to 3 \(N\), got 4"),
+        (lambda: cut(np.ones((2, 4)), num_clusters=2.5), "num_clusters must be a whole number .*got 2.5"),
+        (lambda: cut(np.ones((2, 4))), "num_clusters, threshold must be one"),
+        (lambda: cut(np.ones((2, 4)), num_clusters=1, threshold=1.0), "num_clusters, threshold must be one"),
+        (lambda: separation_gap(np.eye(3), np.zeros(2, np.int32)), r"clusters must be integers of shape \(3,\)"),
+        (lambda: bipartition_of_updates(np.ones(3)), r"updates must be of shape \[N, D\]"),
+        (lambda: bipartition_of_updates(np.ones((3, 2)), block_size=0), "block_size must be at least 1"),
+        (lambda: bipartition_of_updates(np.full((3, 2), np.inf)), "NaN or infinity in 3 row"),
+        (lambda: optimal_bipartition(np.eye(5), min_size=0), "min_size must be an integer, at least 1, got 0"),
+        (lambda: optimal_bipartition(np.eye(5), min_size=2.0), "min_size must be an integer, at least 1, got 2.0"),
+        (lambda: optimal_bipartition(np.eye(5), min_size=3), "at most half of the N = 5 clients, 2, .*smaller.*got 3"),
+        (lambda: optimal_bipartition(np.eye(5), linkage="complete", min_size=2), 'linkage="complete" 1, got 2'),
+        (lambda: optimal_bipartition(np.eye(5), min_size=True), "min_size must be an integer, at least 1, got True"),
     ],
 )
 def test_bad_input_is_named(call, words):

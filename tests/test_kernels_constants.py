@@ -30,6 +30,7 @@ CALLS = {
     "geometric_median",
     "kmeans",
     "multi_krum",
+    "pairwise_cosine",
     "separation_gap",
     "single_linkage_tree",
     "squared_distances",

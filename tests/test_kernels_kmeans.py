@@ -5,7 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from sklearn.cluster import KMeans
 from sklearn.datasets import load_digits, make_blobs
 from sklearn.metrics import adjusted_rand_score
@@ -20,7 +20,7 @@ def blobs(seed, offset=0.0):
     return (points + offset).astype(np.float32), truth
 
 
-@pytest.mark.slow
+@settings(max_examples=6)
 @given(st.integers(0, 10**6), st.sampled_from([0.0, 1000.0]))
 def test_is_as_good_as_scikit_learn(seed, offset):
     points, _ = blobs(seed, offset)
@@ -35,6 +35,7 @@ def test_is_as_good_as_scikit_learn(seed, offset):
         np.testing.assert_allclose(c[k], z[np.asarray(ours.cluster) == k].mean(0), atol=2e-3)
 
 
+@pytest.mark.slow
 def test_digits():
     points = load_digits().data.astype(np.float32)
     ours = kmeans(points, 10, key=KEY)
@@ -44,10 +45,11 @@ def test_digits():
 
 def test_inertia_of_narrow_clusters_far_apart():
     rng = np.random.default_rng(0)
-    points = (1000 * rng.choice(2, 200)[:, None] + 1e-2 * rng.standard_normal((200, 3))).astype(np.float32)
-    found = kmeans(points, 2, key=KEY)
+    place = rng.choice(4, 90)
+    points = (1000 * place[:, None] + 1e-2 * rng.standard_normal((90, 5))).astype(np.float32)
+    found = kmeans(points, 4, key=KEY)
     z = points.astype(np.float64)
-    exact = sum(((side - side.mean(0)) ** 2).sum() for side in (z[z[:, 0] < 500], z[z[:, 0] > 500]))
+    exact = sum(((z[place == k] - z[place == k].mean(0)) ** 2).sum() for k in range(4))
     np.testing.assert_allclose(found.inertia, exact, rtol=0.02)
 
 
@@ -57,7 +59,7 @@ def test_one_point_far_away_costs_the_others_no_digits():
     assert sorted(found.centers[:, 0].tolist()) == [0.5, 8.5, 1e6]
 
 
-@pytest.mark.slow_cases("bfloat16", "int32")
+@pytest.mark.slow
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.int32])
 def test_narrow_types_and_duplicates(dtype):
@@ -77,6 +79,7 @@ def test_masked_and_broken_points_do_not_exist():
     assert np.isfinite(found.centers).all() and np.isfinite(found.inertia)
 
 
+@pytest.mark.slow
 def test_inside_jit_broken_points_are_masked():
     points, _ = blobs(1)
     points[7] = np.inf
@@ -119,13 +122,13 @@ def test_many_at_once():
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"points": jnp.ones(3)}, r"points must be of shape \[N, D\]"),
+        ({"points": np.ones(3)}, r"points must be of shape \[N, D\]"),
         ({"num_clusters": 0}, "num_clusters must be from 1 to the number of points, 5, got 0"),
         ({"num_clusters": 6}, "num_clusters must be from 1 to the number of points, 5, got 6"),
-        ({"mask": jnp.arange(5) < 2}, "num_clusters must be from 1 to the number of points, 2, got 3"),
+        ({"mask": np.arange(5) < 2}, "num_clusters must be from 1 to the number of points, 2, got 3"),
         ({"num_iters": 0}, "num_iters must be at least 1"),
         ({"num_restarts": 0}, "num_restarts must be at least 1"),
-        ({"points": jnp.full((5, 2), jnp.nan)}, "points must be finite"),
+        ({"points": np.full((5, 2), np.nan)}, "points must be finite"),
     ],
 )
 def test_bad_input_is_named(options, words):

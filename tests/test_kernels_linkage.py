@@ -40,12 +40,13 @@ def test_a_tree_is_scipys(linkage):
 def test_points_that_do_not_count_change_no_merge(linkage):
     x, mask = points(5), np.array([False, True, True, False] + [True] * 8 + [False])
     ours = linkage_tree(np.where(mask[:, None] & mask, matrix(x), np.nan), linkage, mask=mask)
-    alone = linkage_tree(matrix(x[mask]), linkage)
-    np.testing.assert_array_equal(ours[3:, 2], alone[:, 2])
+    alone = scipy.cluster.hierarchy.linkage(pdist(x[mask]), linkage)
+    np.testing.assert_allclose(ours[3:, 2], alone[:, 2], rtol=1e-5)
     assert scipy.cluster.hierarchy.is_valid_linkage(np.asarray(ours, np.float64))
     for number in (1, 2, 4, 10):
         found = np.asarray(cut(ours, num_clusters=number))
-        assert adjusted_rand_score(found[mask], cut(alone, num_clusters=number)) == 1
+        truth = scipy.cluster.hierarchy.fcluster(alone, number, "maxclust")
+        assert adjusted_rand_score(found[mask], truth) == 1
         assert (found[~mask] == found[1]).all()
 
 
@@ -77,12 +78,15 @@ def test_what_is_no_matrix_of_distances_is_refused():
         least_cost_assignment(np.zeros((3, 2), np.float32))
 
 
+SILHOUETTE = jax.jit(partial(silhouette, num_clusters=6))
+
+
 @given(st.integers(0, 10**6), st.sampled_from([2, 5]))
 def test_silhouettes_are_those_of_scikit_learn(seed, k):
     x = points(seed)
     labels = np.random.default_rng(seed).integers(0, k, 13)
     labels[:k] = np.arange(k)
-    ours = silhouette(matrix(x), labels, num_clusters=k + 1)
+    ours = SILHOUETTE(matrix(x), labels)
     np.testing.assert_allclose(ours, silhouette_samples(x, labels), atol=1e-5)
 
 
@@ -106,8 +110,8 @@ def test_the_number_of_clusters_is_that_of_the_authors_rule(seed):
     labels = chosen_by_loop(x, 15)
     padded = np.concatenate([np.full((2, 4), 99.0), x, np.full((1, 4), -99.0)])
     mask = np.abs(padded).max(axis=1) < 90
-    found = cut_by_silhouette(matrix(padded), most=15, mask=mask).cluster[2:-1]
-    assert adjusted_rand_score(labels, found) == 1
+    found = jax.jit(partial(cut_by_silhouette, most=15))(matrix(padded), mask=mask)
+    assert adjusted_rand_score(labels, np.asarray(found.cluster)[mask]) == 1
 
 
 @pytest.mark.slow
@@ -135,13 +139,13 @@ def test_an_assignment_costs_what_scipys_does(seed, n, more):
 
 
 def test_costs_that_are_not_finite_are_avoided():
-    cost = jnp.float32([[jnp.nan, 1, 2], [0, jnp.inf, 5], [1, 1, 1]])
-    found = jax.jit(jax.vmap(least_cost_assignment))(jnp.stack([cost, cost.T]))
+    cost = np.float32([[np.nan, 1, 2], [0, np.inf, 5], [1, 1, 1]])
+    found = np.asarray(jax.jit(jax.vmap(least_cost_assignment))(np.stack([cost, cost.T])))
     for each, of in zip(found, (cost, cost.T), strict=True):
-        assert sorted(each.tolist()) == [0, 1, 2] and np.isfinite(of[jnp.arange(3), each]).all()
+        assert sorted(each.tolist()) == [0, 1, 2] and np.isfinite(of[np.arange(3), each]).all()
 
 
-@pytest.mark.slow_cases("complete", "weighted")
+@pytest.mark.slow
 @pytest.mark.parametrize("linkage", ["average", "weighted", "complete"])
 def test_equal_distances_merge_in_the_order_of_scipy(linkage):
     distances = np.full((5, 5), 4.0) - 4.0 * np.eye(5)

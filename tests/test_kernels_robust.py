@@ -1,5 +1,6 @@
 """Centered clipping and the robust aggregators against loops over their papers' equations in float64."""
 
+from functools import partial
 from itertools import combinations
 
 import hypothesis.strategies as st
@@ -7,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import assume, given
+from hypothesis import assume, given, settings
 from scipy.cluster.hierarchy import fcluster, linkage
 from scipy.optimize import minimize
 
@@ -45,8 +46,15 @@ def updates(seed, count=N, dim=D):
     return np.random.default_rng(seed).standard_normal((count, dim)).astype(np.float32)
 
 
-def call(name, z, **options):
-    return AGGREGATORS[name](z, **OPTIONS.get(name, {}), **options)
+def call(name, z, of=None):
+    """The aggregator of `z`, and of three clients that do not count; so one program of each serves most tests."""
+    more = np.insert(z, [2, 5, 5], np.float32(7), axis=0)
+    more[2], more[6, 1], more[7] = np.nan, np.inf, 1e30
+    mask = np.arange(len(more)) != 7  # the client with 1e30 is masked; NaN and infinity are found
+    of = of or partial(AGGREGATORS[name], **OPTIONS.get(name, {}), return_excluded=True)
+    result, excluded = of(more, mask=jnp.asarray(mask))
+    assert excluded == 2 + (~np.isfinite(z).all(axis=1)).sum() and excluded.dtype == jnp.int32
+    return result
 
 
 # The papers' definitions, one loop each.
@@ -182,6 +190,7 @@ AROUND_ZERO = ("centered_clip", "clipped_clustering")  # their results do not mo
 
 
 @pytest.mark.parametrize("name", ORACLES)
+@settings(max_examples=5)
 @given(SEEDS, st.sampled_from([0.0, 100.0]))
 def test_definition(name, seed, offset):
     z = updates(seed) + np.float32(0 if name in AROUND_ZERO else offset)
@@ -189,27 +198,21 @@ def test_definition(name, seed, offset):
     np.testing.assert_allclose(call(name, z), ORACLES[name](z.astype(np.float64)), atol=tolerance)
 
 
-@pytest.mark.slow_cases("bulyan", "clipped_clustering", "dnc", "krum", "multi_krum", "sign_guard", "smea")
+@pytest.mark.slow_cases(*sorted(set(AGGREGATORS) - {"trimmed_mean"}))
 @EVERY
-def test_masked_and_broken_clients_are_never_part_of_it(name):
-    z = updates(0)
-    more = np.insert(z, [2, 5, 5], np.float32(7), axis=0)
-    more[2], more[7] = np.nan, 1e30
-    mask = jnp.arange(14) != 7  # the client with 1e30 is masked; NaN and one more that is inf are found
-    more[6, 1] = np.inf
-    result, excluded = call(name, more, mask=mask, return_excluded=True)
-    np.testing.assert_allclose(result, call(name, z), atol=2e-5)
-    assert excluded == 2 and excluded.dtype == jnp.int32
-    inside_jit = jax.jit(lambda u: call(name, u, mask=mask))(more)
-    np.testing.assert_allclose(inside_jit, result, atol=2e-5)
+def test_inside_jit_it_is_the_same(name):
+    z, options = updates(0), OPTIONS.get(name, {})
+    inside_jit = jax.jit(partial(AGGREGATORS[name], **options, return_excluded=True))
+    np.testing.assert_allclose(call(name, z, inside_jit), call(name, z), atol=2e-5)
+    np.testing.assert_allclose(AGGREGATORS[name](z, **options), call(name, z), atol=2e-5)  # and without a mask
 
 
-@pytest.mark.slow_cases("bulyan", "geometric_median", "multi_krum", *FILTERS)
+@pytest.mark.slow_cases("bulyan", "geometric_median", "mean_around_median", "multi_krum", *FILTERS)
 @EVERY
 def test_pytree_is_its_concatenation(name):
     z = updates(1)
     tree = {"a": z[:, :3].reshape(N, 1, 3), "b": z[:, 3], "c": z[:, 4:]}
-    result = call(name, tree)
+    result = AGGREGATORS[name](tree, **OPTIONS.get(name, {}))
     assert result["a"].shape == (1, 3) and result["b"].shape == ()
     flat = np.concatenate([np.ravel(result[k]) for k in "abc"])
     np.testing.assert_allclose(flat, call(name, z), atol=1e-5)
@@ -242,8 +245,7 @@ def test_two_liars_of_eleven_are_bounded(name, seed, size):
 
 @EVERY
 def test_nobody_left_gives_zeros(name):
-    result, excluded = call(name, np.full((N, D), np.nan, np.float32), return_excluded=True)
-    assert not np.asarray(result).any() and excluded == N
+    assert not np.asarray(call(name, np.full((N, D), np.nan, np.float32))).any()
 
 
 @EVERY
@@ -254,11 +256,11 @@ def test_second_call_compiles_nothing(name):
     assert compiled.count == 0
 
 
-@pytest.mark.slow_cases("krum", *FILTERS)
+@pytest.mark.slow_cases(*sorted(set(AGGREGATORS) - {"centered_clip", "trimmed_mean"}))
 @EVERY
 def test_many_at_once(name):
     batch = np.stack([updates(seed) for seed in range(3)])
-    many = jax.vmap(lambda z: call(name, z))(batch)
+    many = jax.vmap(partial(AGGREGATORS[name], **OPTIONS.get(name, {})))(batch)
     for one, z in zip(many, batch, strict=True):
         np.testing.assert_allclose(one, call(name, z), atol=1e-5)
 
@@ -313,6 +315,7 @@ def test_clipping_adds_up_sixteen_bits_in_more(monkeypatch):
 # Filters.
 
 
+@settings(max_examples=4)
 @given(SEEDS)
 def test_sign_guard(seed):
     z = updates(seed, dim=60)
@@ -387,7 +390,7 @@ def test_clip_norms_of_sixteen_bits():
 @pytest.mark.slow_cases("adaptive_clip", "bulyan")
 @pytest.mark.parametrize("name", ["adaptive_clip", "mean_around_median", "bulyan"])
 def test_a_whole_number_may_be_a_float(name):
-    z = np.random.default_rng(0).standard_normal((9, 2)).astype(np.float32)
+    z = updates(0, count=N + 3)
     one, same = (getattr(kernels, name)(z, num_malicious=f) for f in (1.0, 1))
     jax.tree.map(np.testing.assert_array_equal, one, same)
 
@@ -430,7 +433,8 @@ def test_what_comes_before_masks_broken_clients_and_keeps_shapes(name):
     z = updates(0)
     z[5, 0] = np.inf
     tree = {"a": z[:, :4].reshape(N, 2, 2), "b": z[:, 4]}
-    changed, mask = PRE_AGGREGATORS[name](tree, **PRE_OPTIONS[name], mask=jnp.arange(N) != 2)
+    before = jax.jit(partial(PRE_AGGREGATORS[name], **PRE_OPTIONS[name]))
+    changed, mask = jax.device_get(before(tree, mask=np.arange(N) != 2))
     assert mask.sum() == (3 if name == "bucketing" else N - 2)
     assert changed["a"].shape[1:] == (2, 2) and all(np.isfinite(leaf).all() for leaf in changed.values())
     result = kernels.trimmed_mean(changed, num_malicious=1, mask=mask)
@@ -446,6 +450,7 @@ CHAINS = {
 }
 
 
+@pytest.mark.slow_cases("bucketing+*", "krum", "nearest_neighbour_mixing+*")
 @pytest.mark.parametrize("name", CHAINS)
 def test_an_aggregator_by_name_is_its_parts_by_hand(name):
     before, last = CHAINS[name], name.split("+")[-1]
@@ -469,7 +474,7 @@ def exact_median(z, weights):
     """`(median, cost)` in float64: Weiszfeld's steps, or the best of the points themselves."""
     cost = lambda v: (weights * np.linalg.norm(z - v, axis=1)).sum()  # noqa: E731
     v = np.average(z, axis=0, weights=weights)
-    for _ in range(20_000):
+    for _ in range(3000):
         pulls = weights / np.maximum(np.linalg.norm(z - v, axis=1), 1e-12)
         v = pulls @ z / pulls.sum()
     return min([v, *z], key=cost), cost
@@ -497,6 +502,7 @@ def hard_medians():
 def test_the_geometric_median_is_precise(case):
     points, sharp = hard_medians()[case]
     points = points.astype(np.float32)
+    assert not np.any(kernels.geometric_median(points, weights=np.zeros(11, np.float32)))  # of no weight it is zero
     weights = np.ones(11) if case != "an angle of 120 degrees" else np.float64([1, 1, 1] + [0] * 8)
     truth, cost = exact_median(points.astype(np.float64), weights)
     found = kernels.geometric_median(points, weights=weights.astype(np.float32))
@@ -518,22 +524,22 @@ def test_geometric_medians_of_many_at_once_and_of_a_given_number_of_steps():
     np.testing.assert_allclose(kernels.geometric_median(cloud, num_iters=3), v, atol=1e-5)
 
 
-Z = jnp.ones((6, 2))
+Z = np.ones((6, 2), np.float32)
 
 
 @pytest.mark.parametrize(
     ("run", "words"),
     [
-        (lambda: centered_clip(jnp.ones(3), radius=1.0), r"updates must be of shape \[N, D\]"),
+        (lambda: centered_clip(np.ones(3), radius=1.0), r"updates must be of shape \[N, D\]"),
         (lambda: centered_clip(Z, radius=0.0), "radius must be a number above 0, got 0.0"),
         (lambda: centered_clip(Z, radius=float("nan")), "radius must be a number above 0"),
         (lambda: centered_clip(Z, radius=1.0, num_iters=0), "num_iters must be at least 1"),
-        (lambda: centered_clip(Z, radius=1.0, center=jnp.ones(3)), r"center must be of shapes \[\(2,\)\]"),
-        (lambda: centered_clip(Z, radius=1.0, center=jnp.full(2, jnp.nan)), "center must be finite"),
-        (lambda: centered_clip(Z, radius=1.0, weights=-jnp.ones(6)), "weights must be at least 0"),
-        (lambda: centered_clip(Z, radius=1.0, weights=jnp.full(6, jnp.inf)), "weights must be at least 0 and finite"),
-        (lambda: centered_clip(Z, radius=1.0, weights=jnp.ones(2)), r"weights must be of shape \(6,\)"),
-        (lambda: centered_clip(Z, radius=1.0, mask=jnp.ones(5, bool)), "mask must be bool of shape"),
+        (lambda: centered_clip(Z, radius=1.0, center=np.ones(3)), r"center must be of shapes \[\(2,\)\]"),
+        (lambda: centered_clip(Z, radius=1.0, center=np.full(2, np.nan)), "center must be finite"),
+        (lambda: centered_clip(Z, radius=1.0, weights=-np.ones(6)), "weights must be at least 0"),
+        (lambda: centered_clip(Z, radius=1.0, weights=np.full(6, np.inf)), "weights must be at least 0 and finite"),
+        (lambda: centered_clip(Z, radius=1.0, weights=np.ones(2)), r"weights must be of shape \(6,\)"),
+        (lambda: centered_clip(Z, radius=1.0, mask=np.ones(5, bool)), "mask must be bool of shape"),
         (lambda: kernels.trimmed_mean(Z, num_malicious=3), "num_malicious must be a whole number from 0 to 2"),
         (lambda: kernels.trimmed_mean(Z, num_malicious=-1), "num_malicious must be a whole number from 0 to 2"),
         (lambda: kernels.trimmed_mean(Z, num_malicious=1.5), "must be a whole number from 0 to 2 .*, got 1.5"),
@@ -545,7 +551,7 @@ Z = jnp.ones((6, 2))
         (lambda: kernels.multi_krum(Z, num_malicious=1, num_selected=2.5), "a whole number from 1 .*2.5"),
         (lambda: kernels.bulyan(Z, num_malicious=1), r"\(4 f \+ 3 <= N\)"),
         (
-            lambda: kernels.smea(jnp.ones((40, 2)), num_malicious=5),
+            lambda: kernels.smea(np.ones((40, 2)), num_malicious=5),
             "at most 50000 subsets to compare .these are 658008",
         ),
         (lambda: jax.jit(kernels.smea)(Z, num_malicious=1), "num_malicious must be a Python number"),
@@ -579,7 +585,7 @@ def test_bad_input_is_named(run, words):
         run()
 
 
-@pytest.mark.slow_cases("10-3", "101-50", "5-0", "65537-32000")
+@pytest.mark.slow_cases("10-3", "101-50", "5-0", "7-2", "65537-32000")
 @pytest.mark.parametrize(("count", "f"), [(10, 3), (7, 2), (101, 50), (5, 0), (65_537, 32_000), (300_000, 140_000)])
 def test_adaptive_clip_counts_beyond_int32(count, f):
     """`floor(2 f (n - f) / n)` updates are clipped, to the norm of the next one; Python's integers have no bound."""
@@ -587,6 +593,7 @@ def test_adaptive_clip_counts_beyond_int32(count, f):
     assert float(clipped.max()) == pytest.approx(count - 1 - 2 * f * (count - f) // count, rel=1e-6)
 
 
+@pytest.mark.slow_cases("1")
 @pytest.mark.parametrize("num_iters", [1, 4])
 def test_centered_clip_of_float16_updates_far_apart(num_iters):
     """Their difference is no number of float16."""
@@ -600,12 +607,9 @@ def test_norms_beyond_float32_are_shortened():
     np.testing.assert_allclose(kernels.clip_norms(long, radius=1.0)[0], [[0.6, 0.8]] * 2, rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_masked_updates_are_farther_than_those_whose_distance_overflows():
     updates, mask = jnp.array([[0.0], [1e30], [3e30], [6e30]]), jnp.array([False, True, True, True])
     mixed, _ = kernels.nearest_neighbour_mixing(updates, num_malicious=1, mask=mask)
     wanted = [[0.0], [2e30], [2e30], [3.5e30]]  # of equal distances the first
     np.testing.assert_allclose(mixed, wanted, rtol=1e-6)
-
-
-def test_the_geometric_median_of_no_weight_is_zero():
-    assert kernels.geometric_median(jnp.array([[1.0, 2.0], [3.0, 4.0]]), weights=jnp.zeros(2)).tolist() == [0.0, 0.0]

@@ -25,7 +25,7 @@ from jfcl.kernels.gram_gpu import upper_products
 from jfcl.planning import targets
 
 SEEDS = st.integers(0, 2**31)
-SHAPES = st.sampled_from([(1, 4), (7, 3), (300, 5)])  # 300 clients: two strips
+SHAPES = st.sampled_from([(7, 3), (300, 5)])  # 300 clients: two strips
 
 
 def normal(shape, seed, scale=1.0):
@@ -73,7 +73,7 @@ def parallel(dim, seed):
     return [lengths * row[None] / abs(row).max() for row in kinds]
 
 
-@pytest.mark.slow_cases("1000000-float32")
+@pytest.mark.slow_cases("1-float32", "10000*-float32", "500-float16")
 @pytest.mark.parametrize(
     ("dim", "dtype"),
     [(1, "float32"), (2048, "float32"), (10**4, "float32"), (10**6, "float32"), (500, "bfloat16"), (500, "float16")],
@@ -86,7 +86,7 @@ def test_rounding_stays_below_the_tolerance(dim, dtype):
         exact = cosine(np.asarray(updates.astype(jnp.float32)))
         assert exact.min() > 1 - tolerance
         assert abs(np.asarray(pairwise_cosine(updates), np.float64) - exact).max() <= tolerance
-        if dim == 2048:
+        if dim == 10**4:
             assert 1 - bipartition_of_updates(updates).cross_similarity <= tolerance
 
 
@@ -96,6 +96,7 @@ def test_tolerance_in_float64():
             assert 1 - float(pairwise_cosine(rows).min()) <= similarity_tolerance(2048, "float64") < 1e-13
 
 
+@pytest.mark.slow_cases("10000")
 @pytest.mark.parametrize("dim", [100, 10**4])
 def test_directions_further_apart_than_the_tolerance_are_told_apart(dim):
     rng = np.random.default_rng(0)
@@ -121,21 +122,17 @@ def test_pytree_is_its_concatenation():
 
 
 def test_zero_and_masked_rows():
-    updates = normal((6, 4), 0)
+    updates, mask = normal((7, 3), 0), jnp.asarray(np.arange(7) != 4)
     updates[1] = 0
     updates[4] = np.nan
-    similarity = np.asarray(pairwise_cosine(updates, mask=jnp.arange(6) != 4))
-    rest = [0, 2, 3, 5]
+    similarity = np.asarray(pairwise_cosine(updates, mask=mask))
+    rest = [0, 2, 3, 5, 6]
     np.testing.assert_allclose(similarity[np.ix_(rest, rest)], cosine(updates[rest]), atol=5e-7)
     assert not similarity[[1, 4]].any() and not similarity[:, [1, 4]].any()
-    distances = np.asarray(squared_distances(updates, mask=jnp.arange(6) != 4))
+    distances, others = np.asarray(squared_distances(updates, mask=mask)), np.delete(updates, 4, 0)
     assert np.isinf(np.delete(distances[4], 4)).all() and distances[4, 4] == 0
-    np.testing.assert_allclose(
-        np.delete(np.delete(distances, 4, 0), 4, 1),
-        cdist(updates[[0, 1, 2, 3, 5]], updates[[0, 1, 2, 3, 5]]) ** 2,
-        atol=1e-5,
-    )
-    inner = np.asarray(gram(updates, mask=jnp.arange(6) != 4))
+    np.testing.assert_allclose(np.delete(np.delete(distances, 4, 0), 4, 1), cdist(others, others) ** 2, atol=1e-5)
+    inner = np.asarray(gram(updates, mask=mask))
     assert not inner[4].any() and np.isfinite(inner).all()
 
 
@@ -188,9 +185,9 @@ def test_distances_in_spite_of_a_common_offset(shape, seed, offset):
 
 
 def test_distances_in_spite_of_far_attackers():
-    points = normal((40, 30), 0, 1e-2)
-    points[::3] = 1e6 + normal((14, 30), 1, 200)  # 35 %
-    good = np.arange(40) % 3 != 0
+    points = normal((20, 8), 0, 1e-2)
+    points[::3] = 1e6 + normal((7, 8), 1, 200)  # 35 %
+    good = np.arange(20) % 3 != 0
     truth = cdist(points[good].astype("d"), points[good].astype("d"), "sqeuclidean")
     np.testing.assert_allclose(np.asarray(squared_distances(points))[np.ix_(good, good)], truth, rtol=1e-4, atol=1e-8)
 
@@ -216,18 +213,18 @@ def test_wide_updates_are_not_copied():
     ("call", "words"),
     [
         (lambda: similarity_tolerance(0), "num_parameters must be an integer, at least 1, got 0"),
-        (lambda: similarity_tolerance(9, jnp.int32), "dtype must be a floating-point type"),
-        (lambda: pairwise_cosine(jnp.ones(3)), r"updates must be of shape \[N, D\], got \(3,\)"),
-        (lambda: pairwise_cosine(jnp.ones((0, 3))), r"of at least one client \(N = 0\)"),
+        (lambda: similarity_tolerance(9, np.int32), "dtype must be a floating-point type"),
+        (lambda: pairwise_cosine(np.ones(3)), r"updates must be of shape \[N, D\], got \(3,\)"),
+        (lambda: pairwise_cosine(np.ones((0, 3))), r"of at least one client \(N = 0\)"),
         (lambda: pairwise_cosine({}), "updates must be an array"),
-        (lambda: pairwise_cosine([jnp.ones((3, 2)), jnp.ones((4, 2))]), "stacked on one leading client axis"),
-        (lambda: pairwise_cosine(jnp.ones((3, 2), bool)), "of real numbers"),
-        (lambda: pairwise_cosine(jnp.ones((3, 2)), mask=jnp.ones(2, bool)), "mask must be bool of shape"),
-        (lambda: pairwise_cosine(jnp.ones((3, 2)), mask=jnp.ones(3)), "mask must be bool of shape"),
-        (lambda: pairwise_cosine(jnp.array([[1.0], [jnp.nan]])), r"finite, got 'NaN or infinity in 1 row\(s\)'"),
-        (lambda: gram(jnp.array([[jnp.inf]])), "points must be finite"),
+        (lambda: pairwise_cosine([np.ones((3, 2)), np.ones((4, 2))]), "stacked on one leading client axis"),
+        (lambda: pairwise_cosine(np.ones((3, 2), bool)), "of real numbers"),
+        (lambda: pairwise_cosine(np.ones((3, 2)), mask=np.ones(2, bool)), "mask must be bool of shape"),
+        (lambda: pairwise_cosine(np.ones((3, 2)), mask=np.ones(3)), "mask must be bool of shape"),
+        (lambda: pairwise_cosine(np.array([[1.0], [np.nan]])), r"finite, got 'NaN or infinity in 1 row\(s\)'"),
+        (lambda: gram(np.array([[np.inf]])), "points must be finite"),
         (
-            lambda: squared_distances(jnp.ones((3, 2)), jnp.ones((3, 4))),
+            lambda: squared_distances(np.ones((3, 2)), np.ones((3, 4))),
             r"centers must be as wide as the points, \[2\]",
         ),
     ],
@@ -267,7 +264,7 @@ def test_a_leaf_without_numbers_changes_nothing(scale):
     assert clipped["b"].shape == (7, 0) and not pairwise_cosine(empty).any()
 
 
-@pytest.mark.slow_cases("3-8192")
+@pytest.mark.slow
 @pytest.mark.parametrize(("n", "d"), [(3, 8192), (70, 9001)])
 def test_products_of_long_rows_on_a_gpu(n, d):
     """The kernel for GPUs, interpreted: below the error that `similarity_tolerance` allows, symmetric, also mapped."""
@@ -282,7 +279,7 @@ def test_products_of_long_rows_on_a_gpu(n, d):
 
 def test_products_of_long_rows_are_those_of_their_two_halves():
     """Half of a number's digits alone would be a product in bfloat16, which errs by 2^-9."""
-    x = (1 + np.arange(8192, dtype=np.float32) / 8192)[None] * np.array([[1.0], [-1.0]], np.float32)
+    x = (1 + np.arange(1024, dtype=np.float32) / 1024)[None] * np.array([[1.0], [-1.0]], np.float32)
     got = np.asarray(upper_products(x, interpret=True))
     want = (x.astype(np.float64) ** 2).sum(axis=1)
     np.testing.assert_allclose(np.diagonal(got), want, rtol=2**-16)

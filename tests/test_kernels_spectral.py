@@ -1,5 +1,7 @@
 """Spectral clustering and the measure of Davies and Bouldin against scikit-learn."""
 
+from functools import partial
+
 import jax
 import numpy as np
 import pytest
@@ -80,7 +82,7 @@ def test_what_has_no_meaning_is_refused():
 def test_the_number_of_clusters_is_that_of_the_least_measure():
     affinity, blob = affinity_of(1, blobs=2)
     affinity = affinity**2  # narrower: the blobs are far apart
-    found = spectral_clusters(affinity, most=3, mask=np.arange(14) > 0)
+    found = jax.device_get(jax.jit(partial(spectral_clusters, most=3))(affinity, mask=np.arange(14) > 0))
     vectors = np.asarray(spectral_embedding(affinity[1:, 1:], 4))
     measures = [
         davies_bouldin_score(vectors[:, 1 : k + 1], np.asarray(pivoted_clusters(vectors[:, :k]))) for k in (2, 3)
@@ -88,5 +90,5 @@ def test_the_number_of_clusters_is_that_of_the_least_measure():
     np.testing.assert_allclose(found.scores[2:], measures, rtol=1e-3)
     assert measures[0] < min(measures[1], 1) and found.num_clusters == 2
     assert adjusted_rand_score(blob[1:], found.cluster[1:]) == 1 and found.cluster[0] == found.cluster[1] == 0
-    one = spectral_clusters(affinity, most=3, limit=1, mask=np.arange(14) > 0)
+    one = jax.device_get(jax.jit(partial(spectral_clusters, most=3, limit=1))(affinity, mask=np.arange(14) > 0))
     assert not one.cluster.any() and one.num_clusters == 1 and np.isnan(one.scores).all()
