@@ -50,7 +50,7 @@ def test_the_rounds_are_those_of_the_loop(cohort):
     models = np.float64(state.params["w"])
     gradients, count, cluster = np.zeros((N, K, F)), np.zeros((N, K)), np.full(N, -1)
     for t in range(7):
-        state, metrics = step(jax.random.key(10 + t), state, more)
+        state, metrics = jax.device_get(step(jax.random.key(10 + t), state, more))
         present = np.flatnonzero(np.isfinite(np.asarray(metrics["loss"]))[:N])
         assert len(present) == (cohort or N)
         due = t % 2 == 0 and t < 5

@@ -87,6 +87,7 @@ def test_a_round_is_the_papers(k, square_root, cohort):
     options |= {"init_params": start} | ({"most_clusters": most} if k == "auto" else {})
     algorithm = jfcl.clove(LINEAR, TWO, **options)
     init, step = jax.jit(algorithm.init), jax.jit(algorithm.step)
+    of_cohort = jax.jit(lambda key, clients: client_ids(select_cohort(key, clients, cohort).clients))
     for seed in range(3):
         clients = regression(seed)
         more = padded(clients)
@@ -94,11 +95,10 @@ def test_a_round_is_the_papers(k, square_root, cohort):
         models, chosen = start["w"].astype(np.float64), {}
         for t in range(3):
             key = jax.random.fold_in(jax.random.key(seed), t)
-            drawn = select_cohort(key, more, cohort)
-            rows = [int(i) for i in client_ids(drawn.clients) if i < 12]
+            rows = [i for i in of_cohort(key, more).tolist() if i < 12]
             models, found = one_round(models, clients, rows, k, square_root)
             chosen |= found
-            state, metrics = step(key, state, more)
+            state, metrics = jax.device_get(step(key, state, more))
             np.testing.assert_allclose(state.params["w"], models, rtol=1e-5, atol=1e-5)
             assert [int(state.cluster[i]) for i in chosen] == list(chosen.values())
             assert metrics["clusters_found"] == len(set(found.values()))

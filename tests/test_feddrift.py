@@ -136,6 +136,7 @@ class Loop:
 )
 def test_steps_are_the_papers(options, cohort, window):
     events, step = np.zeros(2, int), None
+    of_cohort = jax.jit(lambda key, clients: client_ids(select_cohort(key, clients, cohort).clients))
     for seed in range(2):
         phases, cells = drifting(seed, window)
         more = [padded(clients) for clients in phases]
@@ -149,10 +150,10 @@ def test_steps_are_the_papers(options, cohort, window):
         step = step or jax.jit(algorithm.step)  # which does not depend on the start
         for t, r in np.ndindex(T, 2):
             known, key = len(loop.models), jax.random.fold_in(jax.random.key(seed), 10 * t + r)
-            rows = [int(i) for i in client_ids(select_cohort(key, more[t], cohort).clients) if i < N]
+            rows = [i for i in of_cohort(key, more[t]).tolist() if i < N]
             drifted, merged = loop.begin(t) if r == 0 else (0, 0)
             trained = loop.round(rows)
-            state, metrics = step(key, state, more[t])
+            state, metrics = jax.device_get(step(key, state, more[t]))
             found = {name: int(metrics[name]) for name in ("drifted", "merged", "models", "capacity_reached")}
             assert found == dict(drifted=drifted, merged=merged, models=len(loop.models), capacity_reached=0)
             events += drifted, merged
