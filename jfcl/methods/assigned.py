@@ -15,13 +15,15 @@ import jax
 import jax.numpy as jnp
 
 from jfcl import mapping
-from jfcl.core import Algorithm, Clients, Cohort, PyTree, Task, num_clients
+from jfcl.core import Algorithm, Batch, Clients, Cohort, PyTree, Task, num_clients, trained_part
 from jfcl.mapping.columns import on_every_device
 from jfcl.methods import averaging as inner
 from jfcl.methods import round as phases
 from jfcl.methods.averaging import Averaging, AveragingState, averaging
 from jfcl.methods.ifca import LowestLoss
-from jfcl.robust.aggregate import where_rows
+from jfcl.robust.aggregate import ravel_clients, where_rows
+from jfcl.training import local
+from jfcl.training.losses import indexable
 
 UNSEEN = -1  # `unchanged` of a client that has not taken part in a round
 
@@ -119,6 +121,16 @@ def embedded(rules: Averaging, client: Callable[..., PyTree], cohort: Cohort, *r
     """
     axis = mapping.or_auto(rules.client_axis)
     return on_every_device(axis, phases.train_clients(axis, client, cohort, *rows))
+
+
+def update_of(
+    task: Task, training: local.LocalTraining, key: jax.Array, start: PyTree, examples: Batch, size: jax.Array
+) -> jax.Array:
+    """Returns the update `[D]` of one client that trains once from the model `start`."""
+    start = indexable(start)
+    trained = local.train(task, training, key, start, examples, size, (), jnp.zeros((), jnp.int32))
+    update = jax.tree.map(lambda a, b: (a - b)[None], trained.params, start)
+    return ravel_clients(trained_part(task, update))[0]
 
 
 class ServeAssigned(NamedTuple):

@@ -27,7 +27,7 @@ from jfcl.methods.assigned import Assignment, assigned, embedded
 from jfcl.methods.averaging import Averaging, AveragingState, bytes_sent
 from jfcl.methods.number import Most, Number, clusters_of, of_scores
 from jfcl.methods.options import AVERAGING, SCOPES, Options, factory
-from jfcl.methods.round import take_rows
+from jfcl.methods.round import rows_in_use, take_rows
 from jfcl.training import local
 from jfcl.training.losses import under_all
 
@@ -117,7 +117,7 @@ def clove(
         if stable_rounds is not None:
             due &= jnp.where(size > 0, unchanged, jnp.iinfo(jnp.int32).max).min() < stable_rounds
         cluster, scores, unknown, compared = jax.lax.cond(due, compare, keep)
-        used = jnp.zeros(k, bool).at[jnp.where(size > 0, cluster, k)].set(True, mode="drop")
+        used = rows_in_use(cluster, size > 0, k)
         metrics = {"clusters_found": used.sum().astype(jnp.int32), "compared": compared, "nonfinite_losses": unknown}
         metrics |= of_scores(scores)
         one, of_models = bytes_sent(rules, state.params, jnp.ones((), bool))

@@ -324,8 +324,7 @@ def _train(rules: Averaging, count: int | None, key: jax.Array, state: Averaging
     some, active = cohort.clients, state.memory.active
     model, cluster, opt_states = phases.take_rows(cohort, (state.memory.model, state.cluster, state.client))
     n, c = num_clients(clients), num_clients(some)
-    served = jnp.where(jnp.asarray(clients.size) > 0, state.cluster, len(active))
-    used = jnp.zeros_like(active).at[served].set(True, mode="drop")
+    used = phases.rows_in_use(state.cluster, jnp.asarray(clients.size) > 0, len(active))
     order, none = jnp.argsort(~used, stable=True), jnp.zeros(c, jnp.int32)
 
     def one(j, carry):

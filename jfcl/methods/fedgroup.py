@@ -37,7 +37,7 @@ from jfcl.methods import round as phases
 from jfcl.methods.assigned import UNSEEN, Assignment, assigned, embedded
 from jfcl.methods.averaging import Averaging, AveragingState, with_models
 from jfcl.methods.number import Most, Number, clusters_of, of_scores
-from jfcl.methods.once import with_first_costs
+from jfcl.methods.once import labels_of, with_first_costs
 from jfcl.methods.options import AVERAGING, SCOPES, Options, factory
 from jfcl.robust.aggregate import cluster_mean, ravel_clients, shared_means, where_rows
 from jfcl.training import local
@@ -142,8 +142,8 @@ def fedgroup(
     def step(key: jax.Array, state: AveragingState, clients: Clients):
         state, metrics = in_groups(key, state, clients)
         cohort = phases.select_cohort(key, clients, rules.cohort)
-        group = jnp.where(jnp.asarray(cohort.clients.size) > 0, phases.take_rows(cohort, state.cluster), k)
-        trained = jnp.zeros(k, bool).at[group].set(True, mode="drop")
+        real = jnp.asarray(cohort.clients.size) > 0
+        trained = phases.rows_in_use(phases.take_rows(cohort, state.cluster), real, k)
         mixed = _mixed(task, state.params, trained, mixing)
         if rules.shared is not None:
             flags = path_flags(rules.shared, mixed)
@@ -281,10 +281,7 @@ def _groups(updates, key, usable, *, num_clusters, auto, measure):
 
 def _shares(clients: Clients, task: Task) -> jax.Array:
     """Returns each client's shares of labels, `[C, classes]`."""
-    y = clients.examples.get("y") if isinstance(clients.examples, dict) else None
-    fits = y is not None and jnp.issubdtype(y.dtype, jnp.integer) and y.ndim == 2
-    found = "none" if y is None else f"{y.dtype} {y.shape}"
-    check(fits, "the labels 'y' of the examples", found, "an integer for each example: migrate compares their shares")
+    y = labels_of(clients, "migrate compares their shares")
     counts = jax.nn.one_hot(y, task.num_classes) * mask(clients)[:, :, None].astype(jnp.float32)
     counts = counts.sum(axis=1)
     return counts / jnp.maximum(counts.sum(axis=1), 1)[:, None]

@@ -7,13 +7,13 @@ from typing import Annotated, Unpack
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from jfcl.core import Algorithm, Batch, Clients, PyTree, Task, check
 from jfcl.core.checks import check_count
 from jfcl.core.options import Interval
 from jfcl.methods.averaging import AveragingState
 from jfcl.methods.mixture import Labels, mixture
+from jfcl.methods.once import labels_of
 from jfcl.methods.options import AVERAGING, Options, Rounds, factory
 from jfcl.training.local import LocalTraining
 
@@ -89,10 +89,7 @@ def fedrc(
 
     def check_labelled(clients: Clients) -> None:
         made.check(clients)
-        y = clients.examples.get("y") if isinstance(clients.examples, dict) else None
-        fits = y is not None and y.ndim == 2 and np.issubdtype(y.dtype, np.integer)
-        found = "none" if y is None else f"{y.dtype} {y.shape}"
-        check(fits, "the labels 'y' of the examples", found, "an integer for each example: FedRC counts them")
+        labels_of(clients, "FedRC counts them")
 
     return made._replace(step=step, check=check_labelled)
 

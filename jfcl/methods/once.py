@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from jfcl.core import Algorithm, Clients, check, check_at_most_clients, max_examples, num_bytes, num_clients
 from jfcl.methods.averaging import Averaging, averaging, with_models
+from jfcl.methods.round import rows_in_use
 from jfcl.training import local
 
 
@@ -18,6 +19,15 @@ def check_one_label(clients: Clients) -> None:
     y = clients.examples.get("y")
     single = y is not None and jnp.issubdtype(y.dtype, jnp.integer) and y.shape[1:] == (max_examples(clients),)
     check(single, "by_label", True, "False for clients without one label for each example")
+
+
+def labels_of(clients: Clients, why: str) -> jax.Array:
+    """Returns the labels `[N, M]` of the examples; raises `ValueError`, which says `why`, unless each has one."""
+    y = clients.examples.get("y") if isinstance(clients.examples, dict) else None
+    fits = y is not None and jnp.issubdtype(y.dtype, jnp.integer) and y.ndim == 2
+    found = "none" if y is None else f"{y.dtype} {y.shape}"
+    check(fits, "the labels 'y' of the examples", found, f"an integer for each example: {why}")
+    return y
 
 
 def with_first_costs(
@@ -96,5 +106,4 @@ def clustered_once(
 def clusters_in_use(state: Any, clients: Clients) -> jax.Array:
     """Returns the number of clusters `[]` int32 that have clients with examples."""
     k, real = len(jax.tree.leaves(state.params)[0]), jnp.asarray(clients.size) > 0
-    used = jnp.zeros(k, bool).at[jnp.where(real, state.cluster, k)].set(True, mode="drop")
-    return used.sum().astype(jnp.int32)
+    return rows_in_use(state.cluster, real, k).sum().astype(jnp.int32)

@@ -143,6 +143,11 @@ def put_rows(cohort: Cohort, arrays: PyTree, new: PyTree) -> PyTree:
 # Phase 2: training.
 
 
+def rows_in_use(row: jax.Array, real: jax.Array, count: int) -> jax.Array:
+    """Returns `[count]` bool, the models whose rows clients have, of which those `real` `[N]` count."""
+    return jnp.zeros(count, bool).at[jnp.where(real, row, count)].set(True, mode="drop")
+
+
 def train_clients(
     client_axis: mapping.Mapping, client: Callable[..., Any], cohort: Cohort, *rows: PyTree, sum_into: PyTree = None
 ) -> Any:

@@ -30,13 +30,12 @@ from jfcl.core.options import Interval, Range, Real, Search
 from jfcl.kernels import linkage_tree, pairwise_cosine
 from jfcl.methods import averaging as inner
 from jfcl.methods import round as phases
-from jfcl.methods.assigned import UNSEEN, Assignment, embedded
+from jfcl.methods.assigned import UNSEEN, Assignment, embedded, update_of
 from jfcl.methods.assigned import step as assigned_step
 from jfcl.methods.averaging import Averaging, AveragingState, averaging
 from jfcl.methods.options import AVERAGING, Options, factory
 from jfcl.robust.aggregate import ravel_clients
 from jfcl.training import local
-from jfcl.training.losses import indexable
 
 OBSERVE_STREAM = zlib.crc32(b"observation of a client")  # folded into a client's key
 
@@ -185,11 +184,8 @@ def _observe(
     """Returns the update `[D]` of one client from the anchor: `seen`, or a new one."""
 
     def train():
-        key_of_it, rest = jax.random.fold_in(key, OBSERVE_STREAM), (examples, size, (), jnp.zeros((), jnp.int32))
-        begin = indexable(anchor)
-        trained = local.train(task, observing, key_of_it, begin, *rest).params
-        update = jax.tree.map(lambda a, b: (a - b)[None], trained, begin)
-        return ravel_clients(trained_part(task, update))[0].astype(seen.dtype)
+        key_of_it = jax.random.fold_in(key, OBSERVE_STREAM)
+        return update_of(task, observing, key_of_it, anchor, examples, size).astype(seen.dtype)
 
     return jax.lax.cond(is_new, train, lambda: seen)
 
@@ -209,7 +205,8 @@ def _assign(rules, observe, observing, threshold, omega, key, cohort: Cohort, st
 
     # A cluster stands at the place of its first client in the cohort.
     places = jnp.arange(len(ids), dtype=jnp.int32)
-    same = usable[:, None] & usable[None, :] & (first[:, None] == first[None, :])
+    both = usable[:, None] & usable[None, :]
+    same = both & (first[:, None] == first[None, :])
     place = jnp.argmax(same, axis=1).astype(jnp.int32)
     stands = usable & (place == places)
     member = (same & stands[None, :]).astype(seen.dtype)
@@ -219,7 +216,7 @@ def _assign(rules, observe, observing, threshold, omega, key, cohort: Cohort, st
 
     # The row of a union: that of its model, else the lowest that one of its clusters has, else the next free one.
     of_client = root[place]
-    united = usable[:, None] & usable[None, :] & (of_client[:, None] == of_client[None, :])
+    united = both & (of_client[:, None] == of_client[None, :])
     lowest = jnp.where(united & (row >= 0)[None, :], row[None, :], k).min(axis=1)
     leads = usable & (jnp.argmax(united, axis=1) == places)
     own_model, own_first = model[of_client], first[of_client]
@@ -233,10 +230,9 @@ def _assign(rules, observe, observing, threshold, omega, key, cohort: Cohort, st
     target = jnp.where(usable, target, row).astype(jnp.int32)
 
     # The clusters after it.
-    into = memory.into.at[jnp.where(usable & (row >= 0), row, k)].set(target, mode="drop")
-    into = into[into]
     known = jnp.where(usable & (row >= 0), row, k)
-    sizes = memory.size.at[known].set(0, mode="drop")
+    into = memory.into.at[known].set(target, mode="drop")
+    into, sizes = into[into], memory.size.at[known].set(0, mode="drop")
     at = jnp.where(leads & (target >= 0), target, k)
     sizes = sizes.at[at].set(size[of_client], mode="drop")
     firsts = memory.first.at[at].set(own_first, mode="drop")
