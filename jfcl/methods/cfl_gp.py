@@ -25,13 +25,13 @@ from jfcl.core.clients import server_key
 from jfcl.core.options import MOST_ADDED, Range
 from jfcl.kernels import kmeans, least_cost_assignment, principal_vectors
 from jfcl.kernels.dendrogram import number_by_first
-from jfcl.methods.assigned import UNSEEN, Assignment, assigned, embedded
+from jfcl.methods.assigned import UNSEEN, Assignment, assigned, embedded, update_of
 from jfcl.methods.averaging import Averaging, AveragingState
 from jfcl.methods.options import AVERAGING, Options, factory
 from jfcl.methods.round import put_rows, take_rows
 from jfcl.robust.aggregate import ravel_clients
 from jfcl.training import local
-from jfcl.training.losses import indexable
+from jfcl.training.losses import under_all
 
 
 class Profiles(NamedTuple):
@@ -66,11 +66,12 @@ def cfl_gp(
 
     Returns:
       `Algorithm` with an `AveragingState`, and the further metrics `clustered` (1 in a round that clusters its clients,
-      else 0) and `moved`, the number of clients with another cluster than before. A client that has not been clustered
-      when it takes part trains no model, and is served the one of lowest loss, as are clients that were not in
+      else 0) and `moved`, the number of clients with another cluster than before. A client that takes part without
+      having been clustered trains the model of lowest loss, and is served it, as are clients that were not in
       training; one whose gradient is not finite keeps its cluster. Cost of a round: FedAvg's; with clustering, a
-      gradient of each client and `C² K D` multiplications more. Memory `O(N K D)`. Bytes: with clustering, a gradient
-      up, and a model down for clients of other clusters than that of the model in turn.
+      gradient of each client and `C² K D` multiplications more; else `K` forward passes where clients have no cluster.
+      Memory `O(N K D)`. Bytes: with clustering, a gradient up, and a model down for clients of other clusters than that
+      of the model in turn; else all models down for clients without a cluster.
 
     Raises:
       ValueError: more clusters than clients in a round; as in `jfcl.fedavg`.
@@ -80,7 +81,8 @@ def cfl_gp(
     partitioning, 0b1b4dd) and their poster. In the code the model in turn is always the first, and the gradient of a
     client is at the model of its own cluster; here all clients are asked for the same one, as on the poster, and the
     models take turns, as the weights of the code's mean imply. A gradient is computed on all examples, there on a
-    batch. Absentees keep their profile and cluster.
+    batch. Neither says anything of cohorts: here absentees keep their profile and cluster, and where a client has not
+    sent a gradient at a model, the mean of the other clients stands in its profile.
 
     Example:
       >>> import jax, jfcl, numpy as np, optax
@@ -108,13 +110,10 @@ def cfl_gp(
         last, unchanged, profiles = take_rows(cohort, (state.cluster, state.unchanged, state.memory))
         turn = (state.round // period) % k
         in_turn = jax.tree.map(lambda p: p[turn], state.params)
-        known = real & (unchanged != UNSEEN)
+        known, fresh = real & (unchanged != UNSEEN), real & (unchanged == UNSEEN)
 
         def gradient(key, examples, size):
-            model = indexable(in_turn)
-            trained = local.train(task, one_step, key, model, examples, size, (), jnp.zeros((), jnp.int32))
-            moved = jax.tree.map(lambda a, b: (a - b)[None], trained.params, model)
-            return ravel_clients(trained_part(task, moved))[0].astype(profiles.gradients.dtype)
+            return update_of(task, one_step, key, in_turn, examples, size).astype(profiles.gradients.dtype)
 
         def cluster_them():
             sent = embedded(rules, gradient, cohort)
@@ -124,22 +123,28 @@ def cfl_gp(
             mean = before + share[:, None] * (jnp.where(usable[:, None], sent, before) - before)
             gradients = profiles.gradients.at[:, turn].set(mean)
             count = profiles.count.at[:, turn].add(usable.astype(jnp.int32))
-            found = _clusters(gradients, usable, known, last, ids, server_key(cohort.key), num_clusters=k)
-            return Profiles(gradients, count), found, usable
+            new = Profiles(gradients, count)
+            found = _clusters(new, usable, known, last, ids, server_key(cohort.key), num_clusters=k)
+            return new, found, usable
 
         def keep():
-            return profiles, jnp.where(known, last, -1), jnp.zeros_like(known)
+            of_all = under_all(task, state.params)
+            losses = partial(embedded, rules, lambda key, examples, size: of_all(examples, size)[0], cohort)
+            lowest = jax.lax.cond(fresh.any(), lambda: jnp.argmin(losses(), axis=1).astype(jnp.int32), lambda: last)
+            return profiles, jnp.where(fresh, lowest, last), jnp.zeros_like(known)
 
         due = (state.round % period == 0) & (state.round < clustered_rounds)
         profiles, cluster, clustered = jax.lax.cond(due, cluster_them, keep)
         compared = due.astype(jnp.float32)
+        others = fresh.astype(jnp.float32) * (k - 1)
+        further = jnp.where(due, (cluster != turn).astype(jnp.float32), others)  # models besides a client's own
         metrics = {"clustered": compared, "moved": (known & (cluster != last)).sum().astype(jnp.int32)}
         return Assignment(
             cluster,
             put_rows(cohort, state.memory, profiles),
             assigned=known | clustered,
             bytes_up=compared * float(num_bytes(trained_part(task, in_turn))),
-            bytes_down=compared * float(num_bytes(in_turn)) * (cluster != turn).astype(jnp.float32),
+            bytes_down=float(num_bytes(in_turn)) * further,
             steps=compared,
             metrics=metrics,
         )
@@ -148,8 +153,13 @@ def cfl_gp(
 
 
 @partial(jax.jit, static_argnames="num_clusters")
-def _clusters(gradients, usable, known, last, ids, key, *, num_clusters):
+def _clusters(profiles, usable, known, last, ids, key, *, num_clusters):
     """Returns the cluster `[C]` of each client; `known` `[C]` bool: those with a cluster `last`, which others keep."""
+    # In the place of gradients that a client has not sent are the means of those of the others.
+    has = (usable[:, None] & (profiles.count > 0))[..., None]
+    gradients = jnp.where(has, profiles.gradients, 0.0)
+    mean = gradients.sum(axis=0) / jnp.maximum(has.sum(axis=0), 1).astype(gradients.dtype)
+    gradients = jnp.where(has, gradients, mean[None])
     # Clients stand in the order of their ids, by which clusters are numbered too: the draws of k-means follow it.
     order = jnp.argsort(jnp.where(usable, ids, jnp.iinfo(jnp.int32).max))
     points = jnp.where(usable[:, None], gradients.reshape(len(gradients), -1), 0.0)[order]
