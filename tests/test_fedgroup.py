@@ -280,6 +280,23 @@ def test_a_client_with_other_labels_migrates():
 
 
 @pytest.mark.slow
+def test_a_client_migrates_by_its_further_examples_if_their_labels_are_others():
+    task = jfcl.models.classification(jfcl.models.Linear(4), (4,), 4)
+    clients = labelled([[0, 1], [2, 3]] * 4)
+    pairs = np.array([[0, 1] * 3, [2, 3] * 3] * 4, np.int32)
+    halves = np.concatenate([pairs, pairs], axis=1)
+    halves[0, 6:] = pairs[1]  # of the first client the second half has the labels of the others
+    clients = clients._replace(examples={"x": np.eye(4, dtype=np.float32)[halves], "y": halves})
+    algorithm = jfcl.fedgroup(task, TWO, num_clusters=2, pretrain_steps=STEPS, migrate=0.1)
+    state, step = algorithm.init(jax.random.key(0), clients._replace(size=clients.size // 2)), jax.jit(algorithm.step)
+    before, (state, metrics) = state.cluster, step(jax.random.key(1), state, clients)
+    assert metrics["migrations"] == metrics["cold_starts"] == 1
+    np.testing.assert_array_equal(state.cluster[1:], before[1:])
+    shares = [[0.25, 0.25, 0.25, 0.25], [0, 0, 0.5, 0.5], [0.5, 0.5, 0, 0]]
+    np.testing.assert_allclose(state.memory.shares[:3], shares, atol=1e-6)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [{"cohort": 4, "mixing": 0.1}, {"migrate": 0.1, "measure": "madc"}, {"personal": lambda path: path == "b"}],

@@ -94,7 +94,9 @@ def fedgroup(
         all; `"madc"`: complete linkage of the mean difference of two clients' cosines to all others.
       mixing: `η`, of the other groups' models, scaled to length 1, in each model after a round.
       migrate: FlexCFL: a client whose shares of labels have changed by more than this, in total variation, since it
-        joined its group starts cold again; 0.1 stands for the authors' test. Default: never.
+        joined its group starts cold again in its next round, on all examples that it then has; 0.1 stands for the
+        authors' test. Further examples with the same shares of labels, and labels that are renamed without a change of
+        their shares, are no reason. Default: never.
       init_params: one model, the common start.
 
     Returns:
