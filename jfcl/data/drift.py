@@ -64,7 +64,7 @@ def drift_pattern(
         few clusters.
 
     Source: the files `data/changepoints` of github.com/microsoft/FedDrift; the experiments of FedCCFA (rounds 100 to
-      120, and back at 150, of 200); `swap_data` of github.com/morningD/FlexCFL.
+    120, and back at 150, of 200); `swap_data` of github.com/morningD/FlexCFL.
 
     Example:
       >>> drift_pattern("Y", 10)[3:6].tolist()
