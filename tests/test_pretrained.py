@@ -87,8 +87,8 @@ PAIR = jfcl.models.task(
 
 def pretrained(task, seed=1):
     """Returns parameters, none of which is as at the start."""
-    params, rng = task.init(jax.random.key(seed)), np.random.default_rng(seed)
-    return jax.tree.map(lambda x: x + jnp.asarray(rng.uniform(0.1, 0.3, x.shape), x.dtype), params)
+    params, rng = jax.jit(task.init)(jax.random.key(seed)), np.random.default_rng(seed)
+    return jax.tree.map(lambda x: jnp.asarray(x + rng.uniform(0.1, 0.3, x.shape), x.dtype), jax.device_get(params))
 
 
 def is_head(path):
@@ -161,13 +161,14 @@ def test_adapters_are_those_of_numpy(which):
 def test_merged_models_predict_the_same(task):
     params, x = pretrained(task), data().examples["x"][0]
     adapted = jfcl.models.lora(task, params, rank=1, targets=(lambda path: True) if task is PAIR else None)
-    start = adapted.init(jax.random.key(0))
-    np.testing.assert_allclose(adapted.apply(start, x), task.apply(params, x), rtol=1e-5, atol=1e-6)
+    start = jax.jit(adapted.init)(jax.random.key(0))
+    apply, adapt = jax.jit(lambda p: task.apply(p, x)), jax.jit(lambda p: adapted.apply(p, x))
+    np.testing.assert_allclose(adapt(start), apply(params), rtol=1e-5, atol=1e-6)
     own = moved(adapted, start)
     whole = jfcl.models.merged(adapted, own)
     assert jax.tree.structure(whole) == jax.tree.structure(params)
-    np.testing.assert_allclose(adapted.apply(own, x), task.apply(whole, x), rtol=1e-4, atol=1e-5)
-    assert np.abs(np.asarray(task.apply(whole, x) - task.apply(params, x))).max() > 1e-2
+    np.testing.assert_allclose(adapt(own), apply(whole), rtol=1e-4, atol=1e-5)
+    assert np.abs(np.asarray(apply(whole)) - np.asarray(apply(params))).max() > 1e-2
     if task.head is not None:  # adapters of adapters, and a part of them
         inner = jfcl.models.frozen(adapted, own, trainable=lambda path: path.endswith("/b"))
         part = inner.init(None)
@@ -178,14 +179,15 @@ def test_merged_models_predict_the_same(task):
 def test_the_start_of_adapters():
     params = pretrained(PLAIN)
     task = jfcl.models.lora(PLAIN, params, rank=2, targets=lambda path: path == "Dense_0/kernel", spread=0.5)
-    draws = jax.vmap(task.init)(jax.random.split(jax.random.key(0), 500))["Dense_0"]["kernel"]
+    draws = jax.device_get(jax.jit(jax.vmap(task.init))(jax.random.split(jax.random.key(0), 500))["Dense_0"]["kernel"])
     assert draws["a"].shape == (500, D, 2) and draws["b"].shape == (500, 2, H)
     np.testing.assert_allclose(draws["a"].std(), D**-0.5, rtol=0.05)
     np.testing.assert_allclose(draws["b"].std(), 0.5, rtol=0.05)
     fresh = jfcl.models.lora(PLAIN, params, rank=1, targets=lambda p: "Dense_0/k" in p, trainable=is_head, fresh=True)
-    heads = [np.asarray(fresh.init(jax.random.key(k))["Dense_1"]["kernel"]) for k in (0, 1)]
+    init = jax.jit(fresh.init)
+    heads = [np.asarray(init(jax.random.key(k))["Dense_1"]["kernel"]) for k in (0, 1)]
     assert np.abs(heads[0] - heads[1]).max() > 1e-2
-    np.testing.assert_array_equal(heads[0], PLAIN.init(jax.random.key(0))["Dense_1"]["kernel"])
+    np.testing.assert_array_equal(heads[0], jax.jit(PLAIN.init)(jax.random.key(0))["Dense_1"]["kernel"])
 
 
 @pytest.mark.slow
@@ -248,12 +250,17 @@ def test_frozen_statistics_do_not_move(task):
     params = pretrained(task)
     part = jfcl.models.frozen(task, params, trainable=is_head)
     batch = {k: v[0] for k, v in data().examples.items()}
-    own, real = part.init(None), jnp.arange(M) < 4
-    losses, new = part.train_loss(jax.random.key(0), own, batch, real)
-    np.testing.assert_allclose(losses, task.loss(params, batch), rtol=1e-5)
+    own, real, key = part.init(None), np.arange(M) < 4, jax.random.key(0)
+
+    @jax.jit
+    def losses(own, params):
+        frozen, new = part.train_loss(key, own, batch, real)
+        return frozen, new, task.train_loss(key, params, batch, real)[0], task.loss(params, batch)
+
+    frozen, new, trained, evaluated = jax.device_get(losses(own, params))
+    np.testing.assert_allclose(frozen, evaluated, rtol=1e-5)
     assert jax.tree.structure(new) == jax.tree.structure(own) and part.statistics is None
-    losses, _ = task.train_loss(jax.random.key(0), params, batch, real)
-    assert np.abs(np.asarray(losses - task.loss(params, batch))).max() > 1e-3, "the whole model normalises by batches"
+    assert np.abs(trained - evaluated).max() > 1e-3, "the whole model normalises by batches"
 
 
 # Methods, mappings and memory.
@@ -521,10 +528,10 @@ def test_adapters_of_a_kernel_with_a_second_use_are_summed(last, first):
     """In each function of the task, whichever is called first."""
     task = jfcl.models.classification(Decoder(last), (4,), 4)
     adapted = jfcl.models.lora(task, task.init(jax.random.key(0)), rank=2, spread=0.5)
-    own, x = adapted.init(jax.random.key(1)), jax.random.normal(jax.random.key(2), (5, 4))
+    own, x = adapted.init(jax.random.key(1)), np.random.default_rng(0).normal(size=(5, 4)).astype(np.float32)
     merged = jfcl.models.merged(adapted, own)
     for name in sorted(["apply", "represent"], key=lambda name: name != first):
-        got, want = getattr(adapted, name)(own, x), getattr(task, name)(merged, x)
+        got, want = jax.jit(getattr(adapted, name))(own, x), jax.jit(getattr(task, name))(merged, x)
         np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-6)
 
 

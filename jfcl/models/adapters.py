@@ -172,9 +172,12 @@ def _beside(shapes: dict[str, tuple], merge: Callable, scale: float) -> Callable
             names.intersection_update(before)
             return out
 
+        def alone(*given):  # with `function` itself, a user's `jax.jit` of it would find this trace
+            return function(*given)
+
         params = jax.eval_shape(lambda trained: merge(trained, shapes), trained)
         with at_layers(nn.Dense, cut), at_layers((nn.WeightNorm, nn.SpectralNorm), normalise):
-            traced = jax.make_jaxpr(function)(params, *rest).jaxpr
+            traced = jax.make_jaxpr(alone)(params, *rest).jaxpr
         _, used = dce_jaxpr(traced, [True] * len(traced.outvars))
         return names - {name for name, is_used in zip(named_parameters(params), used, strict=False) if is_used}
 
