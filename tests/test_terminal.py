@@ -8,14 +8,15 @@ import time
 import jax
 import pytest
 import rich.console
+from still_method import still
 
 import jfcl
 from jfcl.data import ClientStore, generate, generate_store
 from jfcl.simulation import progress
 from jfcl.testing import problem
 
-CLIENTS, CLUSTER, TASK, TRAINING = problem()
-FEDAVG = jfcl.fedavg(TASK, TRAINING)
+CLIENTS, _, TASK, TRAINING = problem()
+STILL = still(TASK, lambda key: jax.tree.map(lambda x: x[None], TASK.init(key)), loss=lambda t: t)
 
 
 @pytest.fixture
@@ -36,9 +37,10 @@ def screen(monkeypatch):
 def test_the_bar_says_that_programs_compile(name, screen, monkeypatch):
     def step(key, state, clients):
         time.sleep(0.2)  # while it is traced: longer than between two frames
-        return FEDAVG.step(key, state, clients)
+        return method.step(key, state, clients)
 
-    algorithm, run = FEDAVG._replace(step=step), {"key": jax.random.key(0), "num_rounds": 3, "progress": True}
+    method = STILL if name == "clients" else jfcl.fedavg(TASK, TRAINING)
+    algorithm, run = method._replace(step=step), {"key": jax.random.key(0), "num_rounds": 3, "progress": True}
     if name == "clients":
         jfcl.simulate(algorithm, CLIENTS, **run)
     else:
@@ -66,11 +68,11 @@ def test_ctrl_c_before_the_first_round_leaves_a_run_that_resumes(tmp_path, capsy
 
     run = {"key": jax.random.key(0), "num_rounds": 2, "out": tmp_path}
     with pytest.raises(KeyboardInterrupt):
-        jfcl.simulate(FEDAVG, CLIENTS, **run, callbacks=[Interrupt()])
+        jfcl.simulate(STILL, CLIENTS, **run, callbacks=[Interrupt()])
     assert "stopping after these rounds; Ctrl-C again stops at once" in capsys.readouterr().err
     assert not list((tmp_path / "checkpoints").iterdir())
-    resumed = jfcl.simulate(FEDAVG, CLIENTS, **run, resume=True)
-    whole = jfcl.simulate(FEDAVG, CLIENTS, **(run | {"out": None}))
+    resumed = jfcl.simulate(STILL, CLIENTS, **run, resume=True)
+    whole = jfcl.simulate(STILL, CLIENTS, **(run | {"out": None}))
     assert resumed.records == whole.records
 
 
@@ -79,12 +81,12 @@ def test_ctrl_c_before_the_first_round_leaves_a_run_that_resumes(tmp_path, capsy
 
 def test_a_history_is_printed_in_three_lines():
     keys = jax.random.split(jax.random.key(0), 2)
-    history = jfcl.simulate(FEDAVG, CLIENTS, key=keys, num_rounds=3, test_clients=CLIENTS)
+    history = jfcl.simulate(STILL, CLIENTS, key=keys, num_rounds=3, test_clients=CLIENTS)
     lines = str(history).splitlines()
     losses = [row["loss"] for row in history.records[-2:]]
     assert len(lines) == 3 and all(len(line) <= 120 for line in lines)
     assert lines[0] == "History: 3 rounds, 2 seeds, 6 records; all rounds are done"
     assert f"loss {sum(losses) / 2:.4g} ± {abs(losses[0] - losses[1]) / 2**0.5:.3g}" in lines[1]
-    people = jfcl.Population(ClientStore.from_clients(CLIENTS), cohort=4)
-    lines = repr(jfcl.simulate(FEDAVG, people, key=keys[0], num_rounds=3, eval_every=9, stop_after=2)).splitlines()
+    options = {"num_rounds": 3, "eval_every": 9, "stop_after": 2, "test_clients": CLIENTS}
+    lines = repr(jfcl.simulate(STILL, CLIENTS, key=keys, **options)).splitlines()
     assert lines[:2] == ["History: 2 rounds, 0 records; stop_after is 2 rounds", "no evaluation"]

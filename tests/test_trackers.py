@@ -8,6 +8,7 @@ import time
 
 import jax
 import pytest
+from still_method import still
 
 import jfcl
 from jfcl import cli
@@ -15,15 +16,15 @@ from jfcl.experiments import trackers
 from jfcl.simulation.callbacks import CallbackError, End, RunInfo
 from jfcl.testing import problem
 
-CLIENTS, _, TASK, TRAINING = problem()
-FEDAVG = jfcl.fedavg(TASK, TRAINING)
+CLIENTS, _, TASK, _ = problem()
+STILL = still(TASK, lambda key: jax.tree.map(lambda x: x[None], TASK.init(key)), loss=lambda t: t)
 ROUNDS, NAMES = 5, ("loss", "train_loss", "bytes_up")
 RUN = RunInfo("local", {}, 1, [], 0, [], None)
 
 
 def simulate(tracker, out, **options):
     options = {"num_rounds": ROUNDS, "test_clients": CLIENTS, "config": {"lr": 0.5}} | options
-    return jfcl.simulate(FEDAVG, CLIENTS, key=jax.random.key(3), out=out, callbacks=[tracker], **options)
+    return jfcl.simulate(STILL, CLIENTS, key=jax.random.key(3), out=out, callbacks=[tracker], **options)
 
 
 def interrupted(make, out):
@@ -160,7 +161,7 @@ def test_mlflow_continues_its_run(store, tmp_path, monkeypatch):
     tracker = trackers.MLflow(uri, "tests")
     with pytest.raises(CallbackError, match="Failing"):
         jfcl.simulate(
-            FEDAVG, CLIENTS, key=jax.random.split(jax.random.key(0)), num_rounds=2, callbacks=[tracker, Failing()]
+            STILL, CLIENTS, key=jax.random.split(jax.random.key(0)), num_rounds=2, callbacks=[tracker, Failing()]
         )
     failed = client.search_runs([kept.info.experiment_id], order_by=["attributes.start_time DESC"])[0]
     assert failed.info.status == "FAILED" and failed.data.tags["ended"].startswith("failed: CallbackError: callback")
