@@ -33,8 +33,10 @@ KEYS = jax.vmap(jax.random.key)(jnp.arange(2, dtype=jnp.uint32))
 ROUNDS = 3
 
 
-def make(lr, num_clusters=2, weights="size"):
+def make(lr, num_clusters=1, weights="size"):
     training = jfcl.local_training(optax.sgd(lr), num_steps=2)
+    if num_clusters == 1:  # a program that compiles quickly
+        return jfcl.fedavg(TASK, training, weights=weights)
     return jfcl.ifca(TASK, training, num_clusters=num_clusters, weights=weights)
 
 
@@ -51,7 +53,7 @@ def _alone(monkeypatch, tmp_path):
 
 @pytest.mark.slow_cases("devices", "two sizes")
 @pytest.mark.parametrize(
-    ("row_axis", "sizes"), [(jax.vmap, [2]), (jax.vmap, [1, 2]), (None, [2])], ids=["vmap", "two sizes", "devices"]
+    ("row_axis", "sizes"), [(jax.vmap, [1]), (jax.vmap, [1, 2]), (None, [2])], ids=["vmap", "two sizes", "devices"]
 )
 def test_a_cell_is_a_run(row_axis, sizes):
     """Cells that are one program equal runs of their own, evaluated on the held-out examples."""
@@ -60,7 +62,7 @@ def test_a_cell_is_a_run(row_axis, sizes):
     for k in sizes:
         maker = functools.partial(make, num_clusters=k)
         runs += [jfcl.simulate(maker, CLIENTS, hyperparams={"lr": lr}, **options).records for lr in grid["lr"]]
-    found = sweep(grid, row_axis=row_axis, at_once=3 if row_axis else None)
+    found = sweep(grid, row_axis=row_axis, at_once=len(sizes) + 1 if row_axis else None)
     assert [(cell.values["num_clusters"], cell.values["lr"]) for cell in found.cells] == [
         (k, lr) for k in sizes for lr in grid["lr"]
     ]
@@ -75,7 +77,7 @@ def test_a_cell_is_a_run(row_axis, sizes):
         )
     scores = [cell.mean["accuracy"] for cell in found.cells]
     assert found.metric == "accuracy" and found.best == int(np.argmax(scores))
-    assert found.rows()[-1]["accuracy"] == scores[-1] and found.rows()[-1]["num_clusters"] == 2
+    assert found.rows()[-1]["accuracy"] == scores[-1] and found.rows()[-1]["num_clusters"] == sizes[-1]
 
 
 @pytest.mark.slow
@@ -106,7 +108,7 @@ def mixed(weight):
         to = jnp.tile(jnp.stack([weight, 1 - weight]), (len(state.cluster), 1))
         return jfcl.Served(state.params, to.astype(jnp.float32))
 
-    return make(0.1)._replace(serve=serve)
+    return make(0.1, num_clusters=2)._replace(serve=serve)
 
 
 @pytest.mark.slow
@@ -133,7 +135,7 @@ def test_a_diverged_cell_is_marked_and_the_others_continue():
     assert found.cells[0].mean == {} and found.metric == "loss" and found.best == 2
     for lr, cell in list(zip(rates, found.cells, strict=True))[1:]:
         assert cell.mean["loss"] == pytest.approx((1 - 2 * lr) ** 8, rel=1e-4)
-    lost = jfcl.sweep(mean, {"lr": [1e30]}, clients, key=jax.random.key(0), num_rounds=4, out="lost")
+    lost = jfcl.sweep(mean, {"lr": [1e30, 2e30, 3e30]}, clients, key=jax.random.key(0), num_rounds=4, out="lost")
     assert lost.best is None and json.loads(Path("lost/sweep.json").read_text())["best"] is None
 
 
@@ -240,16 +242,17 @@ def test_finished_cells_are_verified():
 
 
 def test_other_sweeps_are_refused_and_nothing_changes():
-    sweep({"lr": [0.1]}, out="out")
+    grid, axes = {"num_clusters": [1], "lr": [0.1]}, {"row_axis": jax.vmap, "at_once": 2}
+    sweep(grid, out="out", **axes)
     before = {p: p.read_bytes() for p in Path("out").rglob("*") if p.is_file()}
     for change, words in [
-        ({"grid": {"lr": [0.2]}}, r"another sweep \(grid.lr: it has \[0.1\], asked for \[0.2\]\)"),
+        ({"grid": grid | {"lr": [0.2]}}, r"another sweep \(grid.lr: it has \[0.1\], asked for \[0.2\]\)"),
         ({"metric": "loss"}, "metric: it has 'accuracy', asked for 'loss'"),
         ({"config": {"data": "other"}}, "config.data: it has None, asked for 'other'"),
         ({"resume": False}, r"already holds a sweep: resume it \(--resume"),
     ]:
         with pytest.raises(ValueError, match=words):
-            sweep(**{"grid": {"lr": [0.1]}, "out": "out", "resume": True} | change)
+            sweep(**{"grid": grid, "out": "out", "resume": True} | axes | change)
         assert {p: p.read_bytes() for p in Path("out").rglob("*") if p.is_file()} == before
     with pytest.raises(ValueError, match="out holds a sweep already; choose a new or empty folder"):
         RunFolder.open("out", {})
@@ -257,7 +260,7 @@ def test_other_sweeps_are_refused_and_nothing_changes():
     Path("run").mkdir()
     Path("run/config.json").write_text("{}")
     with pytest.raises(ValueError, match="run holds a run"):
-        sweep({"lr": [0.1]}, out="run")
+        sweep(grid, out="run", **axes)
 
 
 @pytest.mark.parametrize(
@@ -389,26 +392,35 @@ def test_every_configuration_may_diverge(capsys):
     assert not Path("out/best.toml").exists() and Path("out/sweep.json").exists()
 
 
-TRACED = [(method, name) for method in METHODS for name, o in method_options(method).items() if o.traced]
-TRACED = [(method, name) for method, name in TRACED if method != "feddrift"]  # for data with steps; see its own tests
-TRACED += [("fedavg", name) for name in ("lr", "momentum", "weight_decay", "clip_norm", "prox", "server_lr")]
-TRACED += [("federated_clustering", "radius"), ("momentum_clustering", "momentum"), ("fedavg", "warmup_cosine")]
+def traced_together(method):
+    """The options that are tracers, as many at once as there may be; those of CFL exclude each other."""
+    names = tuple(name for name, option in method_options(method).items() if option.traced)
+    return [(name,) for name in names] if method == "cfl" else [names] if names else []
+
+
+TRACED = [(method, names) for method in METHODS for names in traced_together(method)]
+TRACED = [(method, names) for method, names in TRACED if method != "feddrift"]  # for data with steps; see its own tests
+TRACED += [("fedavg", ("lr", "momentum", "weight_decay", "clip_norm", "prox", "server_lr"))]
+TRACED += [("federated_clustering", ("radius",)), ("momentum_clustering", ("momentum",))]
+TRACED += [("fedavg", ("warmup_cosine",))]
 NEEDED = {"byzantine_cfl": {"attack": "sign_flip", "malicious": 0.3}, "eps_1": {"eps_2": 0.2}, "eps_2": {"eps_1": 0.2}}
 NEEDED |= {"eps_1": {"eps_2": 1.0}, "eps_2": {"eps_1": 0.1}, "gamma_max": {"eps_1": 0.1, "eps_2": 1.0}}
 NEEDED |= {"federated_clustering": {"quantile": 0.5}, "myopic_clustering": {"quantile": 0.5}}
 NEEDED |= {"momentum_clustering": {"quantile": 0.5}, "warmup_cosine": {"schedule": "warmup_cosine"}}
 
 
-@pytest.mark.slow_cases("cfl-*", "federated_clustering-quantile", "myopic_clustering-quantile")
-@pytest.mark.parametrize(("method", "name"), TRACED, ids=lambda value: str(value))
-def test_options_that_are_declared_as_tracers_are(method, name, monkeypatch):
+@pytest.mark.slow_cases("*_clustering-*", "*cfl-*", "fedavg-warmup_cosine", "fedgroup-*", "flhc-*")
+@pytest.mark.parametrize(
+    ("method", "names"), TRACED, ids=lambda value: value if isinstance(value, str) else " ".join(value)
+)
+def test_options_that_are_declared_as_tracers_are(method, names, monkeypatch):
     monkeypatch.setattr(Group, "run", lambda *args: (_ for _ in ()).throw(Killed))
-    needed = NEEDED.get(method, {}) | NEEDED.get(name, {})
-    option = "lr" if name == "warmup_cosine" else name
-    needed = {n: v for n, v in needed.items() if n != option and not (option == "radius" and n == "quantile")}
+    needed = NEEDED.get(method, {}) | NEEDED.get(names[0], {})
+    names = ("lr",) if names == ("warmup_cosine",) else names
+    needed = {n: v for n, v in needed.items() if n not in names and not ("radius" in names and n == "quantile")}
     config = Config(method, clients=4, clusters=2, model="linear", local_steps=1, **needed)
     with pytest.raises(Killed), jax.numpy_dtype_promotion("standard"):  # which schedules of optax rely on
-        run_sweep(config, {option: [0.5, 0.75]})
+        run_sweep(config, {name: [0.5, 0.75] if name in (names[0], names[-1]) else [0.5] for name in names})
 
 
 @pytest.mark.parametrize(
