@@ -58,6 +58,17 @@ def tensors(seed=0, b=2, h=9, w=8, c=3, k=(3, 2), o=4):
     return rng.normal(size=(b, h, w, c)).astype(np.float32), rng.normal(size=(*k, c, o)).astype(np.float32)
 
 
+def with_pull(function):
+    """Returns `(g, *arguments) -> (value, *gradients of <g, value>)`, one program."""
+
+    @jax.jit
+    def both(g, *arguments):
+        value, pull = jax.vjp(function, *arguments)
+        return value, *pull(g)
+
+    return both
+
+
 @pytest.mark.parametrize(("strides", "padding"), GEOMETRIES)
 def test_conv_against_scipy(strides, padding):
     x, w = tensors()
@@ -74,17 +85,19 @@ def test_conv_against_scipy(strides, padding):
 @pytest.mark.parametrize("features", [1, 40])  # fewer numbers in columns, and in patches
 def test_matrix_products_of_a_gpu_convolve(of, strides, padding, features):
     x, w = tensors(o=features)
-    np.testing.assert_allclose(of(x, w, strides, padding), loop_conv(x, w, strides, padding), atol=1e-4)
+    found = jax.jit(lambda x, w: of(x, w, strides, padding))(x, w)
+    np.testing.assert_allclose(found, loop_conv(x, w, strides, padding), atol=1e-4)
 
 
 @pytest.mark.parametrize("channels", [1, 6])  # an image, and a layer
 @pytest.mark.parametrize("padding", [padding for strides, padding in GEOMETRIES if strides == (1, 1)])
 def test_blocks_of_a_gpu_convolve(padding, channels):
     x, w = tensors(c=channels)
-    np.testing.assert_allclose(_of_blocks(x, w, padding), loop_conv(x, w, (1, 1), padding), atol=1e-4)
+    found = jax.jit(lambda x, w: _of_blocks(x, w, padding))(x, w)
+    np.testing.assert_allclose(found, loop_conv(x, w, (1, 1), padding), atol=1e-4)
 
 
-@pytest.mark.slow_cases("cpu-strides0-padding0-2", "cpu-strides10-padding10-150")
+@pytest.mark.slow_cases("*-150", "cpu-strides0-padding0-2")
 @pytest.mark.parametrize(
     ("strides", "padding", "batch"),
     [(*geometry, 2) for geometry in GEOMETRIES] + [(*GEOMETRIES[1], b) for b in (1, 16, 17, 35, 150)],
@@ -93,10 +106,10 @@ def test_gradients_are_adjoint_to_the_loop(strides, padding, batch, form):
     """<g, conv(dx, w) + conv(x, dw)> = <grad_x, dx> + <grad_w, dw>, with conv the float64 loop."""
     x, w = tensors(b=batch)
     f = _canonical((9, 8), (3, 2), strides, padding)
-    out, pull = jax.vjp(f, jnp.asarray(x), jnp.asarray(w))
     rng = np.random.default_rng(1)
-    g = rng.normal(size=out.shape).astype(np.float32)
-    grad_x, grad_w = (np.asarray(v, np.float64) for v in pull(jnp.asarray(g)))
+    g = rng.normal(size=loop_conv(x, w, strides, padding).shape).astype(np.float32)
+    _, *gradients = with_pull(f)(g, x, w)
+    grad_x, grad_w = (np.asarray(v, np.float64) for v in gradients)
     for _ in range(3):
         dx, dw = rng.normal(size=x.shape).astype(np.float32), rng.normal(size=w.shape).astype(np.float32)
         np.testing.assert_allclose(
@@ -131,22 +144,21 @@ def test_vmapped_conv_is_each_client_alone(padding, own, channels, strides, form
     layer = nn.Conv(4, (3, 3), strides, padding=padding, conv_general_dilated=conv)
     x = np.random.default_rng(0).normal(size=(3, 2, 7, 6, channels)).astype(np.float32)
     keys = jax.random.split(jax.random.key(0), 3)
-    params = jax.vmap(lambda k: layer.init(k, x[0]))(keys)
+    params = jax.tree.map(np.asarray, jax.jit(jax.vmap(lambda k: layer.init(k, x[0])))(keys))
     if not own:
         params = jax.tree.map(lambda p: p[0], params)
 
     def loss(params, x):
         return jnp.sin(layer.apply(params, x)).sum()
 
-    vmapped = jax.vmap(jax.value_and_grad(loss, argnums=(0, 1)), in_axes=(0 if own else None, 0))(params, x)
+    vmapped = jax.jit(jax.vmap(jax.value_and_grad(loss, argnums=(0, 1)), in_axes=(0 if own else None, 0)))(params, x)
+    reference = nn.Conv(4, (3, 3), strides, padding=padding)  # flax's own, lax underneath
+    alone = jax.jit(jax.value_and_grad(lambda p, v: jnp.sin(reference.apply(p, v)).sum(), argnums=(0, 1)))
+    params, vmapped = jax.tree.map(np.asarray, (params, vmapped))
     for i in range(3):
         mine = jax.tree.map(lambda p, i=i: p[i], params) if own else params
-        reference = nn.Conv(4, (3, 3), strides, padding=padding)  # flax's own, lax underneath
-        alone = jax.value_and_grad(lambda p, v, r=reference: jnp.sin(r.apply(p, v)).sum(), argnums=(0, 1))(mine, x[i])
-        for a, b in zip(
-            jax.tree.leaves(jax.tree.map(lambda v, i=i: v[i], vmapped)), jax.tree.leaves(alone), strict=True
-        ):
-            np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-3)
+        found = jax.tree.map(lambda v, i=i: v[i], vmapped)
+        jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-3, atol=1e-3), found, alone(mine, x[i]))
 
 
 @pytest.mark.parametrize("form", ["gpu"], indirect=True)
@@ -162,7 +174,8 @@ def test_gradients_of_blocks_are_those_of_lax(channels, batch, form):
     def gradients(use):
         return jax.vmap(jax.value_and_grad(partial(loss, use), argnums=(0, 1)))(w, x)
 
-    found, expected = gradients(partial(conv, pooled=True)), gradients(jax.lax.conv_general_dilated)
+    uses = partial(conv, pooled=True), jax.lax.conv_general_dilated
+    found, expected = jax.jit(lambda: [gradients(use) for use in uses])()
     jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-4), found, expected)
     text = str(jax.make_jaxpr(partial(gradients, partial(conv, pooled=True)))())
     assert batch == 0 or ("dot_general" in text and "conv_general_dilated" not in text)  # lax would agree as well
@@ -186,11 +199,13 @@ def test_vmap_of_vmap_and_scan():
     def theirs(x, w):
         return jax.lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
 
-    got = jax.jit(jax.vmap(jax.vmap(lambda x, w: train(ours, x, w))))(x, w)
+    got = np.asarray(jax.jit(jax.vmap(jax.vmap(lambda x, w: train(ours, x, w))))(x, w))
+    alone = jax.jit(lambda x, w: train(theirs, x, w))
     for s in range(2):
         for i in range(3):
-            np.testing.assert_allclose(got[s, i], train(theirs, x[s, i], w[s, i]), rtol=1e-3, atol=1e-4)
-    per_seed = jax.vmap(jax.vmap(ours, (0, None)), (0, 0))(x, w[:, 0])  # a model per seed, shared by its clients
+            np.testing.assert_allclose(got[s, i], alone(x[s, i], w[s, i]), rtol=1e-3, atol=1e-4)
+    shared = jax.jit(jax.vmap(jax.vmap(ours, (0, None)), (0, 0)))  # a model per seed, shared by its clients
+    per_seed = np.asarray(shared(x, w[:, 0]))
     np.testing.assert_allclose(per_seed[1, 2], theirs(x[1, 2], w[1, 0]), rtol=1e-3, atol=1e-4)
 
 
@@ -215,20 +230,23 @@ def test_other_convolutions_go_to_lax():
 @pytest.mark.parametrize(("window", "shape", "ties"), [(2, (2, 8, 8, 3), False), (3, (1, 7, 5, 2), True)])
 def test_max_pool_is_flaxs(shape, window, ties, form):
     draws = np.random.default_rng(0).normal(size=shape).astype(np.float32)
-    x = jnp.asarray(np.round(draws) if ties else draws)
+    x = np.round(draws) if ties else draws
 
     def flaxs(v):
         return nn.max_pool(v, (window, window), strides=(window, window))
 
-    assert (max_pool(x, window) == flaxs(x)).all()
-    ours, reference = (
-        jax.grad(lambda v, pool=pool: jnp.sin(pool(v)).sum())(x) for pool in (lambda v: max_pool(v, window), flaxs)
-    )
+    @jax.jit
+    def results(x):
+        pools = [lambda v: max_pool(v, window), flaxs]
+        slopes = [jax.grad(lambda v, pool=pool: jnp.sin(pool(v)).sum()) for pool in pools]
+        along = jax.jvp(pools[0], (x,), (x,))[1]
+        return [p(x) for p in pools], [s(x) for s in slopes], jax.vmap(slopes[0])(jnp.stack([x, -x])), along
+
+    (pooled, wanted), (ours, reference), twice, along = jax.tree.map(np.asarray, results(x))
+    np.testing.assert_array_equal(pooled, wanted)
     np.testing.assert_allclose(ours, reference, rtol=1e-6)
-    twice = jax.vmap(jax.grad(lambda v: jnp.sin(max_pool(v, window)).sum()))(jnp.stack([x, -x]))
     np.testing.assert_array_equal(twice[0], ours)
-    _, along = jax.jvp(lambda v: max_pool(v, window), (x,), (x,))
-    np.testing.assert_array_equal(along, max_pool(x, window))
+    np.testing.assert_array_equal(along, pooled)
 
 
 @pytest.mark.slow_cases("cpu-*")
@@ -245,9 +263,9 @@ def test_the_first_of_equal_largest_values_receives_the_gradient(window, form):
         want[b, i, j, c] = tile.max()
         first = np.unravel_index(tile.argmax(), tile.shape)
         gradient[b, i * window + first[0], j * window + first[1], c] = g[b, i, j, c]
-    pooled, pull = jax.vjp(lambda v: max_pool(v, window), jnp.asarray(x))
+    pooled, found = with_pull(lambda v: max_pool(v, window))(g, x)
     np.testing.assert_array_equal(pooled, want)
-    np.testing.assert_array_equal(pull(jnp.asarray(g))[0], gradient.astype(np.float32))
+    np.testing.assert_array_equal(found, gradient.astype(np.float32))
 
 
 SIZES = {
@@ -390,37 +408,38 @@ def test_the_loss_and_its_gradient_are_those_of_softmax_regression(form):
     rng = np.random.default_rng(0)
     logits, labels = (50 * rng.normal(size=(9, 5))).astype(np.float32), rng.integers(0, 5, 9).astype(np.int32)
     log_probability = log_softmax(logits.astype(np.float64), axis=1)
-    losses, pull = jax.vjp(lambda v: cross_entropy(v, labels), jnp.asarray(logits))
-    np.testing.assert_allclose(losses, -log_probability[np.arange(9), labels], rtol=1e-5, atol=1e-5)
     g = rng.normal(size=9).astype(np.float32)
+    losses, gradient = with_pull(lambda v: cross_entropy(v, labels))(g, logits)
+    np.testing.assert_allclose(losses, -log_probability[np.arange(9), labels], rtol=1e-5, atol=1e-5)
     want = (np.exp(log_probability) - np.eye(5)[labels]) * g[:, None]
-    np.testing.assert_allclose(pull(jnp.asarray(g))[0], want, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(gradient, want, rtol=1e-4, atol=1e-5)
+    losses = jax.jit(lambda labels: cross_entropy(logits, labels))
     for label in (5, -1):
-        assert np.isnan(cross_entropy(logits, np.full(9, label, np.int32))).all()
+        assert np.isnan(losses(np.full(9, label, np.int32))).all()
 
 
 def test_cross_entropy_and_accuracy_against_scipy():
     task = classification(jfcl.models.Linear(3), (4,), 3)
-    params = task.init(jax.random.key(0))
+    params = jax.jit(task.init)(jax.random.key(0))
     rng = np.random.default_rng(0)
     x, y = rng.normal(size=(20, 4)).astype(np.float32), rng.integers(0, 3, 20).astype(np.int32)
     logits = x.astype(np.float64) @ np.asarray(params["Dense_0"]["kernel"], np.float64) + np.asarray(
         params["Dense_0"]["bias"]
     )
     batch = {"x": x, "y": y}
-    np.testing.assert_allclose(
-        task.loss(params, batch), -log_softmax(logits, axis=1)[np.arange(20), y], rtol=1e-4, atol=1e-5
-    )
-    assert task.scores(task.correct, params, batch).tolist() == (logits.argmax(axis=1) == y).astype(float).tolist()
-    assert task.apply(params, x).shape == (20, 3)
+    losses, right = jax.jit(lambda p: (task.loss(p, batch), task.scores(task.correct, p, batch)))(params)
+    np.testing.assert_allclose(losses, -log_softmax(logits, axis=1)[np.arange(20), y], rtol=1e-4, atol=1e-5)
+    assert right.tolist() == (logits.argmax(axis=1) == y).astype(float).tolist()
+    assert jax.eval_shape(task.apply, params, x).shape == (20, 3)
 
 
 def test_regression_sums_over_outputs():
     task = regression(jfcl.models.Linear(2), (3,), half=True)
-    params = task.init(jax.random.key(0))
+    params = jax.jit(task.init)(jax.random.key(0))
     x, y = np.ones((2, 3), np.float32), np.zeros((2, 2), np.float32)
-    out = np.asarray(task.apply(params, x), np.float64)
-    np.testing.assert_allclose(task.loss(params, {"x": x, "y": y}), 0.5 * (out**2).sum(axis=1), rtol=1e-5)
+    out, losses = jax.jit(lambda p: (task.apply(p, x), task.loss(p, {"x": x, "y": y})))(params)
+    out = np.asarray(out, np.float64)
+    np.testing.assert_allclose(losses, 0.5 * (out**2).sum(axis=1), rtol=1e-5)
     assert task.correct is None
 
 
@@ -509,11 +528,11 @@ def test_refuses():
         classification(jfcl.models.VGG(10), (28, 28, 1), 10)
     line = jfcl.models.task(lambda key: jnp.zeros((3, 1)), lambda w, x: x @ w, kind="regression")
     with pytest.raises(ValueError, match=r"outputs must be the targets' shape, \(4,\) .*, got \(4, 1\)"):
-        line.loss(jnp.zeros((3, 1)), {"x": jnp.ones((4, 3)), "y": jnp.ones(4)})
+        line.loss(np.zeros((3, 1), np.float32), {"x": np.ones((4, 3), np.float32), "y": np.ones(4, np.float32)})
     labels = {"x": np.ones((4, 8, 8, 1), np.float32), "y": np.zeros((4, 1), np.int32)}
     task = classification(jfcl.models.Linear(10), (8, 8, 1), 10)
     with pytest.raises(ValueError, match=r"labels must be \(4,\), one label for each .*, got \(4, 1\)"):
-        task.loss(task.init(jax.random.key(0)), labels)
+        jax.eval_shape(lambda key: task.loss(task.init(key), labels), jax.random.key(0))
     with pytest.raises(ValueError, match="did you mean 'regression'"):
         jfcl.models.task(lambda key: {}, lambda p, x: x, kind="regresion")
     with pytest.raises(ValueError, match="half must be False without kind"):
@@ -572,20 +591,21 @@ def test_what_is_read_and_how_many_outputs_there_are_at_once():
     line = jfcl.models.task(lambda key: jnp.ones(3), lambda w, pair: (pair[0] * pair[1]) @ w, kind="regression")
     task = line._replace(inputs=lambda batch: (batch["x"], batch["z"]), reads=("x", "y", "z"))
     want = (batch["x"] * batch["z"]).astype(np.float64).sum(axis=1) ** 2
-    np.testing.assert_allclose(task.loss(jnp.ones(3), batch), want, rtol=1e-5)
+    whole, wanted = losses_and_gradient(task, batch)
+    np.testing.assert_allclose(whole, want, rtol=1e-5)
     for most in (3, 7):
-        parts = task._replace(at_once=most)
-        losses, grads = (f(parts) for f in (lambda t: t.loss(jnp.ones(3), batch), lambda t: gradient(t, batch)))
+        losses, grads = losses_and_gradient(task._replace(at_once=most), batch)
         np.testing.assert_allclose(losses, want, rtol=1e-5)
-        np.testing.assert_allclose(grads, gradient(task, batch), rtol=1e-5)
+        np.testing.assert_allclose(grads, wanted, rtol=1e-5)
     with pytest.raises(ValueError, match=r"computed of a batch must be \(3, ...\), one row for each.*got \(\)"):
-        task._replace(cost=lambda outputs, batch: outputs.mean(), at_once=3).loss(jnp.ones(3), batch)
+        task._replace(cost=lambda outputs, batch: outputs.mean(), at_once=3).loss(np.ones(3, np.float32), batch)
     with pytest.raises(ValueError, match="cost must be a function, got None"):
         jfcl.fedavg(task._replace(cost=None), jfcl.local_training(optax.sgd(0.1), num_steps=1))
 
 
-def gradient(task, batch):
-    return jax.grad(lambda w: task.loss(w, batch).mean())(jnp.ones(3))
+def losses_and_gradient(task, batch):
+    run = jax.jit(lambda w: (task.loss(w, batch), jax.grad(lambda w: task.loss(w, batch).mean())(w)))
+    return run(np.ones(3, np.float32))
 
 
 @pytest.mark.slow_cases("classes of words")
@@ -594,8 +614,10 @@ def test_a_mixture_of_classifiers_is_the_mean_of_probabilities(shape):
     rng = np.random.default_rng(0)
     logits, weights = 3 * rng.normal(size=(3, *shape)).astype(np.float32), np.float32([0.25, 0, 0.75])
     want = np.einsum("k,k...->...", weights.astype(np.float64), np.exp(log_softmax(logits.astype(np.float64), axis=-1)))
-    words = jfcl.models.language_model(jfcl.models.LSTMLanguageModel(5, 2, 2), 7, 5)
-    task = words if len(shape) == 3 else classification(jfcl.models.Linear(5), (3,), 5)
+    if len(shape) == 3:
+        task = jfcl.models.language_model(jfcl.models.LSTMLanguageModel(5, 2, 2), 7, 5)
+    else:
+        task = classification(jfcl.models.Linear(5), (3,), 5)
     logits[1] = np.nan  # of a model that does not count
     got = jax.jit(task.mix)(logits, weights)
     np.testing.assert_allclose(got, np.log(want), rtol=1e-4, atol=1e-5)
@@ -609,14 +631,14 @@ def test_a_mixture_of_regressions_is_the_mean():
     assert jax.jit(task.mix)(values, np.float32([0.25, 0, 0.75])).tolist() == [[4, 0.5]]
 
 
-@pytest.mark.slow_cases("uint8-256")
+@pytest.mark.slow_cases("int8-200", "uint8-256")
 @pytest.mark.parametrize(("dtype", "classes"), [(np.uint8, 256), (np.uint8, 300), (np.int8, 200)])
 def test_labels_of_few_bits_may_be_of_many_classes(dtype, classes):
-    logits = jnp.asarray(np.random.default_rng(0).normal(size=(3, classes)), jnp.float32)
+    logits = np.random.default_rng(0).normal(size=(3, classes)).astype(np.float32)
     labels = np.array([0, 100, 120])
-    wide, narrow = (cross_entropy(logits, labels.astype(kind)) for kind in (np.int32, dtype))
+    wide, narrow = (jax.jit(cross_entropy)(logits, labels.astype(kind)) for kind in (np.int32, dtype))
     np.testing.assert_array_equal(wide, narrow)
-    assert jnp.isfinite(narrow).all()
+    assert np.isfinite(narrow).all()
 
 
 @pytest.mark.slow_cases("*-prox must be of type float.* got 'a'")
