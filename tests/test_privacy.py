@@ -60,13 +60,14 @@ def loss64(model, x, y):
     return np.mean((x @ model[1:] + model[0] - y) ** 2)
 
 
+@partial(jax.jit, static_argnums=1)
 def normals(round_key, num_clusters):
     """The standard normal draws of a round: [K, 1 + D] for the sums, [K] for the sizes, one for the clipping norm."""
     server_key = jax.random.fold_in(jax.random.split(round_key)[1], SERVER_ID)
     keys = jax.random.split(jax.random.fold_in(server_key, zlib.crc32(b"differential privacy")), 4)
     bias, weights = jax.random.normal(keys[0], (num_clusters,)), jax.random.normal(keys[1], (num_clusters, D))
-    of_sums = np.concatenate([np.asarray(bias)[:, None], weights], axis=1).astype(np.float64)
-    return of_sums, np.asarray(jax.random.normal(keys[2], (num_clusters,))), float(jax.random.normal(keys[3]))
+    of_sums = jnp.concatenate([bias[:, None], weights], axis=1)
+    return of_sums, jax.random.normal(keys[2], (num_clusters,)), jax.random.normal(keys[3])
 
 
 def private_round(models, clip, present, clients, dp, expected, draws):
@@ -116,20 +117,20 @@ def test_is_dp_fedavg_and_adaptive_clipping_in_numpy(num_clusters, cohort, dp):
         algorithm = jfcl.fedavg(TASK, TRAINING, weights="equal", dp=dp, cohort=cohort)
     else:
         algorithm = jfcl.ifca(TASK, TRAINING, num_clusters=2, dp=dp, cohort=cohort)
-    step, state = jax.jit(algorithm.step), algorithm.init(jax.random.key(3), clients)
+    step, state = jax.jit(algorithm.step), jax.jit(algorithm.init)(jax.random.key(3), clients)
     clip, counts, unreleased = dp.clip, set(), 0
     for t in range(6):
         key = jax.random.key(t)
-        new, metrics = step(key, state, clients)
+        new, metrics = jax.tree.map(np.asarray, step(key, state, clients))
         present = np.flatnonzero(~np.isnan(metrics["loss"]))
         assert len(present) == metrics["participants"] and 3 not in present
-        draws, models = normals(key, num_clusters), stacked(state.params)
+        draws, models = jax.tree.map(np.float64, normals(key, num_clusters)), stacked(state.params)
         np.testing.assert_allclose(metrics["clip"], clip, rtol=1e-5)
         want, chosen, clip = private_round(models, clip, present, clients, dp, cohort or 8, draws)
         np.testing.assert_allclose(stacked(new.params), want, rtol=1e-5, atol=1e-5)
         assert {i: int(new.cluster[i]) for i in present} == chosen
         absent = np.setdiff1d(np.arange(9), present)
-        assert (new.cluster[absent] == state.cluster[absent]).all()
+        assert (new.cluster[absent] == np.asarray(state.cluster)[absent]).all()
         stayed = (want == models).all(axis=1).sum()
         assert metrics["released"] == num_clusters - stayed
         counts.add(len(present))
@@ -169,7 +170,7 @@ def test_a_clipped_update_has_at_most_that_norm_and_its_direction(values, clip):
     assert bool(inside) == (norm <= clip) or math.isclose(norm, clip, rel_tol=1e-5)
 
 
-@pytest.mark.slow_cases("8e+37-clipped0")
+@pytest.mark.slow_cases("*-clipped0")
 @pytest.mark.parametrize("clip", [privacy.clipped, CLIPPED])
 @pytest.mark.parametrize("largest", [8e37, 9e37, 3.4e38])
 def test_the_largest_updates_are_clipped(largest, clip):
@@ -183,7 +184,7 @@ def compiled_sums(clip):
     """The sums of two clusters, which option I of IFCA divides by the number of all clients, and the start."""
     training = TRAINING._replace(num_steps=1)
     algorithm = jfcl.ifca(TASK, training, num_clusters=2, average="gradients", dp=GaussianDP(clip, 0.0))
-    state = algorithm.init(jax.random.key(3), regression())
+    state = jax.jit(algorithm.init)(jax.random.key(3), regression())
     step = jax.jit(lambda clients: algorithm.step(jax.random.key(0), state, clients)[0].params)
     return lambda clients: 8 * (stacked(step(clients)) - stacked(state.params))
 
@@ -294,7 +295,7 @@ def test_a_round_with_counts_costs_what_its_noise_multiplier_says():
     assert math.isclose(found, rdp.get_epsilon(1e-4), rel_tol=1e-9)
 
 
-@pytest.mark.slow_cases("fixed")
+@pytest.mark.slow
 @needs_accountant
 @pytest.mark.parametrize("sampling", privacy.SAMPLING)
 def test_epsilon_is_monotone(sampling):
@@ -499,10 +500,11 @@ def test_the_page_states_the_epsilon_of_its_commands():
 
 def test_the_clipping_norm_keeps_its_type_under_x64():
     with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
-        clip, like = jnp.float32(1.0), {"w": jnp.zeros(2, jnp.float32)}
-        present = jnp.ones(3, bool)
+        clip, like = jnp.float32(1.0), {"w": np.zeros(2, np.float32)}
+        present = np.ones(3, bool)
         dp = GaussianDP(1.0, 0.1, quantile=0.5)
-        new = privacy.next_clip(dp, jax.random.key(0), clip, present, present, like, jnp.float32(3.0))
+        next_clip = partial(privacy.next_clip, dp)
+        new = jax.eval_shape(next_clip, jax.random.key(0), clip, present, present, like, jnp.float32(3.0))
     assert new.dtype == jnp.float32
 
 
@@ -514,12 +516,13 @@ def test_one_client_has_no_default_delta():
 
 
 def test_the_clipping_norm_of_two_clients_under_much_noise_stays_a_number():
-    dp, inside = GaussianDP(clip=1.0, noise=4.0, quantile=0.5), jnp.ones(2, bool)
+    dp, inside = GaussianDP(clip=1.0, noise=4.0, quantile=0.5), np.ones(2, bool)
 
     def move(clip, key):
-        clip = privacy.next_clip(dp, key, clip, inside, inside, jnp.zeros(3), jnp.float32(2))
+        clip = privacy.next_clip(dp, key, clip, inside, inside, np.zeros(3, np.float32), jnp.float32(2))
         return clip, clip
 
+    keys = jax.random.split(jax.random.key(0), 2000)
     for start in (1e-20, 1.0, 1e20):
-        _, norms = jax.lax.scan(move, jnp.float32(start), jax.random.split(jax.random.key(0), 2000))
-        assert jnp.isfinite(norms).all() and (norms > 0).all() and len(set(norms.tolist())) > 100
+        norms = np.asarray(jax.lax.scan(move, jnp.float32(start), keys)[1])
+        assert np.isfinite(norms).all() and (norms > 0).all() and len(set(norms.tolist())) > 100

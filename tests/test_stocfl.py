@@ -97,6 +97,8 @@ def test_a_round_is_the_papers(threshold, spread, cohort):
     options = {"merge_threshold": threshold, "prox": 0.4, "observe_epochs": SEE, "cohort": cohort}
     algorithm = jfcl.stocfl(LINEAR, TWO, init_params=START, **options)
     init, step = jax.jit(algorithm.init), jax.jit(algorithm.step)
+    serve = jax.jit(lambda state: algorithm.serve(state, None))
+    drawn = jax.jit(lambda key, clients: client_ids(select_cohort(key, clients, cohort).clients))
     for seed in range(3):
         clients = regression(seed, spread=spread)
         more = padded(clients)
@@ -105,10 +107,10 @@ def test_a_round_is_the_papers(threshold, spread, cohort):
         loop = Loop(clients, threshold, 0.4)
         for t in range(6):
             round_key = jax.random.fold_in(key, t)
-            rows = [int(i) for i in client_ids(select_cohort(round_key, more, cohort).clients) if i < 12]
+            rows = [i for i in drawn(round_key, more).tolist() if i < 12]
             new, merged = loop.round(rows)
             state, metrics = step(round_key, state, more)
-            served = algorithm.serve(state, None)
+            served = serve(state)
             to, seen = np.asarray(served.to)[:12], sorted(loop.seen)
             assert [int(i) for i in np.flatnonzero(np.asarray(state.unchanged)[:12] != UNSEEN)] == seen
             ours, theirs = to[seen], np.array(loop.cluster_of)[seen]
