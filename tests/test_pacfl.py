@@ -77,8 +77,11 @@ def test_the_clusters_are_the_papers(by_label, p, seed, cut):
     algorithm = jfcl.pacfl(TASK, TWO, **options)
     more = padded(clients)
     state = jax.jit(algorithm.init)(jax.random.key(0), more)
-    wanted = clusters_by_loop(angles, threshold)
-    assert adjusted_rand_score(state.cluster[:10], wanted) == 1
+    wanted, found = clusters_by_loop(angles, threshold), np.asarray(state.cluster)[:10]
+    assert adjusted_rand_score(found, wanted) == 1
+    # As newcomers, they join the cluster with the smallest mean angle.
+    means = [angles[:, found == c].mean(axis=1) for c in range(wanted.max() + 1)]
+    np.testing.assert_array_equal(jax.jit(algorithm.adopt)(state, more).to[:10], np.argmin(means, axis=0))
     _, metrics = jax.jit(algorithm.step)(jax.random.key(1), state, more)
     same = wanted[:, None] == wanted[None, :]
     apart = ~np.eye(10, dtype=bool)
