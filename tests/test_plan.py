@@ -13,6 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import jfcl
 from jfcl import cli
+from jfcl.experiments import plan as plans
 from jfcl.mapping import memory
 from jfcl.mapping.axis import client_mesh
 from jfcl.planning import targets
@@ -220,7 +221,10 @@ def test_memory_is_refused_with_the_compilers_bytes(monkeypatch, text, size):
 
 def test_the_command_writes_its_files(on_cpu, tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
-    out = tmp_path / "plan"
+    out, planned, plan_run = tmp_path / "plan", [], plans.plan_run
+    monkeypatch.setattr(
+        plans, "plan_run", lambda *args, **given: planned.append(plan_run(*args, **given)) or planned[0]
+    )
     options = [*QUICK, "--model", "linear", "--target", "h100:2", "--chunk", "2", "--out", str(out)]
     assert cli.main(["plan", "fedavg", *options]) == 0
     printed = capsys.readouterr().out
@@ -233,10 +237,11 @@ def test_the_command_writes_its_files(on_cpu, tmp_path, capsys, monkeypatch):
     assert kept["seconds"] > 3 * kept["seconds_per_round"] > 0
     assert {f.name for f in out.iterdir()} == {"plan.json", "step.hlo.txt", "init.hlo.txt"}
     assert (out / "step.hlo.txt").read_text().startswith("HloModule")
-    # What does not fit is printed, kept, and refused.
-    monkeypatch.setitem(targets.CHIPS, "h100", targets.CHIPS["h100"]._replace(memory=1000.0))
+    # What does not fit is printed and refused.
+    monkeypatch.setattr(plans, "plan_run", lambda *_, **__: planned[0]._replace(fits=False))
     assert cli.main(["plan", "fedavg", *options]) == 2
-    assert "may fit" in capsys.readouterr().err and not json.loads((out / "plan.json").read_text())["fits"]
+    printed = capsys.readouterr()
+    assert "may fit" in printed.err and "a round, predicted" in printed.out
 
 
 @pytest.mark.slow
