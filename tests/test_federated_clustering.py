@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from compiled import rollout
 
 import jfcl
 from benchmarks.papers.federated_clustering import ifca_of_the_code, moving_average
@@ -60,7 +61,7 @@ def threshold64(points, center, share, num_rounds, radius=None, quantile=None):
     return v
 
 
-@pytest.mark.slow_cases("cpu-equal-*", "cpu-size-radius", "gpu-*", "tpu-equal-quantile", "tpu-size-quantile")
+@pytest.mark.slow_cases("cpu-equal-*", "cpu-size-radius", "gpu-*", "tpu-equal-*", "tpu-size-quantile")
 @pytest.mark.parametrize("rule", [{"radius": 2.5}, {"quantile": 0.4}], ids=["radius", "quantile"])
 @pytest.mark.parametrize("weights", ["equal", "size"])
 @pytest.mark.parametrize("target", ["cpu", "tpu", "gpu"])
@@ -72,7 +73,7 @@ def test_algorithm_2(rule, weights, target, monkeypatch):
     algorithm = jfcl.federated_clustering(
         LINEAR, STEP, threshold_rounds=3, weights=weights, init_params={"w": start.astype(np.float32)}, **rule
     )
-    state, metrics = jfcl.rollout(algorithm, clients, key=jax.random.key(0), num_rounds=5)
+    state, metrics = jax.device_get(rollout(algorithm, clients, key=jax.random.key(0), num_rounds=5))
     share = clients.size / clients.size.sum() if weights == "size" else np.full(8, 1 / 8)
     models = start.astype(np.float32).astype(np.float64)
     for _ in range(5):
@@ -101,7 +102,7 @@ def test_momentum_holds_the_clustered_gradient():
     clients = regression(2)
     training = jfcl.local_training(optax.sgd(0.05, momentum=0.9), num_steps=1, keep="everything")
     algorithm = jfcl.federated_clustering(LINEAR, training, radius=2.5, threshold_rounds=2)
-    state = algorithm.init(jax.random.key(0), clients)
+    state = jax.jit(algorithm.init)(jax.random.key(0), clients)
     models, buffers = np.asarray(state.params["w"], np.float64), np.zeros((8, D))
     for t in range(4):
         state, _ = jax.jit(algorithm.step)(jax.random.key(t), state, clients)
@@ -116,7 +117,7 @@ def test_other_local_steps_are_the_clients_own():
     clients = regression(3)
     training = STEP._replace(num_steps=3)
     algorithm = jfcl.federated_clustering(LINEAR, training, radius=2.5, threshold_rounds=2)
-    state = algorithm.init(jax.random.key(0), clients)
+    state = jax.jit(algorithm.init)(jax.random.key(0), clients)
     models = np.asarray(state.params["w"], np.float64)
     state, metrics = jax.jit(algorithm.step)(jax.random.key(1), state, clients)
     for i in range(8):
@@ -161,7 +162,7 @@ def test_subgroups_are_partitions_drawn_anew(n):
     clients = clients._replace(size=size)
     drawn = []
     for seed in range(6):
-        groups = draw_groups(jax.random.key(seed), clients, 4)
+        groups = jax.device_get(jax.jit(draw_groups, static_argnums=2)(jax.random.key(seed), clients, 4))
         members = [np.asarray(r)[np.asarray(ok)] for r, ok in zip(groups.rows, groups.real, strict=True)]
         assert sorted(np.concatenate(members).tolist()) == [i for i in range(n) if i != 3]
         assert all(len(m) == 4 for m in members[: (n - 1) // 4])
@@ -174,11 +175,11 @@ def test_subgroups_are_partitions_drawn_anew(n):
 def test_subgroups_cluster_among_themselves():
     clients = regression(7, n=9)
     algorithm = jfcl.federated_clustering(LINEAR, STEP, radius=2.5, threshold_rounds=2, subgroup_size=4)
-    state = algorithm.init(jax.random.key(0), clients)
+    state = jax.jit(algorithm.init)(jax.random.key(0), clients)
     models = np.asarray(state.params["w"], np.float64)
     key = jax.random.key(3)
-    new, metrics = jax.jit(algorithm.step)(key, state, clients)
-    of = np.asarray(draw_groups(jax.random.split(key)[0], clients, 4).of)
+    new, metrics = jax.device_get(jax.jit(algorithm.step)(key, state, clients))
+    of = np.asarray(jax.jit(lambda key: draw_groups(jax.random.split(key)[0], clients, 4).of)(key))
     for i in range(9):
         group = np.flatnonzero(of == of[i])
         at = np.stack([gradient64(models[i], clients, j) for j in group])
@@ -262,7 +263,7 @@ def test_algorithms_1_and_4(momentum, rule):
     options = {"num_clusters": 2, "threshold_rounds": 3, **rule}
     make = jfcl.myopic_clustering if momentum is None else partial(jfcl.momentum_clustering, momentum=momentum)
     algorithm = make(LINEAR, STEP, **options)
-    state = algorithm.init(jax.random.key(0), clients)
+    state = jax.jit(algorithm.init)(jax.random.key(0), clients)
     models, m = np.asarray(state.params["w"], np.float64), None
     for t in range(4):
         state, metrics = jax.jit(algorithm.step)(jax.random.key(t), state, clients)
@@ -282,7 +283,7 @@ def test_centres_are_carried_over(momentum):
     options = {"num_clusters": 2, "threshold_rounds": 2, "quantile": 0.4, "centers": "carry"}
     make = jfcl.myopic_clustering if momentum is None else partial(jfcl.momentum_clustering, momentum=momentum)
     algorithm = make(LINEAR, STEP, **options)
-    state = algorithm.init(jax.random.key(0), clients)
+    state = jax.jit(algorithm.init)(jax.random.key(0), clients)
     models, m, centers = np.asarray(state.params["w"], np.float64), None, None
     for t in range(4):
         state, _ = jax.jit(algorithm.step)(jax.random.key(t), state, clients)
@@ -401,8 +402,8 @@ def test_centres_start_where_most_are_and_not_at_outliers():
     rng = np.random.default_rng(0)
     points = np.concatenate([rng.normal(0, 0.1, (6, 2)), rng.normal(5, 0.1, (5, 2)), [[90, 90], [-70, 3]]])
     for rule in ({"radius": 1.0, "quantile": None}, {"radius": None, "quantile": 0.25}):
-        fixed = rule_of(**rule)
-        starts = np.asarray(densest(jnp.asarray(points, jnp.float32), jnp.ones(13, bool), jnp.arange(13), fixed, 2))
+        find = jax.jit(partial(densest, rule=rule_of(**rule), num_clusters=2))
+        starts = np.asarray(find(np.float32(points), np.ones(13, bool), np.arange(13, dtype=np.int32)))
         assert sorted(np.round(starts.mean(axis=1)).tolist()) == [0, 5]
 
 

@@ -72,7 +72,7 @@ def test_the_rounds_are_those_of_the_loop(compare):
     rewards, cluster = np.zeros((N, N)), np.zeros(N, int)
     change, calm, made, divided = np.ones(k), np.zeros(k, int), 1, 0
     for t in range(28):
-        state, metrics = step(jax.random.key(10 + t), state, more)
+        state, metrics = jax.device_get(step(jax.random.key(10 + t), state, more))
         present = np.flatnonzero(np.isfinite(np.asarray(metrics["loss"]))[:N])
         assert len(present) == COHORT
         new, of_round = np.copy(models), cluster.copy()

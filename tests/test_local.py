@@ -1,4 +1,5 @@
 import warnings
+from functools import cache, partial
 from typing import NamedTuple
 
 import jax
@@ -7,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 import scipy.stats
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import jfcl
@@ -29,14 +30,20 @@ COUNTING = Task(
 )
 
 
-def do(task, training, params, examples, size, key=0, **options):
-    size = jnp.asarray(size, jnp.int32)
-    opt_state = options.pop("opt_state", None)
-    if opt_state is None:
-        opt_state = start_optimizer(training, params, options.pop("steps_done", jnp.zeros((), jnp.int32)))
-    return jax.jit(lambda e, s: train(task, training, jax.random.key(key), params, e, s, opt_state, **options))(
-        examples, size
-    )
+@cache
+def program(task, training):
+    def run(key, params, examples, size, steps_done, opt_state, options):
+        if opt_state is None:
+            opt_state = start_optimizer(training, params, steps_done)
+        return train(task, training, key, params, examples, size, opt_state, **options)
+
+    return jax.jit(run)
+
+
+def do(task, training, params, examples, size, key=0, steps_done=0, opt_state=None, **options):
+    """What `train` returns, in NumPy's arrays."""
+    key, size, steps_done = jax.random.key(key), np.int32(size), np.int32(steps_done)
+    return jax.device_get(program(task, training)(key, params, examples, size, steps_done, opt_state, options))
 
 
 def regression(seed=0, m=6):
@@ -64,11 +71,17 @@ def test_full_batch_steps_against_float64(momentum, prox):
     np.testing.assert_allclose(out.losses, losses if prox > 0 else (), rtol=1e-5)
 
 
-@settings(max_examples=6)  # each is traced anew
+SIXTEEN = {"x": np.arange(16, dtype=np.int32)}
+
+
+@cache
+def by_epochs(batch, epochs):
+    return local_training(optax.sgd(1.0), num_epochs=epochs, batch_size=batch)._replace(each_step=True)
+
+
 @given(size=st.integers(1, 16), batch=st.sampled_from([1, 5]), epochs=st.just(2))
 def test_an_epoch_visits_every_example_once(size, batch, epochs):
-    training = local_training(optax.sgd(1.0), num_epochs=epochs, batch_size=batch)._replace(each_step=True)
-    out = do(COUNTING, training, {"w": jnp.zeros(16)}, {"x": jnp.arange(16)}, size)
+    out = do(COUNTING, by_epochs(batch, epochs), {"w": np.zeros(16, np.float32)}, SIXTEEN, size)
     batches = -(-size // batch)
     assert out.num_steps == epochs * batches
     assert out.losses.shape == (epochs * -(-16 // batch),) and not out.losses[out.num_steps :].any()
@@ -87,11 +100,14 @@ def test_an_epoch_visits_every_example_once(size, batch, epochs):
         np.testing.assert_allclose(np.round(shares).sum(), epochs * last)
 
 
-@settings(max_examples=6)
+@cache
+def by_steps(batch, steps):
+    return local_training(optax.sgd(1.0), num_steps=steps, batch_size=batch)
+
+
 @given(size=st.integers(1, 16), batch=st.sampled_from([1, 5]), steps=st.just(6))
 def test_steps_deal_examples_out_evenly(size, batch, steps):
-    training = local_training(optax.sgd(1.0), num_steps=steps, batch_size=batch)
-    out = do(COUNTING, training, {"w": jnp.zeros(16)}, {"x": jnp.arange(16)}, size)
+    out = do(COUNTING, by_steps(batch, steps), {"w": np.zeros(16, np.float32)}, SIXTEEN, size)
     used = min(batch, size)  # a client smaller than the batch uses all it has
     visits = -np.asarray(out.params["w"], np.float64) * used
     np.testing.assert_allclose(visits, np.round(visits), atol=1e-3)
@@ -103,12 +119,11 @@ def test_steps_deal_examples_out_evenly(size, batch, steps):
 def test_epochs_are_reshuffled_and_clients_shuffle_differently():
     """One full epoch each: the order shows in what a batch of one, with momentum, leaves behind."""
     training = local_training(optax.sgd(1.0, momentum=0.5), num_epochs=1, batch_size=1)
-    results = [
-        do(COUNTING, training, {"w": jnp.zeros(16)}, {"x": jnp.arange(16)}, 16, key=k).params["w"] for k in (0, 0, 1)
-    ]
+    start = {"w": np.zeros(16, np.float32)}
+    results = [do(COUNTING, training, start, SIXTEEN, 16, key=k).params["w"] for k in (0, 0, 1)]
     assert (results[0] == results[1]).all() and (results[0] != results[2]).any()
     two = local_training(optax.sgd(1.0, momentum=0.5), num_epochs=2, batch_size=1)
-    twice = do(COUNTING, two, {"w": jnp.zeros(16)}, {"x": jnp.arange(16)}, 16).params["w"]
+    twice = do(COUNTING, two, start, SIXTEEN, 16).params["w"]
     orders = np.argsort(np.asarray(results[0])), np.argsort(np.asarray(twice))
     assert (orders[0] != orders[1]).any()
 
@@ -199,7 +214,7 @@ def test_steps_per_round():
 def test_mean_loss_masks():
     data = regression()
     data["x"][2:] = np.nan
-    got = mean_loss(LINEAR, {"w": jnp.ones(3)}, data, jnp.asarray(2))
+    got = jax.jit(partial(mean_loss, LINEAR))({"w": np.ones(3, np.float32)}, data, np.int32(2))
     want = np.mean(0.5 * (data["x"][:2].astype(np.float64).sum(axis=1) - data["y"][:2]) ** 2)
     np.testing.assert_allclose(got, want, rtol=1e-5)
 
@@ -234,17 +249,18 @@ def test_refuses(options, words):
         local_training(optax.sgd(0.1), **options)
 
 
+@pytest.mark.slow_cases("False-everything", "True-schedule")
 @pytest.mark.parametrize("keep", ["schedule", "everything"])
 @pytest.mark.parametrize("injected", [False, True])
 def test_schedules_count_the_rounds_that_a_client_sits_out(keep, injected):
     schedule = optax.exponential_decay(1.0, 2, 0.5, staircase=True)  # a round has two steps
     optimizer = optax.inject_hyperparams(optax.sgd)(schedule) if injected else optax.sgd(schedule, momentum=0.0)
     training = local_training(optimizer, num_steps=2, keep=keep)
-    params = {"w": jnp.zeros(16)}
-    examples, opt_state = {"x": np.zeros(4, np.int32)}, start_optimizer(training, params, jnp.zeros((), jnp.int32))
+    params = {"w": np.zeros(16, np.float32)}
+    examples, opt_state = {"x": np.zeros(4, np.int32)}, start_optimizer(training, params, np.int32(0))
     moved = []
     for done in (0, 1, 3):  # it sits out the third round
-        begin = optimizer_at(training, params, opt_state, jnp.int32(done), jnp.int32(4), 4)
+        begin = optimizer_at(training, params, opt_state, np.int32(done), np.int32(4), 4)
         out = do(COUNTING, training, params, examples, 4, opt_state=begin)
         moved.append(-float(out.params["w"][0]))
         opt_state = out.opt_state if keep == "everything" else opt_state
@@ -319,10 +335,11 @@ def noises(optimizer, keep, clients=THREE, **options):
     """`[2, N, D]`: what each client's model moves by in each of two rounds of two steps."""
     training = local_training(optimizer, num_steps=2, keep=keep)
     algorithm = jfcl.local_only(FLAT, training, **options)
-    step, state, seen = jax.jit(algorithm.step), algorithm.init(jax.random.key(0), clients), [np.zeros(WIDE)]
+    step, state = jax.jit(algorithm.step), jax.jit(algorithm.init)(jax.random.key(0), clients)
+    seen = [np.zeros(WIDE)]
     for t in range(2):
         with jax.numpy_dtype_promotion("standard"):  # as optax needs
-            state, _ = step(jax.random.fold_in(jax.random.key(1), t), state, clients)
+            state, _ = step(jax.random.key(t), state, clients)
         seen.append(np.asarray(state.params["w"], np.float64))
     assert not any(jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) for leaf in jax.tree.leaves(state))
     return np.stack([seen[1] - seen[0], seen[2] - seen[1]])
@@ -355,6 +372,7 @@ def test_keys_of_integers_are_replaced_where_they_have_the_name_of_a_key():
     assert noise.rekeyed(jax.random.key(0), plain, plain) is plain
 
 
+@pytest.mark.slow
 def test_noise_anneals_by_the_steps_of_all_rounds_under_schedule():
     """The variance at step t is eta / t^gamma: with gamma = 2, round two of two steps has 1/9 + 1/16 of eta."""
     annealed = optax.chain(optax.add_noise(SIGMA**2, 2.0, key=0), optax.sgd(1.0))
