@@ -78,6 +78,42 @@ def test_two_processes_and_one_that_is_lost(tmp_path, capsys):
     capsys.readouterr()
 
 
+OF_TWO = """
+import sys
+import jax
+jax.config.update("jax_num_cpu_devices", 1)
+from jfcl import hosts
+hosts.connect(sys.argv[1], 2, int(sys.argv[2]))
+import jfcl
+from jfcl.testing import problem
+clients, cluster, task, training = problem()
+axis = jfcl.sharded(jfcl.client_mesh())
+mine = jax.tree.map(lambda x: x[jfcl.mapping.own_rows(axis, len(cluster))], clients)
+algorithm = jfcl.ifca(task, training, num_clusters=2, client_axis=axis)
+options = {"key": jax.random.key(0), "num_rounds": 2, "true_cluster": cluster, "client_axis": axis}
+jfcl.simulate(algorithm, mine, out="out", **options)
+"""
+
+
+def test_two_processes_find_what_one_finds(tmp_path):
+    where = f"localhost:{free_port()}"
+    processes = [subprocess.Popen([sys.executable, "-c", OF_TWO, where, str(i)], cwd=tmp_path) for i in range(2)]
+    try:
+        assert [p.wait(timeout=240) for p in processes] == [0, 0]
+    finally:
+        for p in processes:
+            p.kill()
+    clients, cluster, task, training = problem()
+    algorithm, options = jfcl.ifca(task, training, num_clusters=2), {"key": jax.random.key(0), "num_rounds": 2}
+    alone = jfcl.simulate(algorithm, clients, true_cluster=cluster, **options).records
+    two = records(tmp_path / "out")
+    assert [r["round"] for r in two] == [1, 2]
+    for a, b in zip(two, alone, strict=True):
+        np.testing.assert_allclose(a["train_loss"], b["train_loss"], rtol=1e-4)
+        assert a["cluster"] == b["cluster"] and a["bytes_up"] == b["bytes_up"]
+
+
+@pytest.mark.slow
 def test_two_processes_leave_the_results_of_all_clients(tmp_path):
     data = ["--dataset", "sine", "--heterogeneity", "sine", "--examples-per-client", "20"]
     processes = start(tmp_path, ["--rounds", "2", "--model", "linear", "--restarts", "1", *data])
