@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import jfcl
@@ -32,7 +33,7 @@ ORDER = [
     "__main__",
 ]
 ROOT = Path(jfcl.__file__).parent
-TREES = {file: ast.parse(file.read_text()) for file in ROOT.rglob("*.py")}
+FILES = sorted(ROOT.rglob("*.py"))
 
 # Limits of the library's size. The lists of exceptions only shrink: nothing new may join them.
 MOST_ROOMS = 18  # folders and files at the top level
@@ -44,8 +45,18 @@ LONG_FILES: set[str] = set()
 MISSING_NAMES: set[str] = set()  # documented, not there yet
 
 
-def imported(tree: ast.AST):
-    for node in ast.walk(tree):
+@cache
+def parsed(file: Path) -> ast.AST:
+    return ast.parse(file.read_text())
+
+
+@cache
+def nodes(file: Path) -> list[ast.AST]:
+    return list(ast.walk(parsed(file)))
+
+
+def imported(file: Path):
+    for node in nodes(file):
         if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "jfcl":
             parts = node.module.split(".")
             yield from [parts[1]] if len(parts) > 1 else [name.name for name in node.names]
@@ -55,12 +66,12 @@ def imported(tree: ast.AST):
 
 def test_imports_point_one_way():
     wrong = []
-    for file, tree in TREES.items():
+    for file in FILES:
         place = file.relative_to(ROOT).parts[0].removesuffix(".py")
         if place == "__init__":
             continue
         assert place in ORDER, f"{place} has no place in the order of imports"
-        for name in imported(tree):
+        for name in imported(file):
             if name in ORDER and ORDER.index(name) > ORDER.index(place):
                 wrong.append(f"{file.relative_to(ROOT)} imports {name}")
     assert not wrong, wrong
@@ -68,10 +79,10 @@ def test_imports_point_one_way():
 
 def modules():
     """Every module of the library: its name and the modules of the library that it imports, anywhere in the file."""
-    files = {".".join(f.relative_to(ROOT.parent).with_suffix("").parts).removesuffix(".__init__"): f for f in TREES}
+    files = {".".join(f.relative_to(ROOT.parent).with_suffix("").parts).removesuffix(".__init__"): f for f in FILES}
     for name, file in files.items():
         found = set()
-        for node in ast.walk(TREES[file]):
+        for node in nodes(file):
             if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "jfcl":
                 each = [f"{node.module}.{alias.name}" for alias in node.names]
                 found |= {module if module in files else node.module for module in each}
@@ -87,16 +98,16 @@ def test_no_modules_import_each_other_in_a_circle():
 
 def test_kernels_import_nothing_else_of_the_library_than_checks_and_platforms():
     for file in (ROOT / "kernels").rglob("*.py"):
-        names = [n.module for n in ast.walk(TREES[file]) if isinstance(n, ast.ImportFrom)]
+        names = [n.module for n in nodes(file) if isinstance(n, ast.ImportFrom)]
         ours = {n for n in names if n.startswith("jfcl") and not n.startswith("jfcl.kernels")}
         assert ours <= {"jfcl.core.checks", "jfcl.core.platforms"}, file
 
 
 def test_only_mapping_knows_how_clients_are_mapped():
-    for file, tree in TREES.items():
+    for file in FILES:
         if file.name in ("axis.py", "columns.py") or "kernels" in file.parts:
             continue
-        attributes = [n for n in ast.walk(tree) if isinstance(n, ast.Attribute)]
+        attributes = [n for n in nodes(file) if isinstance(n, ast.Attribute)]
         assert not {n.attr for n in attributes} & {"shard_map", "pmap"}, file
         owner = {n: getattr(n.value, "attr", getattr(n.value, "id", "")) for n in attributes}  # jax.lax.map, lax.map
         uses_map = [n for n in attributes if n.attr == "map" and owner[n] == "lax"]
@@ -107,11 +118,11 @@ def test_what_is_below_the_methods_knows_none_of_them():
     """What a method has to say it says through `Algorithm`: no text names one, no code reads a field of its state."""
     names, fields = {*METHODS} - {"local", "oracle"}, ("params", "cluster")  # those of the default of `serve`
     found = []
-    for file, tree in TREES.items():
+    for file in FILES:
         if file.relative_to(ROOT).parts[0] not in ("training", "mapping", "data", "models", "analysis", "simulation"):
             continue
-        docs = {id(n.value) for n in ast.walk(tree) if isinstance(n, ast.Expr)}
-        for node in ast.walk(tree):
+        docs = {id(n.value) for n in nodes(file) if isinstance(n, ast.Expr)}
+        for node in nodes(file):
             if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docs:
                 found += [(file.name, name) for name in names if re.search(rf"\b{name}\b", node.value)]
             elif isinstance(node, ast.Attribute):
@@ -123,10 +134,10 @@ def test_what_is_below_the_methods_knows_none_of_them():
 def test_what_is_above_the_methods_knows_their_registry_alone():
     """Defaults name methods there; no module of a method is imported, and no field of a state is read."""
     found = []
-    for file, tree in TREES.items():
+    for file in FILES:
         if file.relative_to(ROOT).parts[0] not in ("planning", "experiments", "cli"):
             continue
-        for node in ast.walk(tree):
+        for node in nodes(file):
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("jfcl.methods"):
                 found += [(file.name, name.name) for name in node.names if name.name not in ("METHODS", "Method")]
             elif isinstance(node, ast.Attribute):
@@ -143,10 +154,10 @@ def test_importing_jfcl_leaves_heavy_packages_alone():
 
 
 def test_there_are_few_rooms_and_few_arrows_between_them():
-    room = {file: file.relative_to(ROOT).parts[0].removesuffix(".py") for file in TREES}
+    room = {file: file.relative_to(ROOT).parts[0].removesuffix(".py") for file in FILES}
     rooms = set(room.values())
     assert len(rooms) <= MOST_ROOMS, sorted(rooms)
-    arrows = {(room[file], name) for file, tree in TREES.items() for name in imported(tree) if name in rooms}
+    arrows = {(room[file], name) for file in FILES for name in imported(file) if name in rooms}
     arrows = {(a, b) for a, b in arrows if a != b}
     assert len(arrows) <= MOST_ARROWS, sorted(arrows)
 
@@ -176,10 +187,10 @@ def assert_only(too_long: dict[str, int], allowed: set[str], limit: int):
 
 def test_functions_and_files_are_short():
     bodies, files = {}, {}
-    for file, tree in TREES.items():
+    for file in FILES:
         name = file.relative_to(ROOT).as_posix()
         files[name] = file.read_text().count("\n")
-        for function, node in functions(tree):
+        for function, node in functions(parsed(file)):
             bodies[f"{name}: {function}"] = body_lines(node)
     assert_only({n: k for n, k in bodies.items() if k > MOST_BODY_LINES}, LONG_BODIES, MOST_BODY_LINES)
     assert_only({n: k for n, k in files.items() if k > MOST_FILE_LINES}, LONG_FILES, MOST_FILE_LINES)
