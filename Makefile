@@ -34,10 +34,11 @@ bench: .venv/dev
 
 # Environments of the libraries that the benchmarks compare with; without them, their rows are left out.
 peers:
-	for name in torch fedjax byzfl pfl flower; do \
+	for name in torch fedjax byzfl pfl flower cfla; do \
 	  $(PYTHON) -m venv .venv-$$name && \
 	  .venv-$$name/bin/pip install --quiet -r benchmarks/peers/requirements-$$name.txt || exit 1; \
 	done
+	.venv-cfla/bin/pip install --quiet --no-deps CFLA==1.0.4
 
 # On a machine with an NVIDIA GPU: rounds beside PyTorch (make peers) and plain JAX, in 8 minutes at most.
 gpu: .venv/dev

@@ -35,6 +35,8 @@ JOBS = {
     "fedavg cnn": dict(method="fedavg", model="cnn_mnist", clients=100, examples=100, batch=20, steps=5, rounds=6),
     # HypCluster in FedJAX: the same where all clients have as many examples.
     "ifca mlp": dict(method="ifca", model="mlp", clients=100, examples=200, batch=20, steps=10, rounds=11, clusters=4),
+    "flhc mlp": dict(method="flhc", model="mlp", clients=100, examples=200, batch=20, steps=10, rounds=11, clusters=4)
+    | {"options": {"distance": "euclidean", "linkage": "ward"}},  # of jfcl; CFLA's only ones with a number of clusters
 }
 QUICK = dict(clients=8, examples=40, batch=None, steps=2, rounds=3)
 OURS = {  # a row of ours: its mapping, and the devices that the CPU is made to show
@@ -48,6 +50,7 @@ PEERS = {  # environment (.venv-NAME) and script (peers/NAME_loop.py) of each, a
     "FedJAX 0.0.17": ("fedjax", ("fedavg", "ifca")),
     "pfl-research 0.6.0": ("pfl", ("fedavg",)),
     "Flower 1.41": ("flower", ("fedavg", "ifca")),
+    "CFLA 1.0.4": ("cfla", ("ifca", "flhc")),
 }
 TOLERANCE, QUICK_TOLERANCE = 0.02, 0.002  # every library shuffles differently; nothing is shuffled in full batches
 WARM_STEPS = 20

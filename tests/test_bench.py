@@ -360,8 +360,9 @@ def test_runs_that_are_not_the_next_seed_of_a_cell_are_refused(cells):
 
 
 @pytest.mark.slow
-def test_the_same_job_in_every_library_that_is_set_up():
-    command = [sys.executable, BENCHMARKS / "against_peers.py", "--quick", "--only", "fedavg mlp"]
+@pytest.mark.parametrize("job", ["fedavg mlp", "flhc mlp"])
+def test_the_same_job_in_every_library_that_is_set_up(job):
+    command = [sys.executable, BENCHMARKS / "against_peers.py", "--quick", "--only", job]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "jfcl, vmap" in done.stdout

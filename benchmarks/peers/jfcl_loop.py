@@ -1,8 +1,8 @@
-"""Rounds of FedAvg or IFCA with jfcl: one compiled round, called for every round.
+"""Rounds of FedAvg, IFCA or FL+HC with jfcl: one compiled round, called for every round.
 
 Called by the benchmarks with a case as JSON; prints one JSON line (see job.py). Besides what job.py names, a case has
-`mapping`, a name in `jfcl.experiments.bench.MAPPINGS`, and `devices`, how many the CPU is made to show. The first round
-compiles.
+`mapping`, a name in `jfcl.experiments.bench.MAPPINGS`, `devices`, how many the CPU is made to show, and maybe `options`
+of the method. The first round compiles.
 """
 
 import time
@@ -26,7 +26,10 @@ def main(case: dict, data: job.Data):
     ]
     work = bench.Case(**{name: case[name] for name in bench.Case._fields})
     client_axis = bench.MAPPINGS[case["mapping"]]()
-    algorithm = bench.make_algorithm(work, client_axis, init_params=dict(zip(names, stacked, strict=True)))
+    first = dict(zip(names, stacked, strict=True))
+    if case["method"] == "flhc":
+        first = jax.tree.map(lambda p: p[0], first)
+    algorithm = bench.make_algorithm(work, client_axis, init_params=first, **case.get("options", {}))
     clients = jfcl.Clients({"x": data.x, "y": data.y}, jnp.full(case["clients"], case["examples"], jnp.int32))
     clients = jfcl.mapping.place(client_axis, clients)
     state = jax.jit(algorithm.init)(jax.random.key(0), clients)

@@ -1,8 +1,9 @@
 """What the scripts of all libraries share: the examples, the models they start from, and who judges the outcome.
 
 Needs NumPy alone, since every library has an environment of its own. A *case* is a dict: `method` ("fedavg", "ifca",
-"local"), `model` ("mlp", "cnn_mnist"), `clients`, `examples`, `batch` (`None`: all), `steps`, `clusters`, `lr`,
-`rounds`, and `data`, the path of an `.npz` from `benchmarks/against_peers.py`, or nothing for random examples.
+"flhc", "local"), `model` ("mlp", "cnn_mnist"), `clients`, `examples`, `batch` (`None`: all), `steps`, `clusters`, `lr`,
+`rounds`, and `data`, the path of an `.npz` from `benchmarks/against_peers.py`, or nothing for random examples. FL+HC
+starts from the first model alone.
 
 A *model* is a list of `(kernel, bias)` from the first layer to the last, in jfcl's layouts: `[inputs, outputs]` of
 dense layers (images are flattened rows first, channels last), `[height, width, inputs, outputs]` of convolutions.

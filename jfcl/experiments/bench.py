@@ -19,7 +19,7 @@ import numpy as np
 import optax
 
 from jfcl import mapping
-from jfcl.core import Algorithm, Clients, PyTree, Task, aligned_zeros, check, check_choice, check_count
+from jfcl.core import Algorithm, Clients, Task, aligned_zeros, check, check_choice, check_count
 from jfcl.core.options import Interval, Range, options_of
 from jfcl.experiments.lookup import find_method, is_import_path, required
 from jfcl.mapping import memory
@@ -66,10 +66,9 @@ def make_training(case: Case) -> LocalTraining:
     return local_training(optax.sgd(case.lr), num_steps=case.steps, batch_size=case.batch)
 
 
-def make_algorithm(case: Case, client_axis: mapping.Mapping, *, init_params: PyTree | None = None) -> Algorithm:
-    """Returns the case's method under a mapping, from models drawn at random or `init_params`."""
+def make_algorithm(case: Case, client_axis: mapping.Mapping, **options: Any) -> Algorithm:
+    """Returns the case's method under a mapping, with options of its own such as `init_params`."""
     method = find_method(case.method)
-    options: dict[str, Any] = {} if init_params is None else {"init_params": init_params}
     options |= {"num_clusters": case.clusters} if "num_clusters" in method.options else {}
     return method.make(make_task(case.model), make_training(case), client_axis=client_axis, **options)
 
