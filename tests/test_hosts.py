@@ -28,13 +28,13 @@ def free_port() -> int:
         return s.getsockname()[1]
 
 
-def start(folder, common, num_processes=2, options=([], [], [])):
+def start(folder, common, num_processes=2, options=([], [], []), method=METHOD):
     """The processes of one run, those whose `options` are not None; `folder` gets `out/` and `log-<process>`."""
     env = os.environ | {"JFCL_CACHE_DIR": ""}
     where = ["--coordinator", f"localhost:{free_port()}", "--num-processes", str(num_processes), "--devices", "1"]
     processes = []
     for i in [i for i in range(num_processes) if options[i] is not None]:
-        command = [sys.executable, "-m", "jfcl", *METHOD, *common, *where, "--process-id", str(i), "--out", "out"]
+        command = [sys.executable, "-m", "jfcl", *method, *common, *where, "--process-id", str(i), "--out", "out"]
         command += options[i]
         with (folder / f"log-{i}").open("w") as log:
             processes.append(subprocess.Popen(command, cwd=folder, stdout=log, stderr=log, env=env))
@@ -170,6 +170,36 @@ def test_two_processes_find_what_one_finds_by_every_method(tmp_path):
             for name in ("loss", "client_accuracy", "accuracy", "bytes_up", "bytes_down", "client_steps"):
                 given = [[np.nan if v is None else v for v in np.ravel(r.get(name, 0.0))] for r in (a, b)]
                 np.testing.assert_allclose(*np.array(given, float), rtol=2e-3, atol=1e-3, err_msg=f"{method}: {name}")
+
+
+@pytest.mark.slow
+def test_two_processes_follow_drift(tmp_path):
+    """They find what one process finds at every step of time, although one is killed on the way."""
+    command = ["run", "feddrift", "--dataset", "sine", "--drift", "Y", "--drift-threshold", "0.2", "--quiet"]
+    command += ["--clients", "11", "--examples-per-client", "100", "--model", "linear", "--lr", "0.5"]
+    command += ["--clusters", "2", "--rounds", "20", "--eval-every", "1"]
+    assert cli.main([*command, "--devices", "1", "--out", str(tmp_path / "alone")]) == 0
+    processes, lines = start(tmp_path, ["--checkpoint-seconds", "0"], method=command), tmp_path / "out/metrics.jsonl"
+    try:
+        deadline = time.monotonic() + 240
+        while not (lines.exists() and len(lines.read_text().splitlines()) >= 5) and processes[1].poll() is None:
+            assert time.monotonic() < deadline, (tmp_path / "log-0").read_text()
+            time.sleep(0.1)
+        processes[1].send_signal(signal.SIGKILL)
+        for p in processes:
+            p.wait(timeout=100)
+        processes = start(tmp_path, ["--resume"], method=command)
+        assert [p.wait(timeout=600) for p in processes] == [0, 0], (tmp_path / "log-0").read_text()
+    finally:
+        for p in processes:
+            p.kill()
+    two, one = records(tmp_path / "out"), records(tmp_path / "alone")
+    assert [r["step"] for r in two] == [r["step"] for r in one] == np.repeat(np.arange(10), 2).tolist()
+    for a, b in zip(two, one, strict=True):
+        assert a.keys() == b.keys() and a["cluster"] == b["cluster"] and a["changed"] == b["changed"]
+        for name in ("loss", "accuracy", "next_accuracy", "next_stable_accuracy", "bytes_up", "bytes_down"):
+            given = [np.nan if r[name] is None else r[name] for r in (a, b)]
+            np.testing.assert_allclose(*given, rtol=2e-3, atol=1e-3, err_msg=name)
 
 
 CALLBACKS = """
