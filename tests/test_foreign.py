@@ -48,6 +48,13 @@ def finished(tmp_path_factory):
     return folder
 
 
+@pytest.fixture(scope="module")
+def swept(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("swept") / "sweep"
+    run_sweep(Config("fedavg", **OPTIONS | {"rounds": 1}), {"lr": [0.1, 0.2]}, out=folder)
+    return folder
+
+
 @pytest.fixture
 def copy(finished, tmp_path):
     shutil.copytree(finished, tmp_path / "run")
@@ -181,8 +188,8 @@ def test_devices_and_folders_are_no_files(tmp_path):
 # ---- What a file says ------------------------------------------------------------------------------------------------
 
 
-def test_a_json_file_without_its_digest_is_refused(copy, tmp_path):
-    run_sweep(Config("fedavg", **OPTIONS | {"rounds": 1}), {"lr": [0.1, 0.2]}, out=tmp_path / "sweep")
+def test_a_json_file_without_its_digest_is_refused(copy, swept, tmp_path):
+    shutil.copytree(swept, tmp_path / "sweep")
     ClientStore.create(tmp_path / "store", [{"x": np.ones((2, 3), np.float32)}])
     places = [copy / "summary.json", copy / "checkpoints" / "2" / "about.json", tmp_path / "sweep" / "setting.json"]
     places += [
@@ -338,9 +345,9 @@ def test_an_extension_that_cannot_write_leaves_the_finished_run(tmp_path, monkey
     assert [r["round"] for r in RunFolder(tmp_path).records()] == [1, 2, 3, 4] and history.rounds == 4
 
 
-def test_a_refused_resumption_of_a_sweep_changes_nothing(tmp_path):
+def test_a_refused_resumption_of_a_sweep_changes_nothing(swept, tmp_path):
     config, grid = Config("fedavg", **OPTIONS | {"rounds": 1}), {"lr": [0.1, 0.2]}
-    run_sweep(config, grid, out=tmp_path / "s")
+    shutil.copytree(swept, tmp_path / "s")
     (tmp_path / "s" / "cells" / "00001.json").unlink()
     (tmp_path / "s" / "cells" / "00001.json").mkdir()
     before = content(tmp_path)
