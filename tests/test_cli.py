@@ -283,7 +283,9 @@ def test_list_and_help_name_everything(capsys):
         (["run", "ifca", "--population", "50", "--seeds", "2"], "seeds must be 1 with --population"),
         (["run", "ifca", "--population", "50", "--clients", "20"], "clients must be left out with --population or"),
         (["run", "ifca", "--dropout", "0.5"], "dropout must be left out without --population"),
-        (["run", "one_shot", "--population", "8"], "need them all on the device, as Clients"),
+        pytest.param(  # after dealing
+            ["run", "one_shot", "--population", "8"], "need them all on the device, as Clients", marks=pytest.mark.slow
+        ),
         (["run", "ifca", "--population", "50", "--reuse", "none"], "reuse must be left out with --population"),
         (["run"], "METHOD must be given, or stand in --config"),
         (["run", "fedavg", "--malicious", "0.3"], "malicious must be left out without --attack, got 0.3"),

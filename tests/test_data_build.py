@@ -41,6 +41,7 @@ def tags(clients, client=None):
     return np.concatenate([clients.examples["row"][i, : clients.size[i]] for i in rows]).tolist()
 
 
+@pytest.mark.slow_cases(*(f"rotation-{partition}" for partition in PARTITIONS if partition not in ("iid", "writer")))
 @pytest.mark.parametrize(
     ("heterogeneity", "partition"),  # a writer does not belong to one class
     [(h, p) for h in ("none", "rotation", "class", "topic") for p in PARTITIONS if p != "writer" or h not in SELECTIVE]
