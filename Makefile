@@ -12,8 +12,9 @@ export PYTHONDONTWRITEBYTECODE :=
 demo: .venv/package
 	$(BIN)/jfcl demo --out runs/demo
 
+# A file's tests share runs and compiled programs, so one process runs a file.
 test: .venv/dev
-	$(BIN)/python -m pytest -n 2
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 test-slow: .venv/dev
 	XLA_FLAGS= $(BIN)/python -m pytest -n 2 -m "slow and not gpu"
