@@ -92,6 +92,7 @@ NAMES = {  # how the pages call what the files hold
     "mnist 4800 x 50": "4,800 × 50",
 }
 HEADERS = {"times_ours": "time, jfcl = 1", "times_torch": "speed, PyTorch = 1", "ms_a_client_step": "ms per step"}
+HEADERS |= {"s_a_run": "s per run"}
 RANKING = "method rotation class corruption label_permutation mixture mean_rank s_a_run"
 TEXTS_OF_NUMBERS = {"ours_%", "paper_%", "difference", *RANKING.split()[1:]}
 REPRODUCTION = ROOT.parent / "docs" / "reproduction"

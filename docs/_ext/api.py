@@ -46,7 +46,7 @@ SECTIONS = {
         "Clients and tasks": "Clients stack_clients concatenate_clients Population Task",
         "Local training": "local_training",
         "Methods": "with_restarts assign_newcomer",
-        "Sweeps and plans": "sweep Sweep plan",
+        "Sweeps, rankings and plans": "sweep Sweep shifts plan",
         "Hostile clients": "Adversary",
         "From one client to all": "use_all_cores auto chunked sharded pmapped client_mesh",
         "Your own method": "Algorithm Served Entries DenseStart",
