@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import os
 import sys
 import warnings
 from typing import Any
@@ -60,9 +59,8 @@ def run(args: argparse.Namespace) -> None:
     if args.jobs > 1:
         jobs.share_gpu()
     mapping.divide_cpu(mapping.num_cores())
-    if cache_dir() is not None and "JAX_COMPILATION_CACHE_DIR" not in os.environ:
-        os.environ["JAX_COMPILATION_CACHE_DIR"] = folder = str(cache_dir() / "xla")  # of the processes of --jobs
-        jax.config.update("jax_compilation_cache_dir", folder)
+    if cache_dir() is not None and jax.config.jax_compilation_cache_dir is None:
+        jax.config.update("jax_compilation_cache_dir", str(cache_dir() / "xla"))
     options = {"full": args.full, "out": args.out, "data_dir": args.data_dir, "progress": not args.quiet}
     result = reproduce(args.name, **options, jobs=args.jobs, **changes)
     rows = result["rows"]

@@ -1,7 +1,7 @@
 """Parts of a long computation in processes of their own, several at a time: `--jobs N`.
 
 On a CPU every process has its share of the cores. On a GPU the processes share its memory, and one compiles while
-another computes.
+another computes. A program that one has compiled, the others read.
 """
 
 from __future__ import annotations
@@ -11,13 +11,19 @@ import multiprocessing
 import os
 import signal
 import sys
+import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from multiprocessing.connection import wait
 from typing import Any
 
+import jax
+
 from jfcl import mapping
 from jfcl.core import check, platform
+
+OF_CACHE = ("jax_enable_compilation_cache", "jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
+LEAST_COMPILATION = 0.1  # seconds, of a program that is kept for others
 
 
 def share_gpu() -> None:
@@ -61,11 +67,15 @@ def in_processes(
     share_gpu()
     context, waiting, free = multiprocessing.get_context("spawn"), list(parts.items())[::-1], list(range(jobs))
     running = {}  # a process and its slot, by the object that tells of its end
+    programs = tempfile.TemporaryDirectory(prefix="jfcl-programs-")  # where this process has no folder for them
+    cache = {name: getattr(jax.config, name) for name in OF_CACHE}
+    if cache["jax_compilation_cache_dir"] is None:
+        cache |= dict(zip(OF_CACHE[1:], (programs.name, LEAST_COMPILATION), strict=True))
     try:
         while waiting or running:
             while waiting and free:
                 (name, part), slot = waiting.pop(), free.pop()
-                process = context.Process(target=_work, args=(part, jobs, slot, cores), name=name, daemon=True)
+                process = context.Process(target=_work, args=(part, jobs, slot, cores, cache), name=name, daemon=True)
                 process.start()
                 running[process.sentinel] = process, slot
             tick()
@@ -81,6 +91,7 @@ def in_processes(
                 os.kill(process.pid, signal.SIGINT)
         for process, _ in running.values():
             process.join()
+        programs.cleanup()
 
 
 def _check_status(process: multiprocessing.process.BaseProcess) -> None:
@@ -93,8 +104,10 @@ def _check_status(process: multiprocessing.process.BaseProcess) -> None:
         raise ChildProcessError(f"{process.name} has failed, its error stands above. What has run is kept")
 
 
-def _work(part: Callable[[], Any], jobs: int, slot: int, cores: int | None) -> None:
+def _work(part: Callable[[], Any], jobs: int, slot: int, cores: int | None, cache: dict[str, Any]) -> None:
     """The main function of a process: takes its part of the cores, or of a GPU's memory, and calls `part`."""
+    for name, value in cache.items():
+        jax.config.update(name, value)
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
     if hasattr(os, "setsid"):
         os.setsid()  # Ctrl-C in the terminal reaches the parent alone, which passes it on

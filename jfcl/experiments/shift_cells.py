@@ -8,6 +8,7 @@ import shlex
 import time
 import warnings
 import zlib
+from collections import Counter
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -321,21 +322,18 @@ def _maker(config: Config, clients: Federation, traced: tuple[str, ...]) -> Call
 
 
 @cache
-def _compiled() -> list[str]:
-    """Returns the list to which JAX adds an entry for every program that it compiles, or reads from its cache."""
-    events: list[str] = []
-
-    def listen(event: str, *_: Any, **__: Any) -> None:
-        if event.endswith("backend_compile_duration"):
-            events.append(event)
-
+def _events() -> Counter[str]:
+    """Returns the counts of JAX's events, kept up to date from here on."""
+    events: Counter[str] = Counter()
+    listen = lambda event, *_, **__: events.update([event])  # noqa: E731
     jax.monitoring.register_event_duration_secs_listener(listen)
+    jax.monitoring.register_event_listener(listen)
     return events
 
 
 def count_programs() -> int:
-    """Returns the number of programs that this process has compiled since the first call."""
-    return len(_compiled())
+    """Returns the number of programs that this process has compiled since the first call, not read from JAX's cache."""
+    return _events()["/jax/core/compile/backend_compile_duration"] - _events()["/jax/compilation_cache/cache_hits"]
 
 
 # ---------------------------------------------------------------------------------------------------------------
