@@ -20,11 +20,12 @@ import pytest
 from matplotlib.figure import Figure
 
 import jfcl
-from benchmarks.papers import RECIPES, cfl, ifca, recipes, report, reproduce
+from benchmarks.papers import RECIPES, cfl, cfla, ifca, recipes, report, reproduce
 from benchmarks.papers import federated_clustering_cifar as fc_cifar
 from benchmarks.papers import federated_clustering_mnist as fc
 from benchmarks.papers.__main__ import main, parser
 from benchmarks.papers.byzantine_cfl import PAPER, SCENARIOS, of_paper
+from benchmarks.papers.networks import LeNet5
 from benchmarks.papers.recipes import Bench, Outcome, Recipe
 from jfcl import cli, data, models
 from jfcl.core import Clients
@@ -135,6 +136,18 @@ def test_parts_in_processes_of_their_own(tmp_path, monkeypatch):
     before = {file: file.stat().st_mtime_ns for file in (tmp_path / "two").rglob("*")}
     assert together.run_all(configs) == theirs
     assert {file: file.stat().st_mtime_ns for file in (tmp_path / "two").rglob("*")} == before
+
+
+@pytest.mark.slow
+def test_processes_share_a_folder_of_programs(tmp_path):
+    """That of this process, or one for them alone, which is gone at the end."""
+    told = "import jax, pathlib; pathlib.Path({!r}).write_text(str(jax.config.jax_compilation_cache_dir))"
+    for folder in (None, str(tmp_path / "programs")):
+        jax.config.update("jax_compilation_cache_dir", folder)
+        list(in_processes({name: partial(exec, told.format(str(tmp_path / name))) for name in "ab"}, 2))
+        jax.config.update("jax_compilation_cache_dir", None)
+        [path] = {(tmp_path / name).read_text() for name in "ab"}
+        assert path == folder or ("jfcl-programs-" in path and not Path(path).exists())
 
 
 @pytest.mark.slow
@@ -255,7 +268,7 @@ def test_settings_fit_together(name):
     recipe = RECIPES[name]
     assert set(recipe.full) == set(recipe.small) and recipe.title.count("\n") == 0
     assert {s["model"] for s in (recipe.full, recipe.small) if "model" in s} <= set(models.MODELS)
-    assert name.split(".")[0] in ("cfl", "byzantine_cfl", "federated_clustering", "ifca")
+    assert name.split(".")[0] in ("cfl", "byzantine_cfl", "federated_clustering", "ifca", "cfla")
 
 
 def test_the_papers_tables_are_whole():
@@ -455,6 +468,21 @@ def test_the_sweep_of_figure_3_is_ifca():
     assert np.abs(np.asarray(found) - starts).max() > 0.1
 
 
+def test_the_clients_of_cfla():
+    """Groups of labels share out all images of theirs; a client is tested on those on which it does not train."""
+    y = np.random.default_rng(0).integers(0, 10, 3000)
+    dataset = data.Dataset("made up", {"x": np.arange(3000)[:, None], "y": y}, None, 10, None, "")
+    train, test, group = cfla.deal(dataset, 0, 0.2, 2000)
+    assert np.bincount(group).tolist() == [18, 17, 15]
+    for k, (first, last) in enumerate([(0, 4), (4, 7), (7, 9)]):
+        parts = [(part, i) for i in np.flatnonzero(group == k) for part in (train, test)]
+        rows = np.concatenate([part.examples["x"][i, : part.size[i], 0] for part, i in parts])
+        assert sorted(rows) == np.flatnonzero((y >= first) & (y <= last)).tolist()
+    assert (train.size == (train.size + test.size) // 5).all()
+    network = LeNet5(10).init(jax.random.key(0), jnp.zeros((1, 28, 28, 1)))
+    assert sum(p.size for p in jax.tree.leaves(network)) == 61_706
+
+
 def test_distances_to_the_truth():
     truth = np.array([[[0.0, 0.0], [3.0, 4.0]]])
     found = np.array([[[3.0, 4.0], [0.0, 1.0]], [[0.0, 1.0], [0.0, 2.0]]])
@@ -473,6 +501,7 @@ TINY = {
     | {"newcomers": 8, "min_rounds": 1, "eps_1": 2.0, "eps_2": 0.1},
     "cfl.figure8": _FEW | {"min_rounds": 1, "gamma_max": 0.0},
     "cfl.figure9": _FEW | {"min_rounds": 1, "vocab_size": 50, "length": 6},
+    "cfla.mnist": {"rounds": 5, "images": 15, "local_epochs": 1},
     "federated_clustering.figure4_code": {"clients": 8, "images": 40, "epochs": 2, "eval_every": 1, "every": 2}
     | {"channels": 1, "dense": 4, "subgroup_size": 4},
     "federated_clustering.figure6": {"clients": 8, "hostile": 2, "images": 33, "subgroup_size": 5, "epochs": 2},
@@ -492,7 +521,8 @@ TINY = {
 def test_recipes_on_real_data(name, tmp_path, data_dir, monkeypatch):
     tiny(monkeypatch, name, **TINY[name])
     result = reproduce(name, out=tmp_path, data_dir=str(data_dir))
-    assert result["rows"] and (tmp_path / "figure.png").exists() == (name != "federated_clustering.table1")
+    has_figure = name not in ("federated_clustering.table1", "cfla.mnist")
+    assert result["rows"] and (tmp_path / "figure.png").exists() == has_figure
     assert all(any(column.startswith("paper") for column in row) for row in result["rows"])
     for row in result["rows"]:
         if row.get("paper %") is not None:

@@ -7,6 +7,7 @@ reproduction needs, such as the algorithms of the authors' code where they diffe
 from benchmarks.papers import (
     byzantine_cfl,
     cfl,
+    cfla,
     failure_modes,
     federated_clustering,
     federated_clustering_cifar,
@@ -15,5 +16,5 @@ from benchmarks.papers import (
 )
 from benchmarks.papers.recipes import RECIPES, Recipe, reproduce
 
-__all__ = ["RECIPES", "Recipe", "byzantine_cfl", "cfl", "failure_modes", "federated_clustering", "ifca", "reproduce"]
-__all__ += ["federated_clustering_cifar", "federated_clustering_mnist"]
+__all__ = ["RECIPES", "Recipe", "byzantine_cfl", "cfl", "cfla", "failure_modes", "federated_clustering", "ifca"]
+__all__ += ["federated_clustering_cifar", "federated_clustering_mnist", "reproduce"]

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jfcl.models.conv import conv
 from jfcl.models.networks import Conv
 
 
@@ -118,3 +119,24 @@ class CNNCifar24(nn.Module):
         for width in (384, 192):
             x = nn.relu(nn.Dense(width, **_from_normal(0.04, 0.1))(x))
         return nn.Dense(self.num_outputs, **_from_normal(1 / 192, 0.0))(x)
+
+
+class LeNet5(nn.Module):
+    """CFLA's LeNet-5 for MNIST: 61,706 parameters at 10 classes, with tanh, average pooling and PyTorch's first values.
+
+    Source: github.com/Totorino02/CFLA, `LeNet5V1`.
+    """
+
+    num_outputs: int
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        for channels, padding in ((6, 2), (16, 0)):
+            first = _as_torch(25 * x.shape[-1])
+            x = jnp.tanh(nn.Conv(channels, (5, 5), padding=padding, conv_general_dilated=conv, **first)(x))
+            b, h, w, c = x.shape
+            x = x.reshape(b, h // 2, 2, w // 2, 2, c).mean(axis=(2, 4))
+        x = x.reshape(len(x), -1)
+        for width in (120, 84):
+            x = jnp.tanh(nn.Dense(width, **_as_torch(x.shape[-1]))(x))
+        return nn.Dense(self.num_outputs, **_as_torch(x.shape[-1]))(x)
