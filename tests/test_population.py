@@ -103,8 +103,7 @@ def test_the_state_says_whom_a_method_serves_whose_clients_do_not_choose_by_loss
 
 def test_models_of_clients_are_their_own_with_the_default_of_serve_too():
     """Rows of `cluster` are places in a cohort, and say nothing of the clients evaluated."""
-    alone = jfcl.local_only(TASK, TRAINING)
-    given = {"num_rounds": 4, "cohort": 3, "eval_every": 4}
+    alone, given = METHODS["local"], {"num_rounds": 4, "eval_every": 4}
     said, default = (population(a, **given) for a in (alone, jfcl.Algorithm(alone.init, alone.step, TASK)))
     for name in ("loss", "model"):
         np.testing.assert_array_equal(said.clients[name], default.clients[name])
@@ -288,8 +287,8 @@ def test_fedavg_of_cohorts_is_a_loop_over_them():
     b, w = None, None
     for t, ids in enumerate(drawn(KEY, 4, 3), 1):
         if t == 1:
-            start = jfcl.fedavg(TASK, TRAINING).init(jax.random.fold_in(KEY, 0), CLIENTS).params
-            b, w = np.asarray(start["b"][0], np.float64), np.asarray(start["w"][0], np.float64)
+            start = jax.jit(METHODS["fedavg"].init)(jax.random.fold_in(KEY, 0), CLIENTS).params
+            b, w = (np.asarray(start[name], np.float64)[0] for name in "bw")
         sent = []
         for i in ids:
             m = int(CLIENTS.size[i])
@@ -357,7 +356,7 @@ def test_who_does_not_answer_keeps_what_it_had():
     history = population(METHODS["local"], num_rounds=1, dropout=0.5, cohort=7)
     participants = history.records[-1]["participants"]
     assert 0 < participants < 7 and history.rows.seen.sum() == participants
-    start = METHODS["local"].init(jax.random.fold_in(KEY, 0), CLIENTS).params["w"]
+    start = jax.jit(METHODS["local"].init)(jax.random.fold_in(KEY, 0), CLIENTS).params["w"]
     moved = ~np.isclose(history.state.params["w"], start).all(axis=1)
     np.testing.assert_array_equal(moved, history.rows.seen)
 
@@ -385,9 +384,9 @@ def counts(sampler, draws, n=40):
     return found
 
 
-@pytest.mark.parametrize("cohort", [1, 7, 33])
+@pytest.mark.parametrize("cohort", [1, 33])
 def test_uniform_sampling_is_uniform(cohort):
-    found = counts(make_sampler(RAGGED, cohort), 3000)
+    found = counts(make_sampler(RAGGED, cohort), 1000)
     # Draws without replacement vary less than multinomial ones, by (n - 1) / (n - cohort).
     assert chisquare(found).statistic * 39 / (40 - cohort) < 39 + 4 * np.sqrt(2 * 39)
 
@@ -409,13 +408,13 @@ def test_uniform_sampling_of_a_large_population():
 
 
 def test_sampling_by_size_one_at_a_time():
-    found = counts(make_sampler(RAGGED, 1, "size"), 6000)
-    expected = np.tile(np.arange(10), 4) / 180 * 6000
+    found = counts(make_sampler(RAGGED, 1, "size"), 2000)
+    expected = np.tile(np.arange(10), 4) / 180 * 2000
     assert (found[expected == 0] == 0).all()
     assert chisquare(found[expected > 0], expected[expected > 0]).pvalue > 0.001
 
 
-@pytest.mark.parametrize("size", [[1, 2, 3, 4], [1, 1, 1, 30]])
+@pytest.mark.parametrize("size", [[1, 2, 3, 4]])
 def test_sampling_by_size_without_replacement(size):
     """Two of four: the probability of every pair, summed over the order in which it is drawn."""
     people = jfcl.Clients({"x": np.zeros((40, 30, 1), np.float32)}, np.int32(size + [0] * 36))
@@ -450,7 +449,7 @@ def test_stratified_shares():
     sampler = make_sampler(RAGGED, 8, "stratified", strata)
     for t in range(50):
         assert np.bincount(strata[sampler(np.random.default_rng(t))], minlength=6).tolist() == [4, 3, 0, 0, 0, 1]
-    found = counts(sampler, 4000)
+    found = counts(sampler, 1000)
     assert chisquare(found[:20]).pvalue > 0.001 and chisquare(found[20:35]).pvalue > 0.001
     assert {
         tuple(np.bincount(CLUSTER[make_sampler(STORE, 5, "stratified")(np.random.default_rng(t))])) for t in range(20)
@@ -472,8 +471,8 @@ def test_no_stratum_is_left_out_for_good(sizes, count):
         found = np.bincount(strata[sampler(np.random.default_rng([5, t]))], minlength=len(sizes))
         assert found.sum() == count and (np.abs(found - share) < 1).all()
     # Wide: where a stratum's share is rounded, its clients are asked together.
-    times = counts(sampler, 4000)
-    assert np.abs(times / 4000 - count / 40).max() < 0.04
+    times = counts(sampler, 1000)
+    assert np.abs(times / 1000 - count / 40).max() < 0.08
 
 
 # ---- Stopping and going on -----------------------------------------------------------------------------------------
@@ -555,7 +554,7 @@ def test_files_of_rows_without_a_change(tmp_path):
 @pytest.mark.parametrize("damage", ["cut short", "is missing", "journal", "a bit"])
 def test_damaged_rows_are_not_gone_on_with(damage, tmp_path):
     options = {"rows_in_memory": 0, "out": tmp_path / "run"}
-    population(METHODS["ditto"], stop_after=2, **options)
+    population(METHODS["local"], stop_after=2, **options)
     folder = tmp_path / "run" / "client_rows"
     (journal,) = folder.glob("undo-*")
     first = folder / "rows.bin"
@@ -571,18 +570,18 @@ def test_damaged_rows_are_not_gone_on_with(damage, tmp_path):
     words["a bit"] = "the row of client . differs from its checksum"
     before = sorted((p, p.read_bytes()) for p in tmp_path.rglob("*") if p.is_file())
     with pytest.raises(ValueError, match=words.get(damage, "rows.bin is missing")):
-        population(METHODS["ditto"], resume=True, **options)
+        population(METHODS["local"], resume=True, **options)
     assert before == sorted((p, p.read_bytes()) for p in tmp_path.rglob("*") if p.is_file())
 
 
 def test_a_run_without_a_checkpoint_yet_begins_anew(tmp_path):
     options = {"rows_in_memory": 0, "out": tmp_path / "run"}
-    straight = population(METHODS["ditto"], out=tmp_path / "whole", rows_in_memory=0)
-    population(METHODS["ditto"], stop_after=1, **options)
+    straight = population(METHODS["local"], out=tmp_path / "whole", rows_in_memory=0)
+    population(METHODS["local"], stop_after=1, **options)
     shutil.rmtree(tmp_path / "run" / "checkpoints")  # as if it had been killed before the first
     options["rows_in_memory"] = 1e9
-    population(METHODS["ditto"], resume=True, stop_after=2, **options)
-    again = population(METHODS["ditto"], resume=True, **options)
+    population(METHODS["local"], resume=True, stop_after=2, **options)
+    again = population(METHODS["local"], resume=True, **options)
     same(straight.state, again.state)
     assert again.rounds == 6 and again.records == straight.records
 
@@ -599,9 +598,9 @@ def test_the_tests_of_evaluated_clients_count_before_anything_runs(monkeypatch, 
     examples = {"x": np.zeros((7, 900, 4), np.float32), "y": np.ones((7, 900), np.float32)}
     store = ClientStore.from_clients(jfcl.Clients(examples, np.full(7, 900, np.int32)))  # 18 kB a client
     with pytest.raises(ValueError, match=r"memory must be at most the 0.0 GB that are free"):
-        population(METHODS["ditto"], store, num_rounds=1, out=tmp_path / "run")  # 4 twice, and 7 with their tests
+        population(METHODS["local"], store, num_rounds=1, out=tmp_path / "run")  # 4 twice, and 7 with their tests
     assert not (tmp_path / "run").exists()
-    population(METHODS["ditto"], store, num_rounds=1, evaluate=2)
+    population(METHODS["local"], store, num_rounds=1, evaluate=2)
 
 
 SCRIPT = """
@@ -723,13 +722,15 @@ ATTACKED = jfcl.fedavg(TASK, TRAINING, adversary=jfcl.Adversary(jfcl.attacks.zer
             "remember must be at most the 3 clients beside the cohort",
         ),
         ({"algorithm": jfcl.cfl(TASK, TRAINING)}, "max_clusters must be given for a cohort of 4"),
-        ({"algorithm": RESTARTED}, "join must be given"),
-        ({"algorithm": jfcl.one_shot(TASK, TRAINING, num_clusters=2)}, "join must be given"),
+        pytest.param({"algorithm": RESTARTED}, "join must be given", marks=pytest.mark.slow),
         ({"algorithm": jfcl.fesem(TASK, TRAINING, num_clusters=2)}, "join must be given"),
-        ({"algorithm": jfcl.flhc(TASK, TRAINING, num_clusters=2)}, "join must be given"),
-        ({"algorithm": jfcl.hypcluster(TASK, TRAINING, num_clusters=2, warm_rounds=2)}, "join must be given"),
+        pytest.param(
+            {"algorithm": jfcl.flhc(TASK, TRAINING, num_clusters=2)}, "join must be given", marks=pytest.mark.slow
+        ),
         ({"join": METHODS["local"].init}, "join must be an init with states of the same shapes"),
-        ({"algorithm": METHODS["cfl"], "join": METHODS["ifca"].init}, "join must be an init with states of the same"),
+        pytest.param(
+            {"algorithm": METHODS["cfl"], "join": METHODS["ifca"].init}, "join must be an init", marks=pytest.mark.slow
+        ),
         ({"algorithm": jfcl.ifca(TASK, TRAINING, num_clusters=5)}, "num_clusters must be at most the 4 clients"),
         (
             {"algorithm": jfcl.oracle(TASK, TRAINING, cluster=CLUSTER[:6])},
