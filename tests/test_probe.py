@@ -172,8 +172,6 @@ def test_too_little_memory_is_said_before_anything_runs(monkeypatch, tmp_path):
     with pytest.raises(ValueError, match="chunks of at most 4 clients"):
         jfcl.simulate(algorithm, clients, key=jax.random.key(0), num_rounds=1, client_axis=large)
     assert not (tmp_path / "x").exists(), "a run that was refused leaves nothing in the way of the next"
-    monkeypatch.setattr(memory, "needed_memory", lambda *_: 100)
-    jfcl.simulate(algorithm, clients, key=jax.random.key(0), num_rounds=1, client_axis=jax.vmap)
 
 
 @pytest.mark.slow

@@ -20,7 +20,7 @@ def test_it_is_fedavg_with_momentum():
     clients, _, task, training = problem()
     key, fedavg = jax.random.key(0), jfcl.fedavg(task, training)
     algorithm = server_momentum(task, training, beta=0.5)
-    state, common = algorithm.init(key, clients), fedavg.init(key, clients)
+    state, common = jax.jit(lambda: (algorithm.init(key, clients), fedavg.init(key, clients)))()
     step, fedavg_step = jax.jit(algorithm.step), jax.jit(fedavg.step)
     for _ in range(2):
         averaged = fedavg_step(key, common._replace(params=state.params), clients)[0].params

@@ -130,7 +130,7 @@ def test_max_noise_is_where_the_bounds_cross(k):
 
 
 def test_max_noise_of_a_split_inverts_the_bound_of_two_clusters():
-    gamma = jnp.linspace(0, 0.9, 10)
+    gamma = np.linspace(0, 0.9, 5, dtype=np.float32)
     cross = theory.cross_similarity_bound(gamma, gamma, 2)
     # Equation 39: γ² < (1 − α)/2; with α = −H = 2γ² − 1 the clients pass as long as γ² < 1 − γ².
     np.testing.assert_allclose(theory.max_noise_of_split(cross), np.sqrt(1 - gamma**2), atol=1e-3)
