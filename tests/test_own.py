@@ -352,12 +352,18 @@ def test_own_attacks_and_aggregators_on_the_command_line(folder, capsys):
     assert cli.main([*command, *flags, "--out", "own"]) == 0, capsys.readouterr().err
     saved = json.loads((folder / "own" / "config.json").read_text())
     assert {name: saved[name] for name in own} == own
-    assert cli.main(["sweep", *command[1:], *flags, "--seeds", "1", "--grid", "lr=0.1,0.2"]) == 0
     forget()
     (folder / "mine_hostile.py").unlink()
     assert cli.main(["compare", "own"]) == 0 and cli.main(["report", "own", "--out", "page.html"]) == 0
     capsys.readouterr()
     assert cli.main([*command, *flags]) == 2 and "there is no module 'mine_hostile'" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_an_own_attack_and_an_own_aggregator_in_a_sweep():
+    command = ["sweep", "fedavg", "--clients", "8", "--rounds", "1", "--model", "linear", "--malicious", "0.25"]
+    command += ["--attack", "mine_hostile:of_cluster", "--aggregator", "mine_hostile:halved+mean", "--devices", "1"]
+    assert cli.main([*command, "--quiet", "--seeds", "1", "--grid", "lr=0.1,0.2"]) == 0
 
 
 @pytest.mark.parametrize("given", [{}, {"bucket_size": 3, "radius": 2.0}])
