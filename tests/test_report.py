@@ -31,7 +31,15 @@ from jfcl.simulation.folder import identity
 
 notes = pytest.mark.filterwarnings("default:in the report of")  # which the command line prints
 ROUNDS = 4
-SHARED = {"clients": 6, "clusters": 2, "rounds": ROUNDS, "local_steps": 1, "model": "linear", "seeds": 2}
+SHARED = {
+    "clients": 6,
+    "clusters": 2,
+    "rounds": ROUNDS,
+    "local_steps": 1,
+    "model": "linear",
+    "seeds": 2,
+    "mapping": "vmap",
+}
 VOID = ("meta", "img")  # elements without an end
 
 
@@ -714,12 +722,15 @@ def test_an_unfinished_run_has_agreement_with_clusters_where_there_are_any(copy)
     assert read_results(copy / "cfl").summary["num_clusters"] == 1
 
 
-def test_a_comparison_for_a_paper(finished, tmp_path, capsys):
+@pytest.mark.slow_cases("figures")
+@pytest.mark.parametrize("forms", [[], ["pdf", "svg"]], ids=["table", "figures"])
+def test_a_comparison_for_a_paper(forms, finished, tmp_path, capsys):
     awkward = tmp_path / "a_b 50% & #1 $x$ {y} ~^\\"
     shutil.copytree(finished / "local", awkward)
     runs = [str(finished / "cfl"), str(awkward)]
-    assert cli.main(["compare", *runs, "--out", str(tmp_path / "out"), "--latex", "--pdf", "--svg"]) == 0
-    names = [f"{name}.{form}" for form in ("png", "pdf", "svg") for name in ("accuracy", "methods")]
+    flags = [f"--{form}" for form in ("latex", *forms)]
+    assert cli.main(["compare", *runs, "--out", str(tmp_path / "out"), *flags]) == 0
+    names = [f"{name}.{form}" for form in ("png", *forms) for name in ("accuracy", "methods")]
     assert {file.name for file in (tmp_path / "out").iterdir()} == {*names, "results.csv", "results.tex"}
     # The table: as many cells in each row, names as LaTeX prints them, numbers as in the csv file.
     rows = [
@@ -733,6 +744,6 @@ def test_a_comparison_for_a_paper(finished, tmp_path, capsys):
     mean, std = (100 * float(numbers[name]) for name in ("accuracy", "accuracy_std"))
     assert cfl[1] == rf"{mean:.1f} $\pm$ {std:.1f}" and local[3] == "--"
     # The figures: 3.25 inches are 234 points.
-    for name in ("accuracy", "methods"):
+    for name in ("accuracy", "methods") if forms else ():
         [box] = re.findall(rb"/MediaBox \[ 0 0 ([\d.]+) ", (tmp_path / f"out/{name}.pdf").read_bytes())
         assert float(box) == 234 and 'width="234pt"' in (tmp_path / f"out/{name}.svg").read_text()
