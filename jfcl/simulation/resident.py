@@ -90,7 +90,8 @@ def _advance(keys, hyperparams, state, silence, first, count, clients, *, algori
         step, returned = traced_once(made.step, key, state, clients)
         _, like = evaluation.check_step(returned, state)
         last = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), like)
-        sums = {name: jnp.zeros(MOST_ROUNDS) for name in (*evaluation.SUMMED, *made.entries.sums) if name in like}
+        summed = [name for name in (*evaluation.SUMMED, *made.entries.sums) if name in like]
+        sums = dict.fromkeys(summed, jnp.zeros(MOST_ROUNDS, jnp.float32))
         largest = {name: jnp.full(like[name].shape, -1, jnp.int32) for name in made.entries.largest if name in like}
         carry = state, last, sums, largest, silence, silence.count
         state, last, sums, largest, silence, most = jax.lax.fori_loop(first, first + count, one_round, carry)
