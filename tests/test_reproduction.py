@@ -299,3 +299,13 @@ def test_table_1_of_federated_clustering(task):
 def test_threshold_clustering_ends_near_the_papers_distances():
     for r in rows("federated_clustering.figure7-full"):
         assert r["end"] == pytest.approx(r["paper's end"], rel=0.02) and r["95 % of the way by round"] < 20
+
+
+# CFLA, a library.
+
+
+def test_fedavg_has_the_accuracy_of_a_fesem_that_begins_with_equal_models():
+    fedavg = rows("cfla.mnist-small", method="FeSEM, equal models")[0]
+    assert abs(fedavg["difference"]) < 2 and fedavg["adjusted Rand"] == 0
+    ifca, groups = (one("cfla.mnist-small", "accuracy %", method=name) for name in ("IFCA", "FedAvg in each group"))
+    assert abs(ifca - groups) < 1 and ifca > fedavg["accuracy %"] + 5
