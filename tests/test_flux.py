@@ -63,7 +63,7 @@ def described(clients, w, b, projection, labels):
     return np.array(rows)
 
 
-@pytest.mark.slow_cases("auto-False", "3-True")
+@pytest.mark.slow_cases("auto-*", "3-True")
 @pytest.mark.parametrize(("k", "by_label"), [(3, False), ("auto", True), ("auto", False), (3, True)])
 def test_the_rounds_are_those_of_the_loop(k, by_label):
     clients, of = clients_of(1, by_label=by_label)
