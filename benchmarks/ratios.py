@@ -15,7 +15,7 @@ GPU = {
     "cfl, mlp": "CFL, MLP",
 }
 OTHER = ("TF32 throughout", "autocast", "similarities")  # forms that compute less exactly, or other things
-CPU = {"ifca mlp": "IFCA, MLP", "fedavg mlp": "FedAvg, MLP", "fedavg cnn": "FedAvg, CNN"}
+CPU = {"ifca mlp": "IFCA, MLP", "fedavg mlp": "FedAvg, MLP", "fedavg cnn": "FedAvg, CNN", "flhc mlp": "FL+HC, MLP"}
 
 
 def rows(name: str) -> list[dict]:
@@ -25,10 +25,9 @@ def rows(name: str) -> list[dict]:
 def on_cpu() -> dict[str, dict[str, float]]:
     """Returns `{job: {library: times ours}}` of the same jobs in every library, and of Federated-Clustering."""
     found = {}
-    for name in ("against-peers-cpu-2-cores", "against-peers-cnn-cpu-2-cores"):
-        for row in rows(name):
-            if not row["library"].startswith("jfcl"):
-                found.setdefault(CPU[row["job"]], {})[row["library"].split()[0]] = row["times_ours"]
+    for row in rows("against-peers-cpu-2-cores"):
+        if not row["library"].startswith("jfcl"):
+            found.setdefault(CPU[row["job"]], {})[row["library"].split()[0]] = row["times_ours"]
     largest = {row["what"]: row["seconds"] for row in rows("federated-clustering-cpu-2-cores") if row["clients"] == 300}
     found["Federated-Clustering, MLP"] = {"PyTorch": largest["PyTorch loop"] / largest["jfcl"]}
     return found
@@ -54,7 +53,7 @@ def on_gpu() -> dict[str, dict[str, float]]:
 def draw() -> plt.Figure:
     """Returns the figure: a panel for the CPU, and one for the GPU."""
     figure, panels = plt.subplots(1, 2, figsize=(11, 4.2), gridspec_kw={"wspace": 0.5})
-    libraries = ["PyTorch", "FedJAX", "pfl-research", "Flower", "plain JAX", "jfcl in bfloat16"]
+    libraries = ["PyTorch", "FedJAX", "pfl-research", "Flower", "CFLA", "plain JAX", "jfcl in bfloat16"]
     for axes, (title, jobs) in zip(
         panels, {"CPU of 2 cores": on_cpu(), "one NVIDIA H200": on_gpu()}.items(), strict=True
     ):
