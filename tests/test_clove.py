@@ -220,3 +220,9 @@ def test_it_has_no_privacy_and_others_choose_no_number():
         jfcl.clove(task, training, num_clusters=2, dp=None)
     with pytest.raises(ValueError, match="num_clusters must be of type int"):
         jfcl.ifca(task, training, num_clusters="auto")
+
+
+def test_what_it_serves_is_never_taken_for_what_another_method_serves():
+    made = [make(LINEAR, TWO, num_clusters=3) for make in (jfcl.clove, jfcl.ifca, jfcl.clove)]
+    clove, ifca, again = (algorithm.serve for algorithm in made)
+    assert clove != ifca and ifca != clove and clove == again and hash(clove) == hash(again)

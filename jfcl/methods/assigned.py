@@ -7,6 +7,7 @@ the first round, it is `clustered_once` in `jfcl.methods.once`.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -133,7 +134,8 @@ def update_of(
     return ravel_clients(trained_part(task, update))[0]
 
 
-class ServeAssigned(NamedTuple):
+@dataclass(frozen=True)  # tuples of other classes with equal fields would be equal, and share compiled evaluations
+class ServeAssigned:
     """`Algorithm.serve` of these methods: a client's cluster, or the model of lowest loss before its first round."""
 
     task: Task
@@ -142,7 +144,7 @@ class ServeAssigned(NamedTuple):
 
     def __call__(self, state: AveragingState, clients: Clients | None):
         """Returns the models of the clusters, and the clients' own parameters."""
-        lowest, new = LowestLoss(*self), state.unchanged == UNSEEN
+        lowest, new = LowestLoss(self.task, self.num_clusters, self.client_axis), state.unchanged == UNSEEN
         served = lowest(state, None)
         if clients is None:
             return served
