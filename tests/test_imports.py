@@ -146,6 +146,14 @@ def test_what_is_above_the_methods_knows_their_registry_alone():
     assert not found
 
 
+def test_no_tuple_is_a_function():
+    """As a key of compiled programs it would equal tuples of other classes: one would be computed as the other."""
+    for file in FILES:
+        for node in (n for n in nodes(file) if isinstance(n, ast.ClassDef)):
+            methods = {part.name for part in node.body if isinstance(part, ast.FunctionDef)}
+            assert not ("__call__" in methods and "NamedTuple" in map(ast.unparse, node.bases)), (file, node.name)
+
+
 def test_importing_jfcl_leaves_heavy_packages_alone():
     heavy = ("tensorflow", "tensorflow_datasets", "orbax", "pandas", "IPython", "matplotlib", "scipy.optimize")
     code = f"import sys, jfcl; print([m for m in {heavy} if m in sys.modules])"

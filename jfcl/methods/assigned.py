@@ -79,7 +79,7 @@ def assigned(
         state = state._replace(unchanged=jnp.full(num_clients(clients), UNSEEN, jnp.int32))
         return state if remember is None else remember(key, clients, state)
 
-    serve = ServeAssigned(rules.task, rules.num_clusters, rules.client_axis)
+    serve = ServeAssigned(LowestLoss(rules.task, rules.num_clusters, rules.client_axis))
     return averaging(rules)._replace(init=init, step=partial(step, rules, assign), serve=serve)
 
 
@@ -134,19 +134,16 @@ def update_of(
     return ravel_clients(trained_part(task, update))[0]
 
 
-@dataclass(frozen=True)  # tuples of other classes with equal fields would be equal, and share compiled evaluations
+@dataclass(frozen=True)  # equal ones share programs; a tuple would equal those of other classes
 class ServeAssigned:
     """`Algorithm.serve` of these methods: a client's cluster, or the model of lowest loss before its first round."""
 
-    task: Task
-    num_clusters: int
-    client_axis: mapping.Mapping
+    lowest: LowestLoss
 
     def __call__(self, state: AveragingState, clients: Clients | None):
         """Returns the models of the clusters, and the clients' own parameters."""
-        lowest, new = LowestLoss(self.task, self.num_clusters, self.client_axis), state.unchanged == UNSEEN
-        served = lowest(state, None)
+        served, new = self.lowest(state, None), state.unchanged == UNSEEN
         if clients is None:
             return served
-        chosen = jax.lax.cond(new.any(), lambda: lowest(state, clients).to, lambda: state.cluster)
+        chosen = jax.lax.cond(new.any(), lambda: self.lowest(state, clients).to, lambda: state.cluster)
         return served._replace(to=jnp.where(new, chosen, state.cluster))

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import zlib
-from typing import Annotated, NamedTuple, Unpack
+from dataclasses import dataclass
+from typing import Annotated, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -171,8 +172,9 @@ def ifca(
     return with_restarts(algorithm, num_restarts=restarts, num_rounds=restart_rounds)
 
 
-class LowestLoss(NamedTuple):
-    """`Algorithm.serve` of methods in which a client chooses the model of lowest loss. Equal ones share programs."""
+@dataclass(frozen=True)  # equal ones share programs; a tuple would equal those of other classes
+class LowestLoss:
+    """`Algorithm.serve` of methods in which a client chooses the model of lowest loss."""
 
     task: Task
     num_clusters: int

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -99,8 +100,9 @@ def mixture(
     return Algorithm(init, step, task, check_all, serve=serve, adopt=adopt)
 
 
-class ServeMixture(NamedTuple):
-    """`Algorithm.serve` of methods with mixtures. Equal ones share programs.
+@dataclass(frozen=True)  # equal ones share programs; a tuple would equal those of other classes
+class ServeMixture:
+    """`Algorithm.serve` of methods with mixtures.
 
     Attributes:
       hard: whether a client is served the model of the largest weight in its mixture, instead of the mixture.

@@ -10,6 +10,7 @@ import contextlib
 import itertools
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -313,7 +314,8 @@ class Shared(NamedTuple):
     axes: dict[str, mapping.Mapping]
 
 
-class Maker(NamedTuple):
+@dataclass(frozen=True)
+class Maker:
     """The function of the traced options; two of the same other options are equal, and share their programs."""
 
     make: Callable[..., Algorithm]
