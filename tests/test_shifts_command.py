@@ -46,7 +46,7 @@ SMALL |= {"clients": 8, "clusters": 2, "model": "linear", "local_steps": 2, "exa
 DEFAULTS = {"datasets": ("digits",), "batch_size": None, "hostile": 0.0, "attack": "label_reverse", "drift": None}
 DEFAULTS |= {"wrong_k": (), "data_dir": None}
 SHIFTS = sys.modules["jfcl.experiments.shifts"]  # the function has the name of its module
-BASELINES = SHIFTS.ALWAYS
+BASELINES, IN_PROCESSES = SHIFTS.ALWAYS, jobs.in_processes
 MEASURED = ("seconds", "compile_seconds", "joules", "programs", "sha256")
 
 
@@ -136,8 +136,10 @@ def test_parts_merge_to_the_same_folder(whole, tmp_path):
 
 
 def test_a_tpu_is_held_by_one_process(whole, tmp_path, monkeypatch):
-    monkeypatch.setattr(SHIFTS, "platform", lambda: "tpu")
-    monkeypatch.setattr(jobs, "in_processes", None)
+    for module in (SHIFTS, jobs):
+        monkeypatch.setattr(module, "platform", lambda: "tpu")
+    monkeypatch.setattr(jobs, "in_processes", IN_PROCESSES)
+    monkeypatch.setattr(jobs, "multiprocessing", None)
     assert results(jfcl.shifts(**SMALL, out=tmp_path / "tpu").folder) == results(whole)
     with pytest.raises(ValueError, match="jobs must be 1 on a TPU, which one process holds, got 2"):
         jfcl.shifts(**SMALL, out=tmp_path / "two", jobs=2)

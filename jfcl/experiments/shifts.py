@@ -173,13 +173,8 @@ def shifts(
             chains = {
                 chain[0].name: partial(run_chain, chain, setting, folder, data_dir) for chain in chained(left, jobs)
             }
-            if platform() == "tpu":  # this process holds it
-                for run in chains.values():
-                    run()
-                    tick()
-            else:
-                for _ in processes.in_processes(chains, jobs, cores=1 if platform() == "cpu" else None, tick=tick):
-                    tick()
+            for _ in processes.in_processes(chains, jobs, cores=1 if platform() == "cpu" else None, tick=tick):
+                tick()
         with _alone(folder):
             done = merge(folder, cells, digest)
         new = [read_cell(folder, cell, digest) for cell in left]
