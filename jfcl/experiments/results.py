@@ -87,7 +87,8 @@ class Results(NamedTuple):
     @property
     def tree(self) -> ModuleType | None:
         """The module that reads `tree.npz`, the splits of the first seed's clusters; None for a run without them."""
-        return METHODS[self.config["method"]].tree if self.has("tree.npz") else None
+        method = METHODS.get(self.config.get("method"))  # None: of a user
+        return method.tree if method and self.has("tree.npz") else None
 
 
 def read_results(folder: str | Path, records: list[dict[str, Any]] | None = None) -> Results:
