@@ -158,7 +158,7 @@ def simulate(
       >>> [round(r["loss"], 4) for r in jfcl.simulate(algorithm, people, key=jax.random.key(0), num_rounds=2).records]
       [0.25, 0.0625]
     """
-    # Check the options and the data.
+    # Check the options.
     check_options(simulate, locals())
     check_key(key)
     check_callbacks(callbacks)
@@ -169,28 +169,22 @@ def simulate(
     taken = {"key", "cohorts"} & {*(config or {})}
     check(not taken, "config", taken, "without these names, which identify the run")
     seeds, client_axis, further = seed_names(seeds, key.size), mapping.or_auto(client_axis), check_further(metrics)
+
+    # Check the data, and make the source of rounds of them.
+    evaluated = {"test_clients": test_clients, "newcomers": newcomers, "true_cluster": true_cluster}
     drift, ends = None, [num_rounds]
     if isinstance(clients, Federation):
-        drift = clients.drift
-        if drift is not None:
-            check(test_clients is None, "test_clients", "Clients", "left out with drift, which has tests for each step")
-            ends, steps = drift.ends(num_rounds), drift.num_steps
-            check(num_rounds >= steps, "num_rounds", num_rounds, f"at least {steps}, one for each step of the drift")
-        test_clients = clients.test if test_clients is None else test_clients
-        newcomers = clients.newcomers if newcomers is None else newcomers
-        true_cluster = clients.cluster if true_cluster is None else true_cluster
-        clients = clients.train
+        clients, evaluated, drift, ends = _parts_of(clients, evaluated, num_rounds)
     store = isinstance(clients, ClientStore)
     check(not store, "clients", "a ClientStore", "a Population of it: jfcl.Population(store, cohort=100)")
     if isinstance(clients, Population):
-        others = {"test_clients": test_clients, "newcomers": newcomers, "true_cluster": true_cluster}
-        for name, value in (others | {"hyperparams": hyperparams, "state": state, "seed_axis": seed_axis}).items():
+        for name, value in (evaluated | {"hyperparams": hyperparams, "state": state, "seed_axis": seed_axis}).items():
             check(value is None, name, type(value).__name__, "left out for a population")
         until = num_rounds if stop_after is None else min(num_rounds, stop_after)
         source = Streamed(algorithm, clients, key, seeds, client_axis, until)
     else:
-        parts = {"clients": clients, "test_clients": test_clients, "newcomers": newcomers}
-        parts = {name: part for name, part in parts.items() if part is not None}
+        true_cluster = evaluated.pop("true_cluster")
+        parts = {"clients": clients} | {name: part for name, part in evaluated.items() if part is not None}
         _check_data(client_axis, parts, true_cluster)
         parts["clients"] = clients if drift is None else drift.clients(clients, 0)
         if hyperparams is not None:  # with types that do not depend on Python's
@@ -198,11 +192,9 @@ def simulate(
         check_method(build(algorithm, hyperparams), parts)
         seed_axis = seed_axis or (mapping.chunked(1) if len(seeds) == 1 else mapping.auto())
         axes = {"row_axis": seed_axis, "client_axis": client_axis}
-        evaluated = {"tests": test_clients, "newcomers": newcomers, "true_cluster": true_cluster}
+        others = {"tests": evaluated["test_clients"], "newcomers": evaluated["newcomers"], "true_cluster": true_cluster}
         of_time = {"drift": drift, "ends": ends}
-        source = Resident(
-            algorithm, clients, key, hyperparams, seeds=seeds, state=state, **axes, **evaluated, **of_time
-        )
+        source = Resident(algorithm, clients, key, hyperparams, seeds=seeds, state=state, **axes, **others, **of_time)
 
     is_shown = progress and hosts.is_first()
     watch = Watch(num_rounds, description=description, progress=is_shown, checkpoint_seconds=checkpoint_seconds)
@@ -239,6 +231,19 @@ def simulate(
             keep_results(out, history, config, source.subjects)
     warn_if_cores_are_idle(client_axis, history.seconds)
     return history
+
+
+def _parts_of(federation: Federation, given: dict[str, Any], num_rounds: int) -> tuple:
+    """Returns the clients, what is evaluated (`given`, or its own), the drift, and the last round of each step."""
+    drift, ends = federation.drift, [num_rounds]
+    if drift is not None:
+        accepted = "left out with drift, which has tests for each step"
+        check(given["test_clients"] is None, "test_clients", "Clients", accepted)
+        ends, steps = drift.ends(num_rounds), drift.num_steps
+        check(num_rounds >= steps, "num_rounds", num_rounds, f"at least {steps}, one for each step of the drift")
+    known = {"test_clients": federation.test, "newcomers": federation.newcomers, "true_cluster": federation.cluster}
+    evaluated = {name: known[name] if value is None else value for name, value in given.items()}
+    return federation.train, evaluated, drift, ends
 
 
 def seed_names(seeds: Sequence[int] | None, count: int) -> list[int]:
