@@ -3,7 +3,7 @@
     python benchmarks/mixtures.py fedem      # the synthetic data of FedEM: local, FedAvg and FedEM
     python benchmarks/mixtures.py fedsoft    # the regression of FedSoft: what clients are found to mix
     python benchmarks/mixtures.py fedrc      # three concepts on small images of Fashion-MNIST: FedRC, FedEM, IFCA
-    python benchmarks/mixtures.py rounds     # seconds of a round, beside the passes that it consists of
+    python benchmarks/mixtures.py rounds     # seconds of a round, of these and other methods, beside its passes
 
 Each call replaces its rows in results/mixtures-DEVICE.json.
 """
@@ -190,26 +190,37 @@ def fedrc(args: argparse.Namespace) -> Iterator[Row]:
 
 
 def rounds(args: argparse.Namespace) -> Iterator[Row]:
-    """Times a round of each method, in turns, beside the trainings and the passes that it consists of."""
+    """Times a round of each method, in turns, beside the trainings and the passes that it consists of.
+
+    The rounds are those after the first one, in which StoCFL observes its clients and FedGroup trains its first models.
+    """
     rng, count, size, k = np.random.default_rng(0), 60, 100, 3
     x, y = rng.normal(size=(count, size, 28, 28, 1)).astype(np.float32), rng.integers(0, 10, (count, size))
     clients = jax.tree.map(jnp.asarray, Clients({"x": x, "y": y.astype(np.int32)}, np.full(count, size, np.int32)))
     task = jfcl.models.classification(jfcl.models.MLP(10), (28, 28, 1), 10)._replace(dense_start=None)
     training = jfcl.local_training(optax.sgd(0.1), num_steps=5)
     makes = {"fedavg": jfcl.fedavg(task, training), "ifca": jfcl.ifca(task, training, num_clusters=k)}
-    makes |= {name: getattr(jfcl, name)(task, training, num_clusters=k) for name in ("fedem", "fedrc", "fedsoft")}
+    of_k_models = ("fedem", "fedrc", "fedsoft", "clove", "pacfl", "fedgroup")
+    makes |= {name: getattr(jfcl, name)(task, training, num_clusters=k) for name in of_k_models}
+    makes |= {
+        "stocfl": jfcl.stocfl(task, training, max_clusters=k),
+        "feddrift": jfcl.feddrift(task, training, max_models=k),
+    }
     steps = {name: jax.jit(algorithm.step) for name, algorithm in makes.items()}
     states = {name: jax.jit(algorithm.init)(jax.random.key(0), clients) for name, algorithm in makes.items()}
     times: dict[str, list[float]] = {name: [] for name in makes}
-    for _ in range(args.rounds + 1):  # the first call compiles
+    states = {name: step(jax.random.key(1), states[name], clients)[0] for name, step in steps.items()}
+    for _ in range(args.rounds):
         for name, step in steps.items():
             began = time.perf_counter()
-            jax.block_until_ready(step(jax.random.key(1), states[name], clients))
+            jax.block_until_ready(step(jax.random.key(2), states[name], clients))
             times[name].append(time.perf_counter() - began)
-    seconds = {name: float(np.median(each[1:])) for name, each in times.items()}
-    passes = seconds["ifca"] - seconds["fedavg"]  # K forward passes
-    sums = {"fedavg": seconds["fedavg"], "ifca": seconds["ifca"], "fedsoft": seconds["ifca"]}
-    sums |= dict.fromkeys(("fedem", "fedrc"), k * seconds["fedavg"] + passes)
+    seconds = {name: float(np.median(each)) for name, each in times.items()}
+    training_alone, passes = seconds["fedavg"], seconds["ifca"] - seconds["fedavg"]  # K forward passes
+    sums = dict.fromkeys(("fedavg", "pacfl", "fedgroup", "feddrift"), training_alone)  # but for drift
+    sums |= dict.fromkeys(("ifca", "fedsoft", "clove"), training_alone + passes)
+    sums |= dict.fromkeys(("fedem", "fedrc"), k * training_alone + passes)
+    sums["stocfl"] = 2 * training_alone  # of the cluster's model and of the common one
     for name, value in seconds.items():
         setting = f"MLP, {count} clients x {size} images, 5 full steps, K = {k}"
         yield {"method": name, "setting": setting, "seconds_per_round": value, "times_passes": value / sums[name]}
