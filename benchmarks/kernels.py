@@ -103,7 +103,6 @@ def bipartition(quick: bool) -> list[Row]:
                 "SciPy linkage(single)": lambda c=condensed: linkage(c, "single"),
                 "NumPy Prim": lambda h=host: prim_in_numpy(h),
                 "optimal_bipartition": lambda s=similarity: kernels.optimal_bipartition(s),
-                "single_linkage_tree": lambda s=similarity: kernels.single_linkage_tree(s),
             }
         )
         rows += rows_of("bipartition", f"N={count}", seconds)

@@ -15,10 +15,10 @@ from scipy.spatial.distance import squareform
 from jfcl.kernels import (
     bipartition_of_updates,
     cut,
+    linkage_tree,
     optimal_bipartition,
     pairwise_cosine,
     separation_gap,
-    single_linkage_tree,
 )
 from jfcl.kernels.bipartition import bipartitions_of_clusters
 from jfcl.kernels.spanning_tree import float_of_key, weakest_joins
@@ -106,7 +106,7 @@ def scipy_tree(similarity, method):
 @given(st.sampled_from([2, 60]), SEEDS)
 def test_the_dendrogram_is_scipys(count, seed):
     similarity = similarities(count, seed)
-    ours, theirs = np.asarray(single_linkage_tree(similarity), np.float64), scipy_tree(similarity, "single")
+    ours, theirs = np.asarray(linkage_tree(1 - similarity, "single"), np.float64), scipy_tree(similarity, "single")
     np.testing.assert_allclose(ours[:, 2], theirs[:, 2], atol=2e-7)
     np.testing.assert_array_equal(ours[:, 3], theirs[:, 3])
     np.testing.assert_allclose(cophenet(ours), cophenet(theirs), atol=2e-7)
@@ -117,17 +117,9 @@ def test_the_dendrogram_is_scipys(count, seed):
         firsts = [int(np.flatnonzero(ours_k == c)[0]) for c in range(k)]
         assert firsts == sorted(firsts)  # numbered by first client
     height = theirs[count // 2 - 1, 2] + 1e-4
-    ours_t = np.asarray(cut(single_linkage_tree(similarity), threshold=height))
+    ours_t = np.asarray(cut(linkage_tree(1 - similarity, "single"), threshold=height))
     theirs_t = fcluster(theirs, height, "distance")
     assert len(set(zip(ours_t, theirs_t, strict=True))) == len(set(ours_t)) == len(set(theirs_t))
-
-
-@given(SEEDS)
-def test_tied_single_linkage_has_scipys_heights(seed):
-    similarity = similarities(30, seed, levels=2)
-    ours, theirs = np.asarray(single_linkage_tree(similarity), np.float64), scipy_tree(similarity, "single")
-    np.testing.assert_array_equal(ours[:, 2], theirs[:, 2])
-    np.testing.assert_array_equal(cophenet(ours), cophenet(theirs))
 
 
 @given(SEEDS, st.booleans())

@@ -13,7 +13,6 @@ CALLS = {
     "pairwise_cosine": lambda: kernels.pairwise_cosine(POINTS),
     "squared_distances": lambda: kernels.squared_distances(POINTS, POINTS[:2]),
     "optimal_bipartition": lambda: kernels.optimal_bipartition(SIMILARITY),
-    "single_linkage_tree": lambda: kernels.single_linkage_tree(SIMILARITY),
     "separation_gap": lambda: kernels.separation_gap(SIMILARITY, jnp.arange(9) % 2),
     "bipartition_of_updates": lambda: kernels.bipartition_of_updates(POINTS),
     "threshold_clustering": lambda: kernels.threshold_clustering(POINTS, radius=1.0, num_rounds=2),
@@ -32,7 +31,6 @@ CALLS = {
     "multi_krum",
     "pairwise_cosine",
     "separation_gap",
-    "single_linkage_tree",
     "squared_distances",
     "threshold_clustering",
 )

@@ -101,10 +101,9 @@ SECTIONS = {
     "jfcl.kernels": {
         "Similarities": "pairwise_cosine gram squared_distances separation_gap similarity_tolerance profile_distances "
         "principal_vectors subspace_angles ANGLES",
-        "Bipartitions and dendrograms": "optimal_bipartition bipartition_of_updates Bipartition single_linkage_tree "
-        "linkage_tree cut cut_by_silhouette ChosenCut silhouette knee LINKAGES",
-        "Clusterings": "threshold_clustering kmeans KMeans least_cost_assignment spectral_embedding pivoted_clusters "
-        "spectral_clusters davies_bouldin",
+        "Bipartitions and dendrograms": "optimal_bipartition bipartition_of_updates Bipartition linkage_tree "
+        "cut cut_by_silhouette ChosenCut silhouette knee LINKAGES",
+        "Clusterings": "threshold_clustering kmeans KMeans least_cost_assignment spectral_clusters",
         "Robust aggregators": "mean coordinate_median trimmed_mean mean_around_median geometric_median centered_clip "
         "krum multi_krum bulyan caf smea monna dnc clipped_clustering sign_guard AGGREGATORS",
         "Pre-aggregators": "nearest_neighbour_mixing bucketing clip_norms adaptive_clip PRE_AGGREGATORS "

@@ -39,7 +39,7 @@ from jfcl.kernels.aggregators import (
 from jfcl.kernels.assignment import least_cost_assignment
 from jfcl.kernels.bipartition import Bipartition, optimal_bipartition, separation_gap
 from jfcl.kernels.bipartition_of_updates import bipartition_of_updates
-from jfcl.kernels.dendrogram import cut, single_linkage_tree
+from jfcl.kernels.dendrogram import cut
 from jfcl.kernels.distances import gram, squared_distances
 from jfcl.kernels.kmeans import KMeans, kmeans
 from jfcl.kernels.knee import knee
@@ -51,63 +51,6 @@ from jfcl.kernels.robust_filters import caf, clipped_clustering, dnc, monna, sig
 from jfcl.kernels.robust_vectors import bulyan, centered_clip, geometric_median, krum, multi_krum
 from jfcl.kernels.silhouette import ChosenCut, cut_by_silhouette, silhouette
 from jfcl.kernels.similarity import pairwise_cosine, similarity_tolerance
-from jfcl.kernels.spectral import davies_bouldin, pivoted_clusters, spectral_clusters, spectral_embedding
+from jfcl.kernels.spectral import spectral_clusters
 from jfcl.kernels.subspaces import ANGLES, principal_vectors, subspace_angles
 from jfcl.kernels.threshold import threshold_clustering
-
-__all__ = [
-    "AGGREGATORS",
-    "ANGLES",
-    "LINKAGES",
-    "OPERATORS",
-    "PRE_AGGREGATORS",
-    "Bipartition",
-    "ChosenCut",
-    "KMeans",
-    "Operator",
-    "adaptive_clip",
-    "aggregator_options",
-    "bipartition_of_updates",
-    "bucketing",
-    "bulyan",
-    "caf",
-    "centered_clip",
-    "clip_norms",
-    "clipped_clustering",
-    "coordinate_median",
-    "cut",
-    "cut_by_silhouette",
-    "davies_bouldin",
-    "dnc",
-    "geometric_median",
-    "gram",
-    "kmeans",
-    "knee",
-    "krum",
-    "least_cost_assignment",
-    "linkage_tree",
-    "make_aggregator",
-    "mean",
-    "mean_around_median",
-    "monna",
-    "multi_krum",
-    "nearest_neighbour_mixing",
-    "optimal_bipartition",
-    "orthonormal",
-    "pairwise_cosine",
-    "pivoted_clusters",
-    "principal_vectors",
-    "profile_distances",
-    "separation_gap",
-    "sign_guard",
-    "silhouette",
-    "similarity_tolerance",
-    "single_linkage_tree",
-    "smea",
-    "spectral_clusters",
-    "spectral_embedding",
-    "squared_distances",
-    "subspace_angles",
-    "threshold_clustering",
-    "trimmed_mean",
-]
