@@ -58,7 +58,7 @@ from jfcl.core.parameters import (
     trained_part,
 )
 from jfcl.core.platforms import at_most, by_platform, most_trips, platform
-from jfcl.core.stacking import aligned_zeros, concatenate_clients, free_host_memory, padded_zeros, stack_clients
+from jfcl.core.stacking import aligned_zeros, concatenate_clients, free_host_memory, stack_clients
 from jfcl.core.types import (
     Adversary,
     Algorithm,

@@ -45,32 +45,15 @@ def aligned_zeros(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
     count = math.prod(shape) * np.dtype(dtype).itemsize
     if count > 2**27:  # smaller arrays are not checked
         free = free_host_memory()
-        accepted = f"at most the {free / 1e9:.1f} GB that are free; use fewer clients or examples"
+        accepted = (
+            f"at most the {free / 1e9:.1f} GB that are free; use fewer clients or examples, divide or cut the largest"
+            " client, to which all are padded (examples_per_client of jfcl.data.build), or keep them in a store, of"
+            " which jfcl.simulate holds one cohort (jfcl.data.ClientStore)"
+        )
         check(count < free, "memory", f"{count / 1e9:.1f} GB for clients' examples {shape}", accepted)
     memory = np.zeros(count + 64, np.uint8)
     start = -memory.ctypes.data % 64
     return memory[start : start + count].view(dtype).reshape(shape)
-
-
-def padded_zeros(sizes: Any, length: int, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
-    """Returns `aligned_zeros` `[N, M, ...]` for clients of `sizes` `[N]` and padding.
-
-    Raises:
-      ValueError: more than the free memory; the message says what helps where most of it is padding.
-    """
-    try:
-        return aligned_zeros((len(sizes), length, *shape), dtype)
-    except ValueError as error:
-        real, count = int(np.sum(sizes)), len(sizes) * length
-        if 4 * real > count:
-            raise
-        each = math.prod(shape) * np.dtype(dtype).itemsize / 1e9
-        raise ValueError(
-            f"{error}. They are padded to the largest client, {length} examples, and only {real * each:.2f} GB are"
-            " data: divide the largest clients, or cut them (examples_per_client of jfcl.data.build), or keep the"
-            " clients in a store (jfcl.data.ClientStore.create), of which jfcl.simulate holds one cohort"
-            " on the device"
-        ) from None
 
 
 def concatenate_clients(*parts: Clients) -> Clients:
@@ -154,7 +137,7 @@ def stack_clients(clients: Iterable[PyTree], *, pad_to: int | None = None) -> Cl
                 raise ValueError(f"client {i}: its examples have shape {leaf.shape[1:]}, those of client 0 {shape}")
         kind = held_type(np.result_type(*leaves))  # a type for all of them
         check(kind.kind in "biufcV", "clients", f"arrays of {kind}", "of arrays of numbers")
-        out = padded_zeros(sizes, length, shape, kind)
+        out = aligned_zeros((len(sizes), length, *shape), kind)
         for row, leaf in zip(out, leaves, strict=True):
             row[: len(leaf)] = leaf
         return out

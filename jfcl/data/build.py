@@ -9,16 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jfcl.core import (
-    Clients,
-    check,
-    check_at_most_clients,
-    check_choice,
-    check_count,
-    free_host_memory,
-    padded_zeros,
-    stack_clients,
-)
+from jfcl.core import Clients, aligned_zeros, check, check_at_most_clients, check_choice, check_count, stack_clients
 from jfcl.data import pools
 from jfcl.data.dataset import Dataset
 from jfcl.data.drift import Drift, check_pattern, drift_pattern
@@ -155,15 +146,10 @@ def build(
       >>> fed.train.examples["x"].shape, fed.cluster[:6].tolist(), int(fed.test.size.sum())
       ((40, 36, 8, 8, 1), [0, 1, 2, 3, 0, 1], 359)
     """
+    rules = pools.Rules(**{name: value for name, value in locals().items() if name in pools.Rules._fields})
     check_choice("reuse", reuse, ["auto", "none", "cluster"])
     if newcomer_examples is not None:
         check_count("newcomer_examples", newcomer_examples)
-    check(
-        distribution is None or partition == "distribution", "distribution", distribution, f"left out for {partition!r}"
-    )
-    clients = num_clients, num_clusters, heterogeneity, partition, examples_per_client, test_fraction, seed
-    options = labels_per_client, alpha, exponent, min_size, distribution, strength, sigma, num_groups, mixture
-    rules = pools.Rules(*clients, *options)
     split = pools.split_dataset(dataset, rules, PARTITIONS, data_dir)
     dataset, transform = split.dataset, pools.transform_of(split)
     if num_clients is None:
@@ -178,9 +164,6 @@ def build(
         check(mixture is None, "mixture", mixture, "left out with drift")
         pattern = _pattern(drift, num_clients, num_clusters, drift_window, seed)
     check(drift is not None or drift_window is None, "drift_window", drift_window, "left out without drift")
-    needed, free = num_clients * (dataset.train["x"][:1].nbytes + 256), free_host_memory()  # 256: for its list of rows
-    accepted = f"at most what memory holds, of which {free / 1e9:.1f} GB are free; use fewer clients, or generate_store"
-    check(needed < free, "num_clients", num_clients, accepted)
 
     # Which client has which rows of the data set.
     cluster = (np.arange(num_clients) % num_clusters).astype(np.int32)
@@ -237,14 +220,7 @@ def build(
 
 
 def select_clients(federation: Federation, rows: slice) -> Federation:
-    """Returns the federation of some of the clients, numbered anew from 0; all newcomers stay.
-
-    Example:
-      >>> fed = build("digits", num_clients=6, num_clusters=3, heterogeneity="rotation")
-      >>> part = select_clients(fed, slice(4, 6))
-      >>> part.train.size.tolist() == fed.train.size[4:].tolist(), part.cluster.tolist()
-      (True, [1, 2])
-    """
+    """Returns the federation of some of the clients, numbered anew from 0; all newcomers stay."""
 
     def of(clients: Clients | None) -> Clients | None:
         return None if clients is None else jax.tree.map(lambda x: x[rows], clients._replace(id=None))
@@ -267,12 +243,7 @@ def select_clients(federation: Federation, rows: slice) -> Federation:
 def mixed(
     parts: Iterable[np.ndarray], cells: np.ndarray, rules: pools.Rules, of_test: bool
 ) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-    """Mixes the clusters of clients with the rows `parts` and the cells `cells`.
-
-    Yields:
-      Of each client its rows, the cells of these, and the shares `[K]` of the clusters. They are the same in training
-      and tests, up to rounding.
-    """
+    """Yields the rows of each client, the cells of these, and the drawn shares `[K]` of the clusters."""
     count, drawn = rules.num_clusters, np.random.default_rng((rules.seed, MIXTURE))
     for i, rows in enumerate(parts):
         numbers = apportioned(len(rows), dirichlet_draw(drawn, rules.mixture, count))
@@ -293,11 +264,7 @@ def _pattern(drift: Any, num_clients: int, num_clusters: int, window: int | None
 def _in_steps(
     rows: Rows, cells: np.ndarray, transform: Callable, examples: pools.Examples, here: slice, seed: int
 ) -> tuple[Rows, Clients]:
-    """Divides each client's `rows` at random among the steps, at which it is in `cells` `[T, N]`.
-
-    Returns:
-      The rows in the order of their steps; `Clients` `here` with `"step"`, transformed by the cell at the step.
-    """
+    """Divides each client's `rows` at random among the steps, at which it is in `cells` `[T, N]`, and stacks them."""
     count, least = len(cells), min(map(len, rows))
     check(least >= count, "the examples of a client", least, f"at least {count}, one for each step of the drift")
     check("step" not in examples, "dataset", sorted(examples), "without an array 'step', which drift adds")
@@ -336,10 +303,7 @@ def _divided(split: pools.Split, cluster: np.ndarray, reuse: str) -> tuple[Rows,
 
 
 def _newcomers(split: pools.Split, count: int, shared: Rows) -> tuple[Rows, np.ndarray, pools.Examples]:
-    """Returns the rows and the clusters of new clients of `count` test examples, and the examples of these rows.
-
-    The rows are among those `shared` with clients in training, but for writers.
-    """
+    """Returns the rows and clusters of new clients of `count` test examples, and the examples that the rows are of."""
     allowed = np.concatenate(shared)
     rules, dataset, parts, cluster = split.rules, split.dataset, [], []
     if rules.partition == "writer":
@@ -372,7 +336,7 @@ def _stacked(rows: Rows, cells: Any, transform: Callable, examples: pools.Exampl
     length, count = max(map(len, rows)), len(rows)
     ids, rows, cells = np.arange(count, dtype=np.int32)[here], rows[here], cells[here]
     size = np.array([len(part) for part in rows], np.int32)
-    stacked = jax.tree.map(lambda x: padded_zeros(size, length, x.shape[1:], x.dtype), examples)
+    stacked = jax.tree.map(lambda x: aligned_zeros((len(size), length, *x.shape[1:]), x.dtype), examples)
     for i, part in enumerate(rows):
         of_rows = np.broadcast_to(cells[i], len(part))
         for cell in np.unique(of_rows):
@@ -384,11 +348,7 @@ def _stacked(rows: Rows, cells: Any, transform: Callable, examples: pools.Exampl
 
 
 def _beyond_rows(dataset: Dataset, rules: pools.Rules) -> list[Any]:
-    """Returns what decides on the examples beside the rows.
-
-    These are the number of classes, where it decides new labels and does not follow from those of the examples, how a
-    table was read, a strength that is not 1, and a mixture.
-    """
+    """Returns what decides on the examples beside the rows, where it is not the default."""
     relabels = not {*RELABELLING}.isdisjoint(rules.shifts)
     follows = not relabels or int(dataset.train["y"].max()) + 1 == dataset.num_classes
     extra = ([] if follows else [dataset.num_classes]) + ([] if dataset.table is None else [dataset.table])

@@ -33,22 +33,10 @@ def generate_store(
     *,
     num_clients: int,
     examples_per_client: int,
-    num_clusters: int = 1,
-    heterogeneity: str = "none",
-    strength: float = 1.0,
-    partition: str = "iid",
-    test_fraction: float = 0.2,
-    seed: int = 0,
-    labels_per_client: int = 2,
-    alpha: float = 0.5,
-    exponent: float = 1.0,
-    sigma: float = 1.0,
-    num_groups: int = 3,
-    min_size: int = 1,
-    mixture: float | None = None,
     about: dict[str, Any] | None = None,
     data_dir: str | None = None,
     progress: bool = False,
+    **options: Any,
 ) -> tuple[ClientStore, ClientStore]:
     """Divides a data set among any number of clients with known clusters. Client `i` is in cluster `i mod K`.
 
@@ -65,7 +53,10 @@ def generate_store(
       examples_per_client: training examples of each; on average, where `partition` makes sizes differ.
       about: further JSON values for `store.about["made"]`.
       progress: show a progress bar.
-      dataset, num_clusters, ...: as in `jfcl.data.build`; `partition` may be neither "writer" nor "distribution".
+      dataset, data_dir: as in `jfcl.data.build`.
+      options: those of `jfcl.data.build` that say how clusters differ and how a data set is divided (`num_clusters`,
+        `heterogeneity`, `partition`, `alpha`, `mixture`, `seed`, ...); `partition` may be neither "writer" nor
+        "distribution".
 
     Returns:
       `(train, test)`, of the same clients. Inputs are kept as bytes where that is exact. Cost for each million clients
@@ -85,9 +76,7 @@ def generate_store(
       (1000, (2, 20, 8, 8, 1), (5752, 8, 8, 1))
     """
     check_count("examples_per_client", examples_per_client)
-    clients = num_clients, num_clusters, heterogeneity, partition, examples_per_client, test_fraction, seed
-    options = labels_per_client, alpha, exponent, min_size, None, strength, sigma, num_groups, mixture
-    rules = pools.Rules(*clients, *options)
+    rules = pools.Rules(num_clients=num_clients, examples_per_client=examples_per_client, **options)
     split = pools.split_dataset(dataset, rules, [name for name in PARTITIONS if name not in OF_ONE_DIVISION], data_dir)
     dataset = split.dataset
     nested = [name for name, part in dataset.train.items() if not isinstance(part, np.ndarray)]
@@ -96,13 +85,13 @@ def generate_store(
     settings = {name: value for name, value in rules._asdict().items() if name != "distribution"}
     known = {
         "num_classes": dataset.num_classes,
-        "num_clusters": num_clusters,
+        "num_clusters": rules.num_clusters,
         **({} if dataset.table is None else {"table": dataset.table}),
-        "description": f"{dataset.name}: {num_clients} clients of {examples_per_client} examples ({partition}),"
-        f" {num_clusters} cluster(s) ({rules.differs_by})",
+        "description": f"{dataset.name}: {num_clients} clients of {examples_per_client} examples ({rules.partition}),"
+        f" {rules.num_clusters} cluster(s) ({rules.differs_by})",
         "made": {"dataset": dataset.name} | settings | (about or {}),
     }
-    splits = [pools.of_cluster(split, k) for k in range(num_clusters)]
+    splits = [pools.of_cluster(split, k) for k in range(rules.num_clusters)]
     fewest, k = min((len(part.train.rows), k) for k, part in enumerate(splits))
     accepted = f"at most {fewest}, the training examples of cluster {k}"
     check(examples_per_client <= fewest, "examples_per_client", examples_per_client, accepted)
@@ -115,11 +104,7 @@ def generate_store(
 def _write(
     folder: Path, part: str, splits: list[pools.Split], known: dict[str, Any], progress: bool, cluster: Any = None
 ) -> np.ndarray:
-    """Writes the store `part` of a population: the pool of every cell, transformed, and clients as rows of it.
-
-    Returns:
-      The clusters `[N]`; of the test store they are given, as those of training.
-    """
+    """Writes the store `part`: the pool of every cell, transformed, and clients as rows of it; returns the clusters."""
     rules, transform = splits[0].rules, pools.transform_of(splits[0])
     num_clients, of_test = rules.num_clients, part == "test"
     kind = (np.arange(num_clients) % len(splits)).astype(np.int32)

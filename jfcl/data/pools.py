@@ -43,16 +43,16 @@ class Rules(NamedTuple):
     """The rules of a division: arguments of `jfcl.data.build` under their names."""
 
     num_clients: int | None
-    num_clusters: int
-    heterogeneity: str
-    partition: str
-    examples_per_client: int | None
-    test_fraction: float
-    seed: int
-    labels_per_client: int
-    alpha: float
-    exponent: float
-    min_size: int
+    num_clusters: int = 1
+    heterogeneity: str = "none"
+    partition: str = "iid"
+    examples_per_client: int | None = None
+    test_fraction: float = 0.2
+    seed: int = 0
+    labels_per_client: int = 2
+    alpha: float = 0.5
+    exponent: float = 1.0
+    min_size: int = 1
     distribution: Any = None
     strength: float = 1.0
     sigma: float = 1.0
@@ -124,6 +124,8 @@ def split_dataset(dataset: Dataset | str, rules: Rules, partitions: Iterable[str
         check(names, "mixture", rules.mixture, "left out with 'none': clusters do not differ")
         check_transforms(rules, "mixture")
     check_choice("partition", partition, partitions)
+    fits = rules.distribution is None or partition == "distribution"
+    check(fits, "distribution", rules.distribution, f"left out for {partition!r}")
     check_count("num_clusters", rules.num_clusters)
     check_count("seed", rules.seed, least=0, most=2**63 - 1)
     fits = is_number(rules.test_fraction) and 0 < rules.test_fraction < 1
@@ -251,10 +253,7 @@ def of_cluster(split: Split, cluster: int) -> Split:
 
 
 def transform_of(split: Split) -> Callable[[Examples, int], Examples]:
-    """Returns `(examples, cell) -> examples`, how the data of a cell (`Rules.cells`) differ from the data set.
-
-    Heterogeneities that select examples leave them as they are.
-    """
+    """Returns `(examples, cell) -> examples`, how the data of a cell (`Rules.cells`) differ from the data set."""
     rules = split.rules
     options = rules.num_clusters, split.dataset.num_classes, (rules.seed, TRANSFORM), rules.strength
 
@@ -279,11 +278,7 @@ def take(examples: Examples, rows: np.ndarray) -> Examples:
 
 
 def divide(split: Split, num_clients: int, group: int) -> list[np.ndarray]:
-    """Divides the training pool among the clients of one group; `group` selects the random numbers.
-
-    Returns:
-      The rows of each client. Writers without examples in the test pool are left out.
-    """
+    """Returns the rows of each client of a group in the training pool; `group` selects the random numbers."""
     rules, train = split.rules, split.train
     partition, each, rows = PARTITIONS[rules.partition][0], rules.examples_per_client, train.rows
     stream, rng = (rules.seed, PARTITION, group), np.random.default_rng((rules.seed, SUBSAMPLE, group))
@@ -356,18 +351,10 @@ def stratified_hold_out(kind, fraction: float, *, seed) -> tuple[np.ndarray, np.
 
 
 def allot(pool, kind, train_kinds, *, seed) -> list[np.ndarray]:
-    """Divides test examples among clients in proportion to the kinds of their training examples.
+    """Divides the test examples `pool` of each kind in proportion to the clients' training examples of that kind.
 
-    The examples of a kind are divided in proportion to each client's number of training examples of that kind, rounded
-    so that rounding errors do not add up over kinds. A client without any test example gets one of a kind in its
-    training data, which another client then also has.
-
-    Args:
-      pool: `[P]` indices of test examples; `kind[pool]` are their labels (or writers).
-      train_kinds: the kinds of each client's training examples, some of which are in the pool.
-
-    Returns:
-      List of `N` sorted index arrays, none empty.
+    Rounding errors do not add up over kinds. A client without any test example gets one of a kind in its training data,
+    which another client then also has.
     """
     rng = np.random.default_rng(seed)
     kinds, train_kind = np.unique(np.concatenate(train_kinds), return_inverse=True)
