@@ -97,11 +97,6 @@ def check_apart(name: str, columns: Any) -> None:
 
     Different integers, or numbers close to each other for their size, must not become equal; those that differ by
     rounding in float64 may. `columns` are `[n]` or `[n, columns]`.
-
-    Example:
-      >>> check_apart("x", 1.7e9 + np.arange(3.0))
-      Traceback (most recent call last):
-      ValueError: x must be of numbers that float32 tells apart, got 3 different ones that become 1, around 1.7e+09; ...
     """
     columns = np.asarray(columns)
     exact = columns.dtype.kind not in "iuf" or columns.dtype.itemsize <= 2 or columns.dtype == np.float32
@@ -129,18 +124,9 @@ def check_apart(name: str, columns: Any) -> None:
 
 
 def check_held(name: str, array: np.ndarray, real: np.ndarray | None = None, *, each: int | None = None) -> None:
-    """Raises `ValueError` unless numbers are finite and in the range of their type in JAX, of 32 bits by default.
+    """Raises `ValueError` unless numbers `[rows, ...]` are finite and in the range of their type in JAX.
 
-    Args:
-      name: of the numbers in errors.
-      array: `[rows, ...]`.
-      real: `[rows]` bool, those that count; None: all.
-      each: the rows of one client, which an error then names; None: it names the row.
-
-    Example:
-      >>> check_held("w", np.array([2**31]))
-      Traceback (most recent call last):
-      ValueError: w must be of numbers that int32 holds, JAX's own type, got 2147483648
+    `real` `[rows]` bool are those that count; with `each`, the rows of one client, an error names the client.
     """
     floats = jnp.issubdtype(array.dtype, jnp.floating)
     if not array.size or not (floats or jnp.issubdtype(array.dtype, jnp.integer)):
@@ -183,12 +169,7 @@ def check_key(key: Any) -> None:
 def in_plane(shape: tuple[int, ...], plane: tuple[int, int], name: str) -> bool:
     """Returns whether an array `[n, ...]` has the height and width `plane` of the images beside it, and must move too.
 
-    Raises:
-      ValueError: an array of another resolution or with its channels first, which may or may not be such a map.
-
-    Example:
-      >>> in_plane((5, 28, 28), (28, 28), "mask"), in_plane((5, 4), (28, 28), "box")
-      (True, False)
+    `ValueError` for one of another resolution or with its channels first, which may or may not be such a map.
     """
     plane = tuple(plane)
     if tuple(shape[1:3]) == plane:

@@ -46,15 +46,7 @@ def mask(clients: Clients) -> jax.Array:
 
 
 def newest_step(clients: Clients) -> jax.Array:
-    """Returns `[]` int32, the newest step of time among the real examples of drifting data (see `jfcl.data.Drift`).
-
-    Raises:
-      ValueError: data without the array `"step"`.
-
-    Example:
-      >>> newest_step(Clients({"step": np.int32([[0, 1, 2], [0, 0, 0]])}, np.int32([2, 1]))).tolist()
-      1
-    """
+    """Returns `[]` int32, the newest step of time among the real examples of drifting data (see `jfcl.data.Drift`)."""
     steps = clients.examples.get("step") if isinstance(clients.examples, dict) else None
     check(steps is not None, "clients", list(clients.examples), "with the array 'step' of drifting data")
     return jnp.where(mask(clients), jnp.asarray(steps, jnp.int32), jnp.int32(0)).max()

@@ -80,10 +80,7 @@ def sync(path: Path) -> None:
 
 @contextlib.contextmanager
 def new_file(path: Path) -> Iterator[int]:
-    """Yields a descriptor of a new file, which is durable at the end, or removed where an error ends it.
-
-    What has its name is removed first: nothing is written to what a link leads to.
-    """
+    """Yields a descriptor of a new file, in the place of what has its name; it is durable at the end, or removed."""
     if os.path.islink(path) or (os.path.lexists(path) and not os.path.isdir(path)):
         os.unlink(path)
     try:
@@ -98,13 +95,7 @@ def new_file(path: Path) -> Iterator[int]:
 
 @contextlib.contextmanager
 def new_folder(path: Path) -> Iterator[Path]:
-    """Yields an empty folder that is renamed to `path` at the end, or removed where an error ends it.
-
-    What a process that was killed has left is removed first.
-
-    Raises:
-      ValueError: `path` exists, or another process makes it.
-    """
+    """Yields an empty folder that is renamed to `path`, which must be new, at the end; an error removes it."""
 
     def check_new() -> None:
         check(not os.path.lexists(path), "path", str(path), "a folder that does not exist yet")
@@ -211,13 +202,7 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def read_json(path: Path, *, sealed: bool = True, check_format: int | None = None) -> dict[str, Any]:
-    """Reads a file of `write_json`, after a check of its digest (`seal`) and of its format (`"format"`).
-
-    Without `sealed` it is a file that a user may edit, and has no digest.
-
-    Raises:
-      ValueError: the file is missing, no JSON object, of another format, without its digest, or differs from it.
-    """
+    """Reads a JSON object after a check of its `"format"` and, if `sealed`, of its digest; else `ValueError`."""
     try:
         file = reader(path)
     except FileNotFoundError:
@@ -249,13 +234,10 @@ _held: Counter[tuple[str, int]] = Counter()  # the number of holds by file and t
 
 @contextlib.contextmanager
 def lock(path: Path) -> Iterator[None]:
-    """Holds a lock against other processes and threads; the same thread may enter again.
+    """Holds a lock against other processes and threads, or raises `ValueError`; the same thread may enter again.
 
     The operating system releases the lock when the process ends in any way. The file remains, with the process that
     held it last (`sign`).
-
-    Raises:
-      ValueError: another process or thread holds it; the message names it.
     """
     name = (str(path.absolute()), threading.get_ident())
     is_free = fcntl is not None and not _held[name]

@@ -34,14 +34,7 @@ def flag_of(name: str) -> str:
 
 @contextlib.contextmanager
 def renamed(names: Mapping[str, str]) -> Iterator[None]:
-    """Changes the name at the beginning of a refusal, such as that of a factory's argument, to what the user knows.
-
-    Example:
-      >>> with renamed({"num_clusters": "clusters"}):
-      ...     raise ValueError("num_clusters must be at most 4, got 5")
-      Traceback (most recent call last):
-      ValueError: clusters must be at most 4, got 5
-    """
+    """Changes the name at the beginning of a refusal, such as that of a factory's argument, to what the user knows."""
     try:
         yield
     except ValueError as error:
@@ -60,10 +53,7 @@ def note_on(option: str) -> str:
 def option_hint(name: str, known: Iterable[str], form: Callable[[str], str] = repr) -> str:
     """Returns `": did you mean 'rounds'?"` for a wrong name of an option, or an empty text where none is near.
 
-    Args:
-      name: the wrong name.
-      known: the options that there are.
-      form: how an option is written; `flag_of` for flags.
+    `form` writes an option: `flag_of` for flags.
 
     Example:
       >>> option_hint("participation", ["rounds", "cohort"], flag_of), option_hint("ronds", ["rounds", "cohort"])

@@ -77,12 +77,7 @@ def path_flags(predicate: Callable[[str], bool], params: PyTree) -> PyTree:
 
 
 def parts(flags: PyTree, tree: PyTree) -> tuple[PyTree, PyTree]:
-    """Returns the leaves of `tree` with a true flag, and the others.
-
-    Example:
-      >>> parts({"a": True, "b": False}, {"a": 1, "b": 2})
-      ({'a': 1, 'b': None}, {'a': None, 'b': 2})
-    """
+    """Returns the leaves of `tree` with a true flag, and the others."""
     chosen = jax.tree.map(lambda f, x: x if f else None, flags, tree)
     return chosen, jax.tree.map(lambda f, x: None if f else x, flags, tree)
 
@@ -100,12 +95,7 @@ def joined(first: PyTree, second: PyTree) -> PyTree:
 
 
 def part_like(part: PyTree, tree: PyTree) -> PyTree:
-    """Returns the leaves of `tree` that are not `None` in `part`.
-
-    Example:
-      >>> part_like({"a": 1, "b": None}, {"a": 3, "b": 4})
-      {'a': 3, 'b': None}
-    """
+    """Returns the leaves of `tree` that are not `None` in `part`."""
     if isinstance(part, tuple) and not part:
         return ()
     return jax.tree.map(lambda old, x: None if old is None else x, part, tree, is_leaf=lambda x: x is None)
@@ -130,11 +120,7 @@ def trained_part(task: Task, params: PyTree) -> PyTree:
 
 
 def in_head(task: Task) -> Callable[[str], bool]:
-    """Returns the predicate of the parameters of the model's last dense layer.
-
-    Raises:
-      ValueError: the task does not know it, or the model has no other layer.
-    """
+    """Returns the predicate of the last dense layer's parameters; `ValueError` without such a layer, or another one."""
     accepted = "given: the last dense layer of this task's model is not known (that of flax.linen modules is)"
     check(task.head is not None, "personal", None, accepted)
     names = parameter_names(jax.eval_shape(task.init, jax.random.key(0)))
@@ -144,10 +130,7 @@ def in_head(task: Task) -> Callable[[str], bool]:
 
 
 def check_part(argument: str, predicate: Callable[[str], bool] | None, task: Task, *, whole: bool = False) -> None:
-    """Raises `ValueError` unless `predicate` holds for some of the task's parameters.
-
-    Unless `whole`, it must not hold for all trained ones.
-    """
+    """Raises `ValueError` unless `predicate` holds for some parameters, and, unless `whole`, not for all trained."""
     if predicate is not None:
         shapes = jax.eval_shape(task.init, jax.random.key(0))
         names, trained = parameter_names(shapes), parameter_names(trained_part(task, shapes))
@@ -174,10 +157,7 @@ def parameter_names(params: PyTree) -> list[str]:
 def reparametrised(
     task: Task, whole: Callable[[Callable], Callable], *, init: Callable, train_loss: Callable, merge: Callable | None
 ) -> Task:
-    """Returns the task of other parameters, those of which `whole` makes each of its functions a function.
-
-    `train_loss` is left out for a task without one, and a `dense_start` is lost.
-    """
+    """Returns the task of other parameters, of which `whole` makes each of its functions; a `dense_start` is lost."""
     named = {name: getattr(task, name) for name in ("apply", "represent")}
     functions = {name: None if function is None else whole(function) for name, function in named.items()}
     functions["train_loss"] = None if task.train_loss is None else train_loss
@@ -185,10 +165,7 @@ def reparametrised(
 
 
 def of_rest(task: Task, fixed: Any) -> Task:
-    """Returns the task of the parameters that are `None` in `fixed`, with the others as they are in `fixed`.
-
-    Its statistics are those of `task` among them. It is a function of its own: a `dense_start` is lost.
-    """
+    """Returns the task of the parameters that are `None` in `fixed`; the others, as in `fixed`, do not move."""
 
     def whole(function):
         return lambda params, x: function(joined(params, fixed), x)

@@ -60,34 +60,16 @@ def read_bytes(path: str | os.PathLike) -> bytes:
 
 
 def check_path(argument: str, path: Any) -> None:
-    """Raises `ValueError` unless `path` names a file or folder: an empty text would be the current folder.
-
-    Example:
-      >>> check_path("out", "")
-      Traceback (most recent call last):
-      ValueError: out must name a file or folder ('.' is the current one), got ''
-    """
+    """Raises `ValueError` unless `path` names a file or folder: an empty text would be the current folder."""
     named = isinstance(path, (str, os.PathLike)) and os.fspath(path).strip() and "\0" not in os.fspath(path)
     if not named:
         raise ValueError(f"{argument} must name a file or folder ('.' is the current one), got {path!r:.100}")
 
 
 def check_plain(folder: str | os.PathLike) -> None:
-    """Checks that what has a name of jfcl's in `folder` is the file or folder that it should be, also in such a folder.
+    """Raises `ValueError` unless what has a name of jfcl's in `folder` is the file or folder that it should be.
 
     `folder` itself may be a symbolic link: its name is the user's own.
-
-    Raises:
-      ValueError: a symbolic link, a FIFO, a socket or a device; a folder in the place of a file, or the other way
-        round; nothing of it was read.
-
-    Example:
-      >>> import tempfile
-      >>> folder = Path(tempfile.mkdtemp())
-      >>> (folder / "lock").symlink_to("/etc/passwd")
-      >>> check_plain(folder)  # doctest: +ELLIPSIS
-      Traceback (most recent call last):
-      ValueError: ...lock must be a file or a folder, but it is a symbolic link: move it away
     """
     _check_entries(Path(folder), OWN)
 

@@ -22,24 +22,10 @@ def by_platform(
     tpu: Callable[..., Any] | None = None,
     cuda: Callable[..., Any] | None = None,
 ) -> Any:
-    """Returns `cpu(*args)` in a program for a CPU, and `accelerator(*args)` in one for a GPU or TPU.
+    """Returns `cpu(*args)` in a program for a CPU, `accelerator(*args)` in one for a GPU or TPU without its own form.
 
     The program's own platform decides, not that of this machine: a program that is compiled here for a TPU contains
-    `accelerator` alone. All forms are traced, so they should be small.
-
-    Args:
-      args: pytrees of arrays.
-      cpu, accelerator: the two forms, with results of equal structure, shapes and dtypes.
-      tpu: the form for a TPU, where it differs from that for a GPU.
-      cuda: the form for an NVIDIA GPU, where it differs. It is traced only where JAX can compile for one.
-
-    Raises:
-      TypeError: results of different structures, shapes or dtypes.
-
-    Example:
-      >>> import jax.numpy as jnp
-      >>> by_platform(jnp.arange(3.0), cpu=jnp.sum, accelerator=lambda x: x @ jnp.ones(3)).tolist()
-      3.0
+    its form alone. All forms are traced (`cuda` only where JAX can compile for an NVIDIA GPU), so they should be small.
     """
     forms = ("cpu", cpu), ("tpu", tpu), ("cuda", cuda if compiles_for_cuda() else None)
     others = {name: form for name, form in forms if form not in (None, accelerator)}
@@ -70,10 +56,6 @@ def in_parts(function: Callable[[Any, Any], Any], rows: Any, most: int | None) -
 
     Row `i` must depend on row `i` of the pytree `rows` `[B, ...]` alone. `part` `[]` is the number of the part, for
     random numbers. Activations of a part are computed again for the gradient.
-
-    Example:
-      >>> in_parts(lambda x, part: 2 * x, jnp.arange(5), 2).tolist()
-      [0, 2, 4, 6, 8]
     """
     total = len(jax.tree.leaves(rows)[0])
     if most is None or total <= most:
@@ -95,18 +77,7 @@ def in_parts(function: Callable[[Any, Any], Any], rows: Any, most: int | None) -
 
 
 def at_most(trips: int) -> contextlib.AbstractContextManager:
-    """Notes that the loop that is traced inside runs its body at most so often.
-
-    For a loop over a number that is known only when the program runs. The program computes the same with it.
-
-    Example:
-      >>> import jax.numpy as jnp
-      >>> def power(x, n):
-      ...     with at_most(8):
-      ...         return jax.lax.fori_loop(0, n, lambda _, y: y * x, jnp.ones_like(x))
-      >>> float(jax.jit(power)(2.0, 3))
-      8.0
-    """
+    """Notes, for `most_trips`, that the loop that is traced inside runs its body at most so often."""
     return jax.named_scope(f"at_most_{trips}_trips")
 
 

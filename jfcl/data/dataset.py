@@ -44,11 +44,10 @@ class Dataset(NamedTuple):
 
 
 def normalised(dataset: Any, *, texts: bool = False) -> Dataset:
-    """Returns a data set with arrays of NumPy in the place of frames, series, sparse matrices and tensors, checked.
+    """Returns a data set with arrays of NumPy in the place of frames, series, sparse matrices and tensors.
 
-    Inputs may be `texts`. Refused are parts that are not those that `Dataset` describes; images of integers, or with
-    their channels first; arrays of different lengths, empty, or other ones in the test split; numbers that are missing,
-    infinite, beyond JAX's types or equal in float32; labels outside `0..num_classes-1`.
+    What `Dataset` does not describe is refused, and numbers that JAX's types do not hold or tell apart. Inputs may be
+    `texts`.
     """
     check(isinstance(dataset, Dataset), "dataset", type(dataset).__name__, "a jfcl.data.Dataset")
     name, count, writer = f"data set {dataset.name!r}", dataset.num_classes, dataset.writer

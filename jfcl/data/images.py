@@ -27,11 +27,7 @@ def is_picture(value: Any) -> bool:
 
 
 def picture(image: Any, where: str) -> np.ndarray:
-    """Returns `[H, W, C]` float32 in `[0, 1]`, what an image of PIL shows.
-
-    Refused are 32-bit integers, and floats outside `[0, 1]`, of unknown white; several frames; unknown modes; files
-    that are damaged or closed.
-    """
+    """Returns `[H, W, C]` float32 in `[0, 1]`, what an image of PIL shows; `ValueError` where that is not known."""
     try:
         image.load()
     except (OSError, ValueError, SyntaxError) as error:

@@ -75,8 +75,7 @@ def decode(field: Field, stored: np.ndarray, out: np.ndarray) -> None:
 def read_store(path: Path) -> tuple[dict[str, Any], dict[str, Field], dict[str, np.ndarray]]:
     """Returns the content of `store.json`, the fields, and all arrays, memory-mapped and checked but for their digests.
 
-    A store may come from elsewhere: the names of its files must be those of its own arrays, and clients' examples must
-    lie within them, which `gather` does not check.
+    A store may come from elsewhere: clients' examples must lie within its arrays, which `gather` does not check.
     """
     about = read_json(path / "store.json", check_format=FORMAT)
     try:

@@ -95,11 +95,10 @@ def names_in(values: Any, where: str) -> list[str]:
 
 
 def row_numbers(columns: dict[Any, list[np.ndarray]]) -> list[Any]:
-    """Returns the columns that number the rows of a table, or of a larger one that it was a part of.
+    """Returns the columns, given by their values in every split, that number the rows of a table, or of a larger one.
 
     These are those with the name that an index gets in a file, and different integers; and those with the integers from
-    0 or 1 on (in 10 rows or more), in any order: in training, whose test split may begin anew, or in all splits
-    together. `columns` has the values of each in every split.
+    0 or 1 on (in 10 rows or more), in any order: in training, or in all splits together.
     """
 
     def number(name, values):
@@ -114,14 +113,7 @@ def row_numbers(columns: dict[Any, list[np.ndarray]]) -> list[Any]:
 
 
 def fit_inputs(columns: dict[Any, list[np.ndarray]], categorical: Collection[Any], scale: bool, between: str) -> list:
-    """Returns how the columns of the inputs are read: `"inputs"` of `Dataset.table`.
-
-    Args:
-      columns: of each column the values of every split, training first, as `inputs_of` returns them.
-      categorical: the columns of names, even of numbers.
-      scale: whether single numbers are scaled.
-      between: what joins texts, where all columns hold texts.
-    """
+    """Returns how the columns of the inputs, as of `inputs_of`, are read: `"inputs"` of `Dataset.table`."""
     texts = [column for column, parts in columns.items() if parts[0].dtype == object]
     joined, inputs = len(texts) == len(columns) and not categorical, []
     for column, (train, *_) in columns.items():
@@ -149,12 +141,7 @@ def fit_inputs(columns: dict[Any, list[np.ndarray]], categorical: Collection[Any
 
 
 def read_inputs(arrays: Sequence[np.ndarray], inputs: list[dict[str, Any]]) -> np.ndarray:
-    """Returns the inputs `[n, ...]` of a split, or of further rows, as those of training are.
-
-    Args:
-      arrays: of each column the values, as `inputs_of` returns them.
-      inputs: how they are read, as of `fit_inputs`.
-    """
+    """Returns the inputs `[n, ...]` of the columns `arrays`, as of `inputs_of`, read as `fit_inputs` says."""
     read = [_read(array, one, f"column {one['column']!r}") for array, one in zip(arrays, inputs, strict=True)]
     if len(read) == 1:
         return read[0]

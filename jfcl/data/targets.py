@@ -25,10 +25,7 @@ def written_number(text: Any) -> bool:
 def targets_of(
     splits: dict[str, Any], column: Any, num_classes: int | None, kind: str | None
 ) -> tuple[dict[str, np.ndarray], int | None, list[Any] | None]:
-    """Returns the targets of every split, the number of classes, and their names where they were numbered.
-
-    The number of classes is `None` for a regression, and for maps of labels.
-    """
+    """Returns the targets of every split, the number of classes (of labels alone), and their names if numbered."""
     where = f"column {column!r}"
     arrays = {split: array_of(values, where) for split, values in splits.items()}
     single = all(array.ndim == 1 for array in arrays.values())

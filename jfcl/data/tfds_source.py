@@ -29,10 +29,7 @@ _OFFICIAL = "Or set data_dir (or JFCL_DATA_DIR) to a folder with the official fi
 def load_tfds(name: str, data_dir, *, known: Iterable[str] = (), official: str = "") -> Dataset:
     """Reads a TFDS data set with "image" (or text) and "label" features, and prepares it if needed.
 
-    Args:
-      name, data_dir: as in `from_tfds`.
-      known: further names to suggest for an unknown `name`.
-      official: where the official files are and into which folder they belong, where jfcl reads those.
+    `known` are further names to suggest for an unknown one; `official` says where jfcl finds official files.
     """
     folder = _folder(name, data_dir, known, official)
     with _readable(folder) as builder:

@@ -22,15 +22,9 @@ _DATES = (datetime.date, datetime.time, datetime.timedelta, np.datetime64, np.ti
 
 
 def inputs_of(parts: Iterable[tuple[str, Any]], channels_first: bool | None) -> tuple[list[np.ndarray], bool]:
-    """Returns the inputs `[n, ...]` of every part (client or split), as `from_frame` and `from_arrays` describe them.
+    """Returns the inputs `[n, ...]` of every part `(where, values)`, as `from_frame` describes them.
 
-    Args:
-      parts: `(where, values)` of each; `where` names them in errors.
-      channels_first: whether images are `[C, H, W]`; `None`: as their shape shows.
-
-    Returns:
-      The inputs (of texts: objects), images with the same channels in all parts, which are last; and whether they were
-      first.
+    The second result is whether images had their channels first.
     """
     inputs, pictured, moved = [], [], False
     for where, values in parts:

@@ -37,11 +37,7 @@ def check_whole(argument: str, value: Any, least: int, most: int, why: str) -> N
 
 
 def rows_of(updates: PyTree, *, name: str = "updates") -> list[jax.Array]:
-    """Returns the leaves of stacked `updates` (`[N, ...]` each) as matrices `[N, d]` of floats, not concatenated.
-
-    Raises:
-      ValueError: no leaves, a leaf without a client axis, different or zero lengths, values that are not real numbers.
-    """
+    """Returns the leaves `[N, ...]` of stacked `updates` as matrices `[N, d]` of floats, or raises `ValueError`."""
     leaves = jax.tree.leaves(updates)
     check(len(leaves) > 0, name, updates, "an array [N, D] or a pytree of arrays stacked on a leading client axis")
     shapes = [jnp.shape(leaf) for leaf in leaves]
@@ -83,11 +79,6 @@ def if_rare(happens: jax.Array, rare: Callable[[], PyTree], usual: Callable[[], 
 
     `jax.vmap` turns `lax.cond` into a selection, for which both branches are computed. Under `if_rare`, `rare` is
     computed only if it happens in at least one element of the batch.
-
-    Example:
-      >>> import jax, jax.numpy as jnp
-      >>> jax.vmap(lambda x: if_rare(x < 0, lambda: -x, lambda: x))(jnp.array([3.0, -2.0])).tolist()
-      [3.0, 2.0]
     """
     (rare, tree, of_rare), (usual, usual_tree, of_usual) = (_with_operands(branch) for branch in (rare, usual))
     assert tree == usual_tree, (tree, usual_tree)
@@ -126,8 +117,7 @@ COLUMNS = "columns_of_updates"  # the axis of a mesh on which each device has al
 def sum_over_columns(x: PyTree) -> PyTree:
     """Returns `x`, sums over columns; where each device has a share of the columns, their total over the devices.
 
-    Every kernel sums over columns by this function, once after its loops. So it can run inside a `shard_map` over the
-    axis `COLUMNS`, with shares of the columns as its input.
+    Every kernel sums over columns by this function, once after its loops, so that it can run inside a `shard_map`.
     """
     return jax.lax.psum(x, COLUMNS) if shares_columns() else x
 

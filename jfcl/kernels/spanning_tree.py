@@ -68,10 +68,8 @@ def join_order(
 ) -> tuple[jax.Array, jax.Array]:
     """Runs Prim's algorithm, in every cluster from its first active client, ties to the lowest index.
 
-    Returns:
-      `step` `[N]` int32: when each client joins the tree, the first active one at 0 (undefined for inactive ones);
-      `joined_at` `[N]` integer keys: the similarity at which the client of step `t` joins, the largest key for the
-      first client of a cluster and after the last active client.
+    The results are `[N]`: the step at which each active client joins, and, by step, the key of the similarity at which
+    a client joins, the largest one for the first client of a cluster.
     """
     count = len(similarity)
     first = jnp.argmax(active).astype(jnp.int32)
@@ -144,8 +142,7 @@ def cut_with_size(
 
     Returns:
       `(side, key, exists)`: `[N]` bool, the part without the cluster's first active client; `[K]`, the key of the
-      removed edge; `[K]` bool, whether there is one: otherwise `side` is all False and `key` undefined. Of equal keys
-      the edge `(i, j)`, `i < j`, that comes last in lexicographic order is the weakest.
+      removed edge; `[K]` bool, whether there is one.
     """
     parent, key, real, order = tree
     count = len(active)

@@ -175,8 +175,7 @@ def _limits(quantile_rule, num_rounds, num_centers, dtype, radius=None, quantile
 def gram_is_cheaper(count: int, num_centers: int, num_rounds: int) -> bool:
     """Returns whether `N² D + 2 K N D` operations are faster than two passes over `N D` numbers per centre and round.
 
-    A matrix product does about 20 multiplications while one number is read from memory, and finding the origin of the
-    Gram matrix takes as long as 60 (measured on a 2-core CPU, 20 to 300 points; accelerators do more).
+    A product does about 20 multiplications while one number is read, finding the origin takes as long as 60 (2 cores).
     """
     return count / 2 + num_centers + 60 <= 20 * num_centers * num_rounds
 

@@ -18,16 +18,10 @@ from jfcl.kernels.base import COLUMNS
 def over_columns(client_axis: mapping.Mapping, kernel: Callable[..., tuple[PyTree, PyTree]]) -> Callable[..., Any]:
     """Maps a kernel over the columns of stacked clients where the clients are divided among devices.
 
-    Each device then has all clients' rows of its share of the columns, and the kernel is compiled as for one device.
-    What kernels sum over columns is summed over the devices (`jfcl.kernels.base.sum_over_columns`), once for each sum.
-
-    Args:
-      client_axis: the clients' mapping; where it is not `sharded`, `kernel` is called as it is.
-      kernel: `(stacked, *arguments) -> (columns, result)`: `columns` is `()`, or a pytree like `stacked` with any
-        number of rows; `result` is the same on all devices.
-
-    Returns:
-      A function like `kernel`; `stacked` is a pytree of `[N, ...]`, or several of one structure in a list.
+    Each device then has all clients' rows of its share of the columns. What kernels sum over columns is summed over the
+    devices (`jfcl.kernels.base.sum_over_columns`). `kernel` is `(stacked, *arguments) -> (columns, result)`: `stacked`
+    is a pytree of `[N, ...]`, or several of one structure in a list; `columns` is `()`, or a pytree like it with any
+    number of rows; `result` is the same on all devices.
     """
     if not isinstance(client_axis, mapping.sharded):
         return kernel
@@ -55,11 +49,7 @@ def over_columns(client_axis: mapping.Mapping, kernel: Callable[..., tuple[PyTre
 
 
 def on_every_device(client_axis: mapping.Mapping, tree: PyTree) -> PyTree:
-    """Returns arrays of clients with a copy on every device, where `client_axis` divides the clients among devices.
-
-    The server then computes with small arrays, such as losses `[C, K]`, as on one device; divided, its loops would send
-    messages in every step.
-    """
+    """Returns small arrays of clients, such as losses `[C, K]`, on every device: divided, loops would send messages."""
     if not isinstance(client_axis, mapping.sharded):
         return tree
     same = NamedSharding(client_axis.mesh, PartitionSpec())

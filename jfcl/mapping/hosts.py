@@ -131,7 +131,6 @@ def _own_gpus() -> list[int] | None:
 
     Left alone, `jax.distributed.initialize` gives a task of Slurm or Open MPI the one GPU with the task's number on its
     machine: one of eight where a task has the machine to itself, and one that it does not see where each sees its own.
-    Raises `ValueError` if the tasks of this machine see the same GPUs and cannot share them equally.
     """
     env = os.environ
     if "SLURM_LOCALID" in env:
@@ -166,10 +165,7 @@ def _slurm_tasks() -> int:
 
 
 def _own_address(host: str, port: int) -> str | None:
-    """Returns `host:port` if `host` is an address of this machine; None for other addresses, and for names.
-
-    Raises `ValueError` if the port cannot be used, which the service of jax would share with another one.
-    """
+    """Returns `host:port` if `host` is an address of this machine, else None; `ValueError` if the port is in use."""
     bare = host.strip("[]")
     is_address = bare == "localhost" or ":" in bare or bare.replace(".", "").isdigit()
     for place in ([bare] if is_address else []) + [""]:

@@ -51,11 +51,7 @@ class Memory(NamedTuple):
 
 
 def in_lots(client_axis: mapping.Mapping, task: Task, clients: Clients, num_models: int = 1) -> mapping.Mapping:
-    """Returns the mapping for the losses of `clients` under `num_models`: on an accelerator, of fewer clients at once.
-
-    Losses are of all examples of a client, so that `jax.vmap` would hold far more activations than for batches. About
-    `LOT` forward passes are done at once; a task with a `dense_start` has few activations.
-    """
+    """Returns the mapping for losses of all examples: on an accelerator, of about `LOT` forward passes at once."""
     if mapping.platform_of(client_axis) == "cpu" or dense_start(task) is not None:
         return client_axis
     lot = mapping.chunked(max(LOT // (num_models * max_examples(clients)), 1))
@@ -81,10 +77,7 @@ def exhausted(error: Exception) -> int | None:
 
 @contextlib.contextmanager
 def out_of_memory() -> Iterator[None]:
-    """Raises a `MemoryError` with a remedy where a device has no memory left for what runs inside; also a decorator.
-
-    The check before a run does not know what other processes need of the same device.
-    """
+    """Raises a `MemoryError` with a remedy where a device has no memory left for what runs inside; also a decorator."""
     try:
         yield
     except jax.errors.JaxRuntimeError as error:
@@ -99,10 +92,7 @@ def out_of_memory() -> Iterator[None]:
 
 
 def free_memory() -> float:
-    """Returns the free bytes of the default device (for a CPU: of the machine); infinite where they are not known.
-
-    They are not known on a GPU with an allocator without a limit, such as `XLA_PYTHON_CLIENT_ALLOCATOR=cuda_async`.
-    """
+    """Returns the free bytes of the default device (for a CPU: of the machine); infinite where they are not known."""
     device = jax.local_devices()[0]
     if device.platform == "cpu":
         return free_host_memory()
@@ -126,9 +116,7 @@ def on_mesh(tree: PyTree, mesh: Mesh | None, rows: int, axis: int = 0) -> PyTree
 def needed_memory(algorithm: Algorithm, clients: Clients, client_axis: mapping.Mapping) -> int:
     """Returns the bytes of one round with all `clients` (or their shapes) on each device, beside the clients' data.
 
-    They are the compiler's own count: state, results and temporaries, in padded layouts. For a round that the compiler
-    refuses because it does not fit, they are the bytes that it names. Nothing is run, and no data are placed. Cost: a
-    compilation.
+    They are the compiler's own count, or, for a round that it refuses because it does not fit, those that it names.
     """
     mesh = client_axis.mesh if isinstance(client_axis, mapping.sharded) else None
     rows = mapping.num_rows(client_axis, num_clients(clients))
@@ -156,15 +144,11 @@ def check_memory(
     others: Sequence[Clients] = (),
     seeds_at_once: int = 1,
 ) -> None:
-    """Checks that a run fits into memory, before anything is computed.
+    """Raises `ValueError`, with the number of clients at once that may fit, unless a run fits into memory.
 
     The sum is of the data, `others` (those of tests) and twice the state, old and new; shapes are enough. `copies` of
-    the data will be made, and at most one of `others`: by default one, or none where the only device is the CPU, which
-    uses the host's arrays. The temporaries of a round are those of the compiled program, which is compiled only where
-    it might not fit: where many clients train at once, or where the updates of all clients together are large.
-
-    Raises:
-      ValueError: with the bytes needed, the free bytes, and the number of clients at once that may fit.
+    the data will be made: by default one, or none where the only device is the CPU, which uses the host's arrays. The
+    temporaries of a round are those of the compiled program, which is compiled only where it might not fit.
     """
     n, free, parts, inner = num_clients(clients), free_memory(), 1, client_axis
     if hosts.several():  # all processes decide alike

@@ -78,8 +78,7 @@ def held(client_axis: Mapping, task: Task | None, clients: Clients | None) -> Cl
     """Returns `clients` in the shapes in which the devices of `client_axis` should hold them, before `place`.
 
     A TPU pads the last two axes of an array, which are 28 and 1 for images of MNIST, to 8 and 128. So on an accelerator
-    a task with an `input_shape` has its inputs flat, `[N, M, d]`. On a CPU, and for other tasks, nothing changes.
-    `clients` are arrays, on the host or on a device, or their shapes (`jax.ShapeDtypeStruct`).
+    a task with an `input_shape` has its inputs flat, `[N, M, d]`.
     """
     accepts_flat = task is not None and task.input_shape is not None and task.inputs is None
     if clients is None or not accepts_flat or platform_of(client_axis) == "cpu":

@@ -29,28 +29,18 @@ VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
 class Network(NamedTuple):
-    """A module as functions; `x` is `[B, ...]`.
-
-    Attributes:
-      name: of the module, for errors.
-      init: `(key) -> params`. Statistics stand beside the parameters of their layer, as in `BatchNorm_0/mean`.
-      apply: `(params, x) -> outputs`, for evaluation.
-      train: `(key, params, x, real) -> (outputs, params)`, see `Task.train_loss`; None where it is `apply`.
-      represent: `(params, x) -> [B, H]`, the inputs of the last dense layer, or else the outputs; None: not known.
-      statistics, head: as in `Task`.
-      outputs, is_softmax: the shape and the type of the outputs for two inputs, and whether they are those of a
-        softmax.
-    """
+    """A module as functions, most as in `Task`; statistics stand beside the parameters of their layer."""
 
     name: str
     init: Callable[[jax.Array], PyTree]
     apply: Callable[[PyTree, jax.Array], jax.Array]
+    # (key, params, x, real) -> (outputs, params), see `Task.train_loss`; None where it is `apply`.
     train: Callable[[jax.Array, PyTree, jax.Array, jax.Array], tuple[jax.Array, PyTree]] | None = None
     represent: Callable[[PyTree, jax.Array], jax.Array] | None = None
     statistics: Callable[[str], bool] | None = None
     head: str | None = None
-    outputs: Any = None
-    is_softmax: bool = False
+    outputs: Any = None  # the shape and the type of those of two inputs
+    is_softmax: bool = False  # whether they are those of a softmax
 
 
 def module_name(module: Any) -> str:
@@ -98,11 +88,7 @@ def _no_flag(module: Any, name: str) -> str:
 
 
 def row_mask(real: jax.Array, x: jax.Array) -> jax.Array | None:
-    """Returns `real` `[B]` in the shape of a mask for `x` `[rows, ...]`, with as many rows of each example in turn.
-
-    Where no example is real, the first one counts, so that statistics are finite. None for other numbers of rows, which
-    are not those of examples.
-    """
+    """Returns `real` `[B]` as a mask of `x` `[rows, ...]`, the first true if none is; None if rows are no examples."""
     each, left = divmod(len(x), len(real))
     real = real | (~real.any() & (jnp.arange(len(real)) == 0))
     return None if left else jnp.repeat(real, each).reshape(-1, *[1] * (x.ndim - 1))
@@ -206,10 +192,7 @@ def of_linen(module: nn.Module, input_shape: tuple[int, ...], dtype: Any, argume
 
 
 def at_layers(kind: type | tuple[type, ...], visit: Callable) -> contextlib.AbstractContextManager:
-    """Calls `visit(layer, call, *args, **kwargs)` in place of each call of flax.linen layers of a kind.
-
-    `call(*args, **kwargs)` is the layer's own computation.
-    """
+    """Calls `visit(layer, call, *args, **kwargs)` in place of `call(*args, **kwargs)` of linen layers of a kind."""
 
     def intercept(call, args, kwargs, context):
         if isinstance(context.module, kind) and context.method_name == "__call__":

@@ -102,12 +102,7 @@ def is_right(logits: jax.Array, labels: jax.Array) -> jax.Array:
 
 
 def mixed_logits(logits: jax.Array, weights: jax.Array) -> jax.Array:
-    """Returns the logarithm of the mean of `K` models' probabilities, which is logits again, float32 at least.
-
-    Args:
-      logits: `[K, B, ..., num_classes]`.
-      weights: `[K]`, with the sum 1; a model of weight 0 does not count.
-    """
+    """Returns the logarithm of the mean of `K` models' probabilities: logits `[B, ..., num_classes]` again."""
     each, weights = _counted(jax.nn.log_softmax(_wide(logits)), weights)
     return jax.nn.logsumexp(each, axis=0, b=jnp.broadcast_to(weights, each.shape))
 
@@ -128,10 +123,9 @@ def _wide(x: jax.Array) -> jax.Array:
 
 
 def cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
-    """Returns `-log softmax(logits)[label]`, `[...]`, of `logits` `[..., num_classes]` and `labels` `[...]`.
+    """Returns `-log softmax(logits)[label]`, float32 at least, of `logits` `[..., num_classes]` and `labels` `[...]`.
 
-    Accelerators compare the classes with the label, since a gather is slow there. A label out of range gives NaN. The
-    result is float32 at least.
+    Accelerators compare the classes with the label, since a gather is slow there. A label out of range gives NaN.
     """
     wanted = f"{logits.shape[:-1]}, one label for each vector of logits {logits.shape}"
     check(labels.shape == logits.shape[:-1], "the shape of the labels", labels.shape, wanted)
@@ -152,10 +146,7 @@ def cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
 def network(
     module: Any, input_shape: tuple[int, ...], dtype: Any = jnp.float32, training_argument: str | None = None
 ) -> Network:
-    """Returns the functions of a module, with the arguments of `classification`; `dtype` is that of the inputs.
-
-    A network of `jfcl.models` for images with their channels first is refused.
-    """
+    """Returns the functions of a module, with the arguments of `classification`; `dtype` is that of the inputs."""
     name, kind = module_name(module), type(module)
     is_class = isinstance(module, type) and issubclass(module, nn.Module)
     check(not is_class, "module", f"the class {name}", f"an instance of a flax.linen module, such as {name}(...)")

@@ -37,17 +37,7 @@ def nothing_sent(like: PyTree) -> tuple[PyTree, jax.Array]:
 
 
 def add_to_clusters(sums: PyTree, tree: PyTree, cluster: jax.Array, weights: jax.Array) -> PyTree:
-    """Adds `weights[i] * tree[i]` to `sums[cluster[i]]` for every row `i`.
-
-    Args:
-      sums: pytree of `[K, ...]`.
-      tree: pytree of `[n, ...]`; rows of weight 0 are left out, NaN or not.
-      cluster: `[n]` int32 in `0..K-1`; rows of others, such as -1, are added nowhere.
-      weights: `[n]` float32.
-
-    Returns:
-      Pytree of `[K, ...]`. Cost: `O(D)` for one row, else `O(n K D)` as one matrix product.
-    """
+    """Adds `weights[i] * tree[i]`, unless NaN of weight 0, to `sums[cluster[i]]` (to none for -1) for every row `i`."""
 
     def add(total, x):
         counted, scale = jnp.where(_per_row(weights, x) > 0, x, jnp.zeros_like(x)), weights.astype(total.dtype)
@@ -61,11 +51,7 @@ def add_to_clusters(sums: PyTree, tree: PyTree, cluster: jax.Array, weights: jax
 
 
 def add_sent(total: tuple[PyTree, jax.Array], sent: tuple[PyTree, jax.Array, jax.Array]) -> tuple[PyTree, jax.Array]:
-    """Adds the messages `(tree, cluster, weights)` of clients to `(sums [K, ...], weight [K])`.
-
-    This is the fold of `mapping.map_reduce`, from `nothing_sent` on; `divide_rows` of the result is each cluster's
-    weighted mean.
-    """
+    """Adds the messages `(tree, cluster, weights)` of clients to `(sums [K, ...], weight [K])`, as a fold."""
     tree, cluster, weights = sent
     ones = (weights > 0).astype(jnp.float32)
     return add_to_clusters(total[0], tree, cluster, weights), add_to_clusters(total[1], weights, cluster, ones)
@@ -136,10 +122,7 @@ def check_aggregator(aggregator: Callable[..., PyTree] | None) -> None:
 
 
 def clients_check(adversary: Adversary | None, weights: str | jax.Array = "size") -> Callable[[Clients], None] | None:
-    """Returns the `Algorithm.check` of a method with this adversary and these weights of clients.
-
-    `malicious`, and weights that are given, must have an entry for each client.
-    """
+    """Returns the `Algorithm.check` that `malicious`, and weights that are given, have an entry for each client."""
     vectors = {} if isinstance(weights, str) else {"weights": weights}
     if adversary is not None:
         kind = "jfcl.Adversary(attack, malicious), with an attack such as jfcl.attacks.ipm() returns"
@@ -165,12 +148,7 @@ def in_turn(first: Callable[[Clients], None] | None, second: Callable[[Clients],
 
 
 def taken_arguments(function: Callable, **offered: Any) -> dict[str, Any]:
-    """Returns those of the offered arguments that a function takes.
-
-    Example:
-      >>> taken_arguments(lambda key, updates, malicious, usable, cluster: updates, cluster=None, ids=None)
-      {'cluster': None}
-    """
+    """Returns those of the offered arguments that a function takes."""
     return {name: value for name, value in offered.items() if name in inspect.signature(function).parameters}
 
 

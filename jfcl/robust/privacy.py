@@ -107,11 +107,7 @@ def check_mechanism(dp: Any) -> None:
 
 
 def check_private(rules: Any) -> None:
-    """Raises `ValueError` where the guarantee of `rules.dp` does not hold with the other options of a method.
-
-    That is with weights by size; batch statistics that are sent; an adversary (its updates are functions of those of
-    other clients, and not clipped); an aggregator (its sensitivity is not the clipping norm).
-    """
+    """Raises `ValueError` where the guarantee of `rules.dp` does not hold with the other options of a method."""
     if rules.dp is None:
         return
     check_mechanism(rules.dp)
@@ -206,18 +202,9 @@ def noise_of_sums(dp: GaussianDP, num_clusters: int) -> Real:
 def release(
     dp: GaussianDP, key: jax.Array, clip: Any, sums: PyTree, counts: jax.Array, expected: jax.Array
 ) -> tuple[PyTree, jax.Array]:
-    """Returns the sums of the clusters with noise, and their sizes, with noise where there are several clusters.
+    """Returns the sums `[K, ...]` of clipped updates with noise, and the sizes `[K]`, zeros below `dp.min_size`.
 
-    Args:
-      dp: the mechanism.
-      key: the server's key of the round, see `_keys`.
-      clip: the clipping norm of the round; `()` where it is fixed.
-      sums: pytree of `[K, ...]`, of clipped updates.
-      counts: `[K]` float32, the clients in each.
-      expected: `[]`, the expected participants.
-
-    Returns:
-      `(sums [K, ...], sizes [K])`, zeros for clusters below `dp.min_size`.
+    The sizes are `counts` with noise, or, of a single cluster, the `expected` participants, which are public.
     """
     leaves, structure = jax.tree.flatten(sums)
     of_leaves, of_sizes, _ = _keys(key, len(leaves))
@@ -237,11 +224,8 @@ def next_clip(
 ) -> Any:
     """Returns the clipping norm of the next round, `[]` (Andrew et al. 2021, Algorithm 1); `()` where it is fixed.
 
-    Args:
-      dp, key, clip, expected: as in `release`.
-      inside: `[C]` bool, the updates with a norm of at most `clip`.
-      usable: `[C]` bool, the participants with a finite update.
-      like: the sums, of which the number of leaves matters.
+    `inside` `[C]` bool are the updates with a norm of at most `clip`, `usable` `[C]` bool the participants with a
+    finite one; of the sums `like` the number of leaves matters.
     """
     if dp.quantile is None:
         return clip
