@@ -11,7 +11,7 @@ import hashlib
 
 import numpy as np
 
-from jfcl.core import check, check_choice
+from jfcl.core import check
 
 
 def noise(x, level, draws):
@@ -59,30 +59,7 @@ CORRUPTIONS = {  # the function, and its level at severities 0 to 5
 
 
 def corrupt(x, kind: str, severity: float, *, seed=0) -> np.ndarray:
-    """Returns images under a corruption.
-
-    Args:
-      x: `[n, H, W, C]` floats in `[0, 1]`.
-      kind: a name in `CORRUPTIONS`: "noise", "blur", "contrast", "brightness" (added to all pixels; the source adds it
-        to the value of the colour), "pixelate".
-      severity: in `[0, 5]`.
-      seed: of the noise, which depends on it and on the image alone.
-
-    Returns:
-      `[n, H, W, C]` in `[0, 1]`, of the type of `x`.
-
-    Raises:
-      ValueError: an unknown kind, a severity outside `[0, 5]`, not images.
-
-    Example:
-      >>> image = np.float32([[0.0, 1.0], [0.0, 1.0]]).reshape(1, 2, 2, 1)
-      >>> corrupt(image, "contrast", 2)[0, 0, :, 0].tolist()
-      [0.25, 0.75]
-    """
-    check_choice("kind", kind, CORRUPTIONS)
-    check(0 <= severity <= 5, "severity", severity, "in [0, 5]")
-    x = np.asarray(x)
-    check_images(x, f"corruption {kind!r}: the examples")
+    """Returns images `[n, H, W, C]` in `[0, 1]` under one of `CORRUPTIONS`, of a severity from 0 to 5."""
     function, levels = CORRUPTIONS[kind]
     return np.clip(function(x, np.interp(severity, range(6), levels), draws_of(x, seed)), 0, 1).astype(x.dtype)
 

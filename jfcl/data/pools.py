@@ -13,24 +13,16 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import jax
 import numpy as np
 
-from jfcl.core import (
-    Clients,
-    check,
-    check_at_most_clients,
-    check_choice,
-    check_count,
-    client_ids,
-    is_number,
-    stack_clients,
-)
+from jfcl.core import Clients, check, check_at_most_clients, check_choice, check_count, client_ids, stack_clients
+from jfcl.core.options import Interval, Range, check_options
 from jfcl.data.dataset import Dataset, labels_of, normalised
 from jfcl.data.heterogeneity import HETEROGENEITY, OF_CLASSES, OF_PLANE, SELECTIVE, VARIANTS, shifts_of
-from jfcl.data.partition import LARGEST, OF_LABELS, PARTITIONS, as_distribution, parts_of
+from jfcl.data.partition import OF_LABELS, PARTITIONS, as_distribution, parts_of
 from jfcl.data.sources import load
 
 # One stream of random numbers per decision, `default_rng([seed, stream, ...])`: no decision shifts another.
@@ -43,21 +35,21 @@ class Rules(NamedTuple):
     """The rules of a division: arguments of `jfcl.data.build` under their names."""
 
     num_clients: int | None
-    num_clusters: int = 1
+    num_clusters: Annotated[int, Range(1)] = 1
     heterogeneity: str = "none"
     partition: str = "iid"
-    examples_per_client: int | None = None
-    test_fraction: float = 0.2
-    seed: int = 0
-    labels_per_client: int = 2
-    alpha: float = 0.5
-    exponent: float = 1.0
-    min_size: int = 1
+    examples_per_client: Annotated[int | None, Range(1)] = None
+    test_fraction: Annotated[float, Interval("(0, 1)")] = 0.2
+    seed: Annotated[int, Range(0, 2**63 - 1)] = 0
+    labels_per_client: Annotated[int, Range(1)] = 2
+    alpha: Any = 0.5  # this and others, which a partition checks
+    exponent: Any = 1.0
+    min_size: Annotated[int, Range(1)] = 1
     distribution: Any = None
-    strength: float = 1.0
-    sigma: float = 1.0
-    num_groups: int = 3
-    mixture: float | None = None
+    strength: Annotated[float, Interval("[0, 1]")] = 1.0
+    sigma: Any = 1.0
+    num_groups: Any = 3
+    mixture: Annotated[float | None, Interval("(0, inf)")] = None
 
     @property
     def shifts(self) -> tuple[str, ...]:
@@ -114,24 +106,15 @@ class Split(NamedTuple):
 def split_dataset(dataset: Dataset | str, rules: Rules, partitions: Iterable[str], data_dir: str | None) -> Split:
     """Checks the arguments that `build` and `generate_store` share, and splits the examples into two pools."""
     heterogeneity, partition, each = rules.heterogeneity, rules.partition, rules.examples_per_client
+    check_options(Rules, rules._asdict())
     names = shifts_of(heterogeneity)
-    fits = is_number(rules.strength) and 0 <= rules.strength <= 1
-    check(fits, "strength", rules.strength, "in [0, 1]")
     check(names or rules.strength == 1, "strength", rules.strength, "left out with 'none', which has no strength")
     if rules.mixture is not None:
-        fits = is_number(rules.mixture) and 0 < rules.mixture <= LARGEST
-        check(fits, "mixture", rules.mixture, "positive and finite, a concentration")
         check(names, "mixture", rules.mixture, "left out with 'none': clusters do not differ")
         check_transforms(rules, "mixture")
     check_choice("partition", partition, partitions)
     fits = rules.distribution is None or partition == "distribution"
     check(fits, "distribution", rules.distribution, f"left out for {partition!r}")
-    check_count("num_clusters", rules.num_clusters)
-    check_count("seed", rules.seed, least=0, most=2**63 - 1)
-    fits = is_number(rules.test_fraction) and 0 < rules.test_fraction < 1
-    check(fits, "test_fraction", rules.test_fraction, "strictly between 0 and 1")
-    if each is not None:
-        check_count("examples_per_client", each)
     if isinstance(dataset, str):
         dataset = load(dataset, data_dir)
     if rules.num_clients is not None or partition != "writer":
@@ -152,7 +135,6 @@ def split_dataset(dataset: Dataset | str, rules: Rules, partitions: Iterable[str
         check(fits, "dataset", dataset.name, f"a classification data set for {what!r}, which goes by single labels")
     for option in ("min_size", "labels_per_client"):
         value = getattr(rules, option)
-        check_count(option, value)
         fits = each is None or value <= each or option not in _arguments_of(partition)
         check(fits, option, value, f"at most {each}, the examples_per_client")
     if partition == "distribution":
