@@ -2,8 +2,7 @@
 
     python benchmarks/tables.py
 
-They are those of benchmarks/README.md and docs/ranking.md, and of docs/reproduction/, where a row is a cell of a
-paper's table.
+They are those of benchmarks/README.md, and of docs/reproduction/, where a row is a cell of a paper's table.
 A table stands behind a line `<!-- NAME -->`, its JSON file without the ending, and an empty line; another ends it.
 PAGES says which columns it shows.
 """
@@ -91,12 +90,9 @@ NAMES = {  # how the pages call what the files hold
     "mnist 4800 x 50": "4,800 × 50",
 }
 HEADERS = {"times_ours": "time, jfcl = 1", "times_torch": "speed, PyTorch = 1", "ms_a_client_step": "ms per step"}
-HEADERS |= {"s_a_run": "s per run"}
-RANKING = "method rotation class corruption label_permutation mixture mean_rank s_a_run"
-TEXTS_OF_NUMBERS = {"ours_%", "paper_%", "difference", *RANKING.split()[1:]}
+TEXTS_OF_NUMBERS = {"ours_%", "paper_%", "difference"}
 REPRODUCTION = ROOT.parent / "docs" / "reproduction"
 PAGES = {ROOT / "README.md": TABLES}
-PAGES |= {ROOT.parent / "docs" / "ranking.md": {f"ranking-quick-{mode}": RANKING for mode in ("known", "auto")}}
 PAGES |= {page: {name: of["columns"] for name, of in CELLS.items()} for page in sorted(REPRODUCTION.glob("*.md"))}
 
 
