@@ -286,21 +286,28 @@ def test_a_method_of_a_user_is_ranked_by_the_command(tmp_path, capsys):
     assert cell["runs"][0]["status"] == "ok" and cell["runs"][0]["accuracy"] > 0
 
 
-def test_energy_is_the_difference_of_the_counters(tmp_path, monkeypatch):
+def test_energy_is_that_of_the_processors(tmp_path, monkeypatch):
+    """A machine with two processors, the memory of one, the whole platform, and a counter that nobody may read."""
     monkeypatch.setattr(shift_cells, "RAPL", tmp_path)
     monkeypatch.setattr(shift_cells, "_gpus", list)
+    zones = {"0": "package-0", "0:0": "dram", "1": "package-1", "2": "psys", "3": "package-2"}
+
+    def write(**microjoules):
+        for place, count in microjoules.items():
+            (tmp_path / f"intel-rapl:{place[1:].replace('_', ':')}" / "energy_uj").write_text(f"{count}\n")
+
     with shift_cells.energy() as joules:
         pass
-    assert joules() is None
-    for i in range(2):
-        (tmp_path / f"intel-rapl:{i}").mkdir()
-        (tmp_path / f"intel-rapl:{i}" / "energy_uj").write_text("1000000\n")
+    assert joules() is None  # no counters
+    for place, name in zones.items():
+        zone = tmp_path / f"intel-rapl:{place}"
+        zone.mkdir()
+        (zone / "name").write_text(f"{name}\n")
+        (zone / "max_energy_range_uj").write_text("9000000\n")
+    write(_0=1_000_000, _0_0=0, _1=8_000_000, _2=0)
     with shift_cells.energy() as joules:
-        (tmp_path / "intel-rapl:1" / "energy_uj").write_text("3500000\n")
-    assert joules() == 2.5
-    with shift_cells.energy() as joules:
-        (tmp_path / "intel-rapl:1" / "energy_uj").write_text("7\n")
-    assert joules() is None  # it has begun anew
+        write(_0=3_500_000, _0_0=7_000_000, _1=500_000, _2=8_000_000)
+    assert joules() == 2.5 + 1.5  # the second has begun anew
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import shlex
@@ -356,22 +357,28 @@ class energy:
         self._ended = read_joules()
 
     def _read(self) -> float | None:
-        used = [b - a for a, b in zip(self._began, self._ended, strict=True)]
-        return sum(used) if used and min(used) >= 0 else None  # a counter has begun anew
+        used = [
+            end - begin + (span if end < begin else 0)  # after its largest value a counter begins anew
+            for (begin, span), (end, _) in zip(self._began, self._ended, strict=True)
+        ]
+        return sum(used) if used and min(used) >= 0 else None
 
 
-def read_joules() -> list[float]:
-    """Returns the counters of energy that this process may read: RAPL's of processors, NVML's of NVIDIA GPUs."""
+def read_joules() -> list[tuple[float, float]]:
+    """Returns the counters of energy that this process may read, each with the joules after which it begins anew.
+
+    They are RAPL's of processors (not that of the whole platform, which has these in it) and NVML's of NVIDIA GPUs.
+    """
     found = []
-    for file in sorted(RAPL.glob("intel-rapl:?/energy_uj")):
-        try:
-            found.append(int(file.read_text()) / 1e6)
-        except (OSError, ValueError):
-            continue
+    for zone in sorted(RAPL.glob("intel-rapl:*")):
+        with contextlib.suppress(OSError, ValueError):  # absent, or only root may read it
+            if (zone / "name").read_text().startswith("package"):
+                counts = [int((zone / name).read_text()) / 1e6 for name in ("energy_uj", "max_energy_range_uj")]
+                found.append((counts[0], counts[1]))
     for handle in _gpus():
         import pynvml
 
-        found.append(pynvml.nvmlDeviceGetTotalEnergyConsumption(handle) / 1e3)
+        found.append((pynvml.nvmlDeviceGetTotalEnergyConsumption(handle) / 1e3, 0.0))
     return found
 
 
