@@ -227,26 +227,60 @@ def test_hostile_and_private_clients(make, options):
     assert int(metrics["nonfinite"][-1]) == int("adversary" in options)
 
 
+def fitted(models, data, steps):
+    """The mixtures of clients after EM steps on them alone, from equal weights."""
+    mixtures = np.full((len(data.size), len(models)), 1 / len(models))
+    for i, (x, y) in enumerate(of_clients(data)):
+        losses = np.stack([softmax_losses(model, x, y)[0] for model in models], 1)
+        for _ in range(steps):
+            q = mixtures[i] * np.exp(-losses)
+            mixtures[i] = (q / q.sum(1, keepdims=True)).mean(0)
+    return mixtures
+
+
 @pytest.mark.parametrize("make", [jfcl.fedem, jfcl.fedrc], ids=["fedem", "fedrc"])
-def test_newcomers_fit_their_mixtures_and_hard_serves_the_largest_weight(make):
+def test_clients_without_a_round_fit_their_mixtures_and_hard_serves_the_largest_weight(make):
     data, new = clients(), clients(seed=5, n=6)
     algorithm, hard = (make(TASK, TRAINING, num_clusters=K, newcomer_steps=3, hard=hard) for hard in (False, True))
     mixtures = np.random.default_rng(0).dirichlet(np.ones(K), N).astype(np.float32)
+    mixtures[[1, 4]] = 1 / K  # as before a client's first round
     state = jax.jit(algorithm.init)(KEY, data)
     state = state._replace(personal=state.personal | {"mixture": mixtures})
-    adopted = jax.jit(lambda state: [method.adopt(state, new).to for method in (algorithm, hard)])(state)
-    soft = jax.tree.map(np.asarray, algorithm.serve(state, None))
-    want = np.full((6, K), 1 / K)
-    models = [float64(jax.tree.map(lambda p, k=k: p[k], soft.models)) for k in range(K)]
-    for i, (x, y) in enumerate(of_clients(new)):
-        losses = np.stack([softmax_losses(model, x, y)[0] for model in models], 1)
-        for _ in range(3):
-            q = want[i] * np.exp(-losses)
-            want[i] = (q / q.sum(1, keepdims=True)).mean(0)
-    np.testing.assert_allclose(adopted[0], want, atol=1e-5)
-    np.testing.assert_array_equal(adopted[1], want.argmax(1))
-    np.testing.assert_array_equal(soft.to, mixtures)
+
+    def served_by(state):
+        return [(method.adopt(state, new).to, method.serve(state, data).to) for method in (algorithm, hard)]
+
+    soft, largest = jax.tree.map(np.asarray, jax.jit(served_by)(state))
+    served = jax.tree.map(np.asarray, algorithm.serve(state, None))
+    models = [float64(jax.tree.map(lambda p, k=k: p[k], served.models)) for k in range(K)]
+    of_new, of_all = fitted(models, new, 3), mixtures.copy()
+    of_all[[1, 4]] = fitted(models, data, 3)[[1, 4]]
+    for want, found, best in zip((of_new, of_all), soft, largest, strict=True):
+        np.testing.assert_allclose(found, want, atol=1e-5)
+        np.testing.assert_array_equal(best, want.argmax(1))
+    np.testing.assert_array_equal(served.to, mixtures)
     np.testing.assert_array_equal(hard.serve(state, None).to, mixtures.argmax(1))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("of_population", [False, True], ids=["cohort", "population"])
+def test_records_and_results_are_of_the_mixtures_that_clients_are_served(of_population):
+    """Also those of clients that have not taken part."""
+    data = clients()
+    store = jfcl.data.ClientStore.from_clients(data)
+    algorithm = jfcl.fedem(TASK, TRAINING, num_clusters=K, cohort=None if of_population else 3)
+    people = jfcl.Population(store, cohort=3, test_clients=store, evaluate=range(N)) if of_population else data
+    tests = {} if of_population else {"test_clients": data}
+    history = jfcl.simulate(algorithm, people, key=KEY, num_rounds=1, **tests)
+    weights = history.clients["weights"][0] if of_population else history.served.to
+    models = rows(history.served.models, K)
+    want = fitted(models, data, 10)
+    others = np.abs(weights - want).max(1) > 1e-4  # those that have taken part have done one step
+    assert others.sum() <= 3 and np.ptp(want, axis=1).min() > 1e-3
+    for i, (x, y) in enumerate(of_clients(data)):
+        likelihood = np.exp(-np.stack([softmax_losses(model, x, y)[0] for model in models], 1)) @ weights[i]
+        np.testing.assert_allclose(history.clients["loss"][0][i], -np.log(likelihood).mean(), rtol=1e-4)
+    np.testing.assert_array_equal(history.clients["cluster"][0], weights.argmax(1))
 
 
 def soft_round(losses_of, own, centres, shares, data, weights, present, lam):
@@ -398,8 +432,9 @@ def test_a_population_of_all_clients_is_the_simulation(name):
     np.testing.assert_allclose(found.clients["weights"][0], weights, atol=1e-5)
     assert np.isfinite(some.records[-1]["loss"])
     weights, seen = some.clients["weights"][0], some.rows.seen
-    np.testing.assert_allclose(weights[~seen], 1 / 2, rtol=1e-6)
-    assert seen.sum() >= 4 and (np.ptp(weights[seen], axis=1) > 1e-3).any()
+    assert 4 <= seen.sum() < N and (np.ptp(weights[seen], axis=1) > 1e-3).any()
+    alike = np.ptp(weights[~seen], axis=1) < 1e-6
+    assert alike.all() if name == "fedsoft" else not alike.any()
 
 
 @pytest.mark.parametrize(

@@ -34,7 +34,8 @@ def fedem(
         batch's loss is the mean of `Σ_k q_ijk ℓ_ijk`, not divided by `Σ_j q_ijk`.
       num_clusters: `K`, the number of models.
       hard: clients are served the model of the largest weight. Default: the mixture of the models' predictions.
-      newcomer_steps: EM steps on the mixture alone, from equal weights, of a client that was not in training.
+      newcomer_steps: EM steps on the mixture alone, from equal weights, of a client that was not in training or is
+        evaluated before its first round.
       init_params: one model, or `K` stacked. Models that start equal stay equal.
 
     Returns:

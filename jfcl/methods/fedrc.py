@@ -39,7 +39,7 @@ def fedrc(
       training, num_clusters, init_params: as in `jfcl.fedem`.
       hard: clients are served the model of the largest weight. Default: the mixture of the models' predictions.
       newcomer_steps: EM steps on the mixture alone, from equal weights and with constant `T`, of a client that was not
-        in training.
+        in training, or that is evaluated before its first round.
       floor: the least share, of labels and models that no client had in the last round.
 
     Returns:

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from jfcl import mapping
 from jfcl.core import Algorithm, Batch, Clients, PyTree, Served, Task, check, check_mixes
+from jfcl.core.platforms import at_most
 from jfcl.mapping.memory import in_lots
 from jfcl.methods import round as phases
 from jfcl.methods.averaging import Averaging, AveragingState, averaging, with_models
@@ -70,7 +71,7 @@ def mixture(
         client_axis=client_axis,
         **options,
     )
-    common, serve = averaging(rules), ServeMixture(hard)
+    common, serve = averaging(rules), ServeMixture(task, num_clusters, newcomer_steps, client_axis, hard)
 
     def init(key: jax.Array, clients: Clients) -> AveragingState:
         models = phases.initial_models(task, key, num_clusters, start)
@@ -92,12 +93,7 @@ def mixture(
         if common.check is not None:
             common.check(clients)
 
-    def adopt(state: AveragingState, clients: Clients) -> Served:
-        axis, models = in_lots(client_axis, task, clients, num_clusters), models_of(state)
-        fit = axis(partial(fitted, task, newcomer_steps), in_axes=(None, 0, 0))
-        return serve.of(models, fit(models, clients.examples, jnp.asarray(clients.size)))
-
-    return Algorithm(init, step, task, check_all, serve=serve, adopt=adopt)
+    return Algorithm(init, step, task, check_all, serve=serve, adopt=serve.adopt)
 
 
 @dataclass(frozen=True)  # equal ones share programs; a tuple would equal those of other classes
@@ -105,14 +101,42 @@ class ServeMixture:
     """`Algorithm.serve` of methods with mixtures.
 
     Attributes:
+      task, num_clusters: of one model; `K`.
+      newcomer_steps: EM steps with which a client fits its mixture that has not taken part in a round.
+      client_axis: the clients' mapping.
       hard: whether a client is served the model of the largest weight in its mixture, instead of the mixture.
     """
 
+    task: Task
+    num_clusters: int
+    newcomer_steps: int
+    client_axis: mapping.Mapping
     hard: bool
 
     def __call__(self, state: AveragingState, clients: Clients | None = None) -> Served:
-        """Returns the models, and what each client is served of them."""
-        return self.of(models_of(state), state.personal["mixture"])
+        """Returns the models, and what each client is served of them.
+
+        With `clients`, those that have not taken part, whose weights are still equal, are served what they fit.
+        """
+        models, weights = models_of(state), state.personal["mixture"]
+        if clients is not None and self.num_clusters > 1:
+            new = (weights == equal_weights(self.num_clusters)[None]).all(axis=1) & (jnp.asarray(clients.size) > 0)
+            # A loop of no or one trip, since `vmap` over seeds would always run both branches of `cond`.
+            fit = lambda _, weights: jnp.where(new[:, None], self.fit(models, clients), weights)  # noqa: E731
+            with at_most(1):
+                weights = jax.lax.fori_loop(0, new.any().astype(jnp.int32), fit, weights)
+        return self.of(models, weights)
+
+    def adopt(self, state: AveragingState, clients: Clients) -> Served:
+        """Returns the models, and what clients that were not in training are served of them."""
+        models = models_of(state)
+        return self.of(models, self.fit(models, clients))
+
+    def fit(self, models: PyTree, clients: Clients) -> jax.Array:
+        """Returns the mixtures `[N, K]` that clients fit to the models."""
+        axis = in_lots(self.client_axis, self.task, clients, self.num_clusters)
+        fit = axis(partial(fitted, self.task, self.newcomer_steps), in_axes=(None, 0, 0))
+        return fit(models, clients.examples, jnp.asarray(clients.size))
 
     def of(self, models: PyTree, weights: jax.Array) -> Served:
         """Returns what clients with the mixtures `weights` `[N, K]` are served."""
@@ -126,9 +150,13 @@ def models_of(state: AveragingState) -> PyTree:
 
 def stack_of(models: PyTree, table: jax.Array | None) -> PyTree:
     """Returns the models `[K, ...]`, the mixture of a client at first, and the table of labels, as one model."""
-    count = len(jax.tree.leaves(models)[0])
-    stack = {"models": models, "mixture": jnp.full(count, 1 / count, jnp.float32)}
+    stack = {"models": models, "mixture": equal_weights(len(jax.tree.leaves(models)[0]))}
     return stack if table is None else stack | {"labels": table}
+
+
+def equal_weights(num_clusters: int) -> jax.Array:
+    """Returns the mixture `[K]` of a client before its first round."""
+    return jnp.full(num_clusters, 1 / num_clusters, jnp.float32)
 
 
 def stacked(task: Task, num_clusters: int, has_labels: bool) -> Task:
@@ -210,7 +238,7 @@ def responsibilities(
 def fitted(task: Task, steps: int, models: PyTree, examples: Batch, size: jax.Array) -> jax.Array:
     """Returns the mixture `[K]` of a client that was not in training, after steps from equal weights."""
     losses = example_losses(task, models, examples, size)
-    start = jnp.full(losses.shape[1], 1 / losses.shape[1], jnp.float32)
+    start = equal_weights(losses.shape[1])
     return jax.lax.fori_loop(0, steps, lambda _, weights: responsibilities(weights, losses, size)[1], start)
 
 

@@ -139,7 +139,8 @@ class Assessment(NamedTuple):
       newcomers: the same for newcomers, `[R, N']` each.
       upcoming: the same for the test examples of the next step of time, `[R, N]` each; None without drift.
       excluded: `[R, N]`, of methods that exclude clients: the round of the exclusion.
-      weights: `[R, N, K]`, of clients of a population: the weights of their mixtures, or the importance of centres.
+      weights: `[R, N, K]`: the weights of the mixtures that clients are served, where a method has mixtures; of clients
+        of a population also the importance of centres.
     """
 
     cluster: np.ndarray
@@ -254,8 +255,9 @@ def evaluate_rows(
       further: metrics of outputs, as from `metrics.check_metrics`.
 
     Returns:
-      The results of `metrics.evaluate`, `[R, N]` each, and for clients of the run `found`, the clusters to report; for
-      others, of a method with `adopt`, `model` `[R, N]` or `[R, N, K]`, what it serves, and the number of its models.
+      The results of `metrics.evaluate`, `[R, N]` each. For clients of the run also `found`, the clusters to report, and
+      of a method with mixtures `weights` `[R, N, K]`; for others, of a method with `adopt`, `model` `[R, N]` or
+      `[R, N, K]`, what it serves, and the number of its models.
     """
 
     def one(state, hyperparams, clients, learners):
@@ -265,7 +267,7 @@ def evaluate_rows(
             served = served._replace(to=jnp.arange(num_clients(clients), dtype=jnp.int32))
         results, found = evaluate_served(made.task, served, clients, client_axis=client_axis, further=further)
         if of_newcomers is None:
-            return results | {"found": found}
+            return results | {"found": found} | ({"weights": served.to} if is_mixture(served) else {})
         count = len(jax.tree.leaves(served.models)[0])
         return results if served.to is None else results | {"model": served.to, "num_models": jnp.int32(count)}
 

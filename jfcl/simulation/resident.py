@@ -355,13 +355,14 @@ class Resident:
             evaluation.check_clusters(to[:, : len(new)], int(count[0]))
         of_seeds = len(self._seeds), padded
         cluster = evaluation.found_clusters(served, of_seeds) if held_out is None else held_out.pop("found")
+        weights = None if held_out is None else held_out.pop("weights", None)
 
         # Padding clients are behind the others.
         values = {name: v[:, :n] if v.shape[1:] == (padded,) else v for name, v in values.items()}
-        parts = cluster, held_out, served.excluded, upcoming
-        cluster, held_out, excluded, upcoming = jax.tree.map(lambda x: x[:, :n], parts)
+        parts = cluster, held_out, served.excluded, upcoming, weights
+        cluster, held_out, excluded, upcoming, weights = jax.tree.map(lambda x: x[:, :n], parts)
         newcomers = jax.tree.map(lambda x: x[:, : len(new)], newcomers)
-        return Assessment(cluster, values, held_out, newcomers, excluded, upcoming)
+        return Assessment(cluster, values, held_out, newcomers, excluded, upcoming, weights)
 
     def held_out(self, state: Any) -> dict[str, np.ndarray]:
         """Returns the results of the test clients, `[R, N]` each, also of rows that have diverged."""
@@ -389,7 +390,8 @@ class Resident:
         assessment = assessment or self.evaluate(state, {})
         clients = assessment.of_clients() | {"examples": np.tile(self._size, (len(self._seeds), 1))}
         kept = state if num_clients(self._clients) == self._n else _without_padding(state, self.like)
+        weights = assessment.weights  # also those of clients that have not taken part
         if self._single:
-            kept = jax.tree.map(lambda x: x[0], kept)
-            return kept, clients, self.made.serve(kept, None)  # shares its arrays
-        return kept, clients, self._serve(kept)
+            kept, weights = jax.tree.map(lambda x: x[0], (kept, weights))
+        served = self.made.serve(kept, None) if self._single else self._serve(kept)  # shares its arrays
+        return kept, clients, served if weights is None else served._replace(to=weights)
