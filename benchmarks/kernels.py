@@ -31,6 +31,7 @@ from sklearn.manifold import SpectralEmbedding
 from sklearn.metrics import davies_bouldin_score
 
 from jfcl import kernels, mapping
+from jfcl.kernels import robust_vectors
 from jfcl.models import conv
 from jfcl.models.conv import patches
 
@@ -218,7 +219,11 @@ def clipping(quick: bool) -> list[Row]:
     for row in rows:  # an iteration as written reads the updates twice: lengths, then the mean
         row["gb/s"] = 2 * gigabytes / row["seconds"]
         row["times"] = row["gb/s"] / rows[0]["gb/s"]
-    return rows
+    few = jnp.asarray(normal(50, dim))
+    given = ([few], jnp.ones(len(few), bool), [jnp.zeros(dim)], jnp.float32(300.0), jnp.ones(len(few)))
+    forms = {"direct form": robust_vectors._clip, "gram form": robust_vectors._clip_by_products}
+    seconds = in_turn({form: lambda run=run: run(*given, num_iters=50) for form, run in forms.items()})
+    return rows + rows_of("clipping", f"N=50 D={dim}, 50 iterations", seconds)
 
 
 def matmul_peak() -> float:

@@ -42,7 +42,7 @@ def test_forms_agree():
     np.testing.assert_allclose(run(form="gram"), run(form="direct"), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("num_iters", [2, 9])
+@pytest.mark.parametrize("num_iters", [2, 9])  # by passes over the updates, and by their inner products
 def test_centered_clip_is_the_papers(num_iters):
     updates = normal(100, 20_000)
     v, z = np.zeros(20_000), updates.astype(np.float64)

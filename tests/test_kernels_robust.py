@@ -15,6 +15,7 @@ from scipy.optimize import minimize
 from jfcl import kernels
 from jfcl.kernels import AGGREGATORS, PRE_AGGREGATORS, centered_clip
 from jfcl.kernels.robust import sort_columns
+from jfcl.kernels.robust_vectors import products_are_cheaper
 from jfcl.testing import count_compilations
 
 SEEDS = st.integers(0, 2**31)
@@ -274,13 +275,14 @@ def test_columns_are_sorted(shape):
 # Centered clipping.
 
 
+@pytest.mark.parametrize("num_iters", [3, 4])  # by passes over the updates, and by their inner products
 @given(SEEDS, st.sampled_from([0.3, 2.0, 1e9]), st.booleans(), st.booleans())
-def test_clipping_from_a_centre_with_weights(seed, radius, momentum, weighted):
+def test_clipping_from_a_centre_with_weights(num_iters, seed, radius, momentum, weighted):
     z = updates(seed) + np.float32(10)
     center = z[0] + np.float32(0.5) if momentum else None
     weights = np.random.default_rng(seed).uniform(0, 3, N).astype(np.float32) if weighted else None
-    ours = centered_clip(z, radius=radius, center=center, num_iters=3, weights=weights)
-    np.testing.assert_allclose(ours, clipping(z, radius, 3, center, weights), atol=5e-5)
+    ours = centered_clip(z, radius=radius, center=center, num_iters=num_iters, weights=weights)
+    np.testing.assert_allclose(ours, clipping(z, radius, num_iters, center, weights), atol=5e-5)
 
 
 @pytest.mark.parametrize("num_iters", [1, 4])
@@ -297,6 +299,10 @@ def test_one_client_moves_the_result_by_bounded_steps(num_iters, seed):
 def test_clipping_many_rows_goes_block_by_block():
     z = updates(0, count=300, dim=20_000)  # six blocks
     np.testing.assert_allclose(centered_clip(z, radius=100.0, num_iters=2), clipping(z, 100.0, 2), atol=1e-5)
+
+
+def test_clipping_takes_the_cheaper_form():
+    assert products_are_cheaper(N, 4) and not products_are_cheaper(N, 3) and not products_are_cheaper(1000, 28)
 
 
 def test_clipping_adds_up_sixteen_bits_in_more(monkeypatch):

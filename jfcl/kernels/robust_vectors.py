@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jfcl.core.checks import check
 from jfcl.kernels import blocks
 from jfcl.kernels.base import PyTree, check_whole, is_computable, sum_dtype
-from jfcl.kernels.distances import squared_row_distances
+from jfcl.kernels.distances import at_start, center_distances, inner_products, moved, positions, squared_row_distances
 from jfcl.kernels.robust import aggregate, check_weights, combine, lowest, means_around_median, medians, shares
 
 MEDIAN_TOLERANCE = 1e-6  # the length of the mean unit vector towards all updates at which the steps end
@@ -229,7 +229,8 @@ def centered_clip(
       num_iters: iterations, at least 1.
       updates, weights, mask, return_excluded: see `jfcl.kernels`.
 
-    Cost: one read of every update an iteration, in blocks that stay in the cache.
+    Cost: one read of every update an iteration, in blocks that stay in the cache. For many iterations of few clients,
+    `N² D` multiplications once, and `N²` operations an iteration.
 
     Example:
       >>> import jax.numpy as jnp
@@ -251,10 +252,16 @@ def centered_clip(
             start = [jnp.asarray(c).reshape(-1).astype(x.dtype) for c, x in parts]
             if is_computable(start):
                 check(all(jnp.isfinite(c).all() for c in start), "center", "NaN or infinity", "finite")
+        run = _clip_by_products if products_are_cheaper(len(usable), num_iters) else _clip
         limit = jnp.asarray(radius, jnp.float32)
-        return _clip(rows, usable, start, limit, check_weights(weights, len(usable)), num_iters=num_iters)
+        return run(rows, usable, start, limit, check_weights(weights, len(usable)), num_iters=num_iters)
 
     return aggregate(updates, mask, return_excluded, rule)
+
+
+def products_are_cheaper(count: int, num_iters: int) -> bool:
+    """Returns whether `N² D` products and three passes are faster than `num_iters` passes (see `threshold.py`)."""
+    return 3 + count / 40 < num_iters
 
 
 def _pull(distances: jax.Array, radius: jax.Array) -> jax.Array:
@@ -286,3 +293,17 @@ def _clip(rows, usable, start, radius, weights, *, num_iters):
 
     # Applying the mask in every block costs a third of the time, and mostly all clients count.
     return jax.lax.cond(usable.all(), lambda: iterations(None), lambda: iterations(usable))
+
+
+@partial(jax.jit, static_argnames="num_iters")
+def _clip_by_products(rows, usable, start, radius, weights, *, num_iters):
+    """As `_clip`, with the centre as a combination of the updates and of the first centre."""
+    weights = shares(weights, usable)
+    starts = [v[None, :] for v in start]
+    products = inner_products(rows, starts, usable)
+
+    def iterate(_, at):
+        return moved(at, weights[None, :] * _pull(center_distances(products, at)[0], radius))
+
+    at = jax.lax.fori_loop(0, num_iters, iterate, at_start(products, 1))
+    return [v[0] for v in positions(at, rows, starts, usable)]
