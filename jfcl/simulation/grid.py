@@ -340,7 +340,7 @@ class Group:
         self._data, self._maker = data, Maker(make, static_options(cells[numbers[0]], traced))
         self._rows, self._cells, self._traced = list(itertools.product(numbers, range(len(data.keys)))), cells, traced
         algorithms = [make(**cells[i]) for i in numbers]
-        self._made = made = algorithms[0]
+        made = algorithms[0]
         check(isinstance(made, Algorithm), "make", type(made).__name__, "a function that returns an Algorithm")
         check(made.task is not None, "make", "an Algorithm without task", "a function that returns one with a task")
         check_method(made, {"clients": data.clients, "held_out": data.held_out})
@@ -364,7 +364,7 @@ class Group:
 
     def _placed(self) -> Resident:
         """Returns the source of rows, which refuses all that a round would refuse; also options that are no tracers."""
-        data, how = self._data, {"seeds": list(range(self._size)), "made": self._made, **self._data.axes}
+        data, how = self._data, {"seeds": list(range(self._size)), **self._data.axes}
         try:
             arguments = self._arguments(self._rows[: self._size])
             source = Resident(self._maker, data.clients, *arguments, tests=data.held_out, **how)

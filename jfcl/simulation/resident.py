@@ -28,10 +28,15 @@ from jfcl.simulation.progress import compile_ahead
 
 
 def build(algorithm, hyperparams) -> Algorithm:
-    """Returns the algorithm, made from `hyperparams` where `algorithm` is a function of them."""
+    """Returns the algorithm of one row, made from its `hyperparams` where `algorithm` is a function of them."""
     made = algorithm if hyperparams is None else algorithm(**hyperparams)
     check(isinstance(made, Algorithm), "algorithm", made, "an Algorithm, or a function of hyperparams that returns one")
     return made
+
+
+def first_row(rows: Any) -> Any:
+    """Returns the first row of each array."""
+    return jax.tree.map(lambda x: x[0], rows)
 
 
 def _spread(place, state, clients, client_axis):
@@ -46,23 +51,23 @@ def _spread(place, state, clients, client_axis):
     return jax.tree.map(lambda x: place(x, divided if x.shape[1:2] == (n,) else whole), state)
 
 
-STATIC = ("algorithm", "each", "row_axis", "client_axis")
+STATIC = ("algorithm", "row_axis", "client_axis")
 
 
 @partial(jitted, static_argnames=STATIC, compiler_options=RUNS_ONCE)
-def _init(keys, hyperparams, clients, *, algorithm, each, row_axis, client_axis):
+def _init(keys, hyperparams, clients, *, algorithm, row_axis, client_axis):
     def one(key, hyperparams, clients):
         made = build(algorithm, hyperparams)
         state = made.init(jax.random.fold_in(key, 0), clients)
         check_served(made, state, clients)
         return strong(state)
 
-    state = row_axis(one, in_axes=(0, 0 if each else None, None))(keys, hyperparams, clients)
+    state = row_axis(one, in_axes=(0, 0, None))(keys, hyperparams, clients)
     return _spread(jax.lax.with_sharding_constraint, state, clients, client_axis)
 
 
 @partial(jitted, static_argnames=STATIC, donate_argnames="state")
-def _advance(keys, hyperparams, state, silence, first, count, clients, *, algorithm, each, row_axis, client_axis):
+def _advance(keys, hyperparams, state, silence, first, count, clients, *, algorithm, row_axis, client_axis):
     """Runs `count` rounds from round `first` on, at most `MOST_ROUNDS`.
 
     Returns:
@@ -98,7 +103,7 @@ def _advance(keys, hyperparams, state, silence, first, count, clients, *, algori
         finite = is_finite(made.serve(state, None).models)
         return state, shorten(last), sums, largest, finite, silence, most
 
-    axes = (0, 0 if each else None, 0, 0, None, None, None)
+    axes = (0, 0, 0, 0, None, None, None)
     state, *results = row_axis(one, in_axes=axes)(keys, hyperparams, state, silence, first, count, clients)
     return _spread(jax.lax.with_sharding_constraint, state, clients, client_axis), *results
 
@@ -135,8 +140,8 @@ class Resident:
     """A source of `run_rounds` with all clients on the device, and a leading axis of rows in every array of the state.
 
     Attributes:
-      rows: the keys `[R]`, and the hyperparameters or None: for all rows, or, where the algorithm `made` of one row is
-        an argument, for every row, `[R, ...]`.
+      rows: the keys `[R]`, and the hyperparameters of each row, `[R, ...]`, or None.
+      made: the algorithm of the first row.
       like: shapes of the state without padding clients, those of a checkpoint. A run may thus be resumed on other
         devices.
       whole: shapes of the state on the devices.
@@ -160,15 +165,16 @@ class Resident:
         tests: Clients | None = None,
         newcomers: Clients | None = None,
         true_cluster: Any = None,
-        made: Algorithm | None = None,
         state: Any = None,
         drift: Drift | None = None,
         ends: Sequence[int] = (),
     ):
         self._algorithm, self._seeds, self._row_axis, self._client_axis = algorithm, seeds, row_axis, client_axis
         self._static = {"algorithm": algorithm, "row_axis": row_axis, "client_axis": client_axis}
-        self._static["each"] = made is not None
-        self.made = made or build(algorithm, hyperparams)
+        self.made, again = (build(algorithm, first_row(hyperparams)) for _ in range(2))
+        # Functions that an algorithm makes for itself would be another program in every call.
+        is_same = serving_part(again) == serving_part(self.made)
+        self._serving = serving_part(self.made) if is_same else algorithm
         self._n, self._single = hosts.total(num_clients(clients)), keys.ndim == 0
         self.identity = {"key": np.asarray(jax.random.key_data(keys)).tolist()}
         self.identity |= {} if seeds == list(range(len(seeds))) else {"seeds": seeds}
@@ -203,23 +209,13 @@ class Resident:
 
         return jax.tree.map(copied, state)
 
-    def _serving_part(self) -> Any:
-        """Returns what evaluations need: the function of the hyperparameters where each algorithm serves by its own.
-
-        Otherwise every call with other hyperparameters would compile its evaluations again.
-        """
-        part, hyperparams = serving_part(self.made), self.rows[1]
-        if hyperparams is None or self._static["each"]:
-            return part
-        return part if serving_part(build(self._algorithm, hyperparams)) == part else self._algorithm
-
     def place(self, serve: str, further: tuple = (), serving: Any = None) -> None:
         """Moves the clients and those of evaluations to the devices, if the memory suffices.
 
         Raises every `ValueError` of a round before anything is computed. `serving` is what evaluations need of the
         algorithm, by default that of `made`; the function of hyperparameters where each row is served by its own.
         """
-        n, made, self._further, self._serving = self._n, self.made, further, serving or self._serving_part()
+        n, made, self._further, self._serving = self._n, self.made, further, serving or self._serving
 
         # Memory.
         tests, newcomers, true_cluster = self._tests, self._newcomers, self._true_cluster
@@ -377,9 +373,6 @@ class Resident:
         static = {"algorithm": self._serving, "of_newcomers": (self._n, self._num_models) if is_new else None}
         static |= {"row_axis": self._row_axis, "client_axis": self._client_axis, "further": self._further}
         hyperparams = self.rows[1] if self._serving is self._algorithm else None
-        if not self._static["each"]:  # those of all rows
-            spread = lambda x: jnp.broadcast_to(x, (len(self._seeds), *jnp.shape(x)))  # noqa: E731
-            hyperparams = jax.tree.map(spread, hyperparams)
         learners = self._clients if self._learns and not is_new else None
         return call(state, hyperparams, data, learners, **static)
 
@@ -392,6 +385,6 @@ class Resident:
         kept = state if num_clients(self._clients) == self._n else _without_padding(state, self.like)
         weights = assessment.weights  # also those of clients that have not taken part
         if self._single:
-            kept, weights = jax.tree.map(lambda x: x[0], (kept, weights))
+            kept, weights = first_row((kept, weights))
         served = self.made.serve(kept, None) if self._single else self._serve(kept)  # shares its arrays
         return kept, clients, served if weights is None else served._replace(to=weights)

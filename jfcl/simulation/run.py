@@ -35,7 +35,7 @@ from jfcl.simulation.evaluation import SERVE, check_further
 from jfcl.simulation.folder import RunFolder
 from jfcl.simulation.loop import History, Schedule, run_rounds
 from jfcl.simulation.progress import Watch, warn_if_cores_are_idle
-from jfcl.simulation.resident import Resident, build
+from jfcl.simulation.resident import Resident, build, first_row
 from jfcl.simulation.results import keep_results
 from jfcl.simulation.streamed import Streamed
 
@@ -187,9 +187,10 @@ def simulate(
         parts = {"clients": clients} | {name: part for name, part in evaluated.items() if part is not None}
         _check_data(client_axis, parts, true_cluster)
         parts["clients"] = clients if drift is None else drift.clients(clients, 0)
-        if hyperparams is not None:  # with types that do not depend on Python's
-            hyperparams = {name: jnp.asarray(np.asarray(value)) for name, value in hyperparams.items()}
-        check_method(build(algorithm, hyperparams), parts)
+        if hyperparams is not None:  # the same for each seed, with types that do not depend on Python's
+            values = {name: jnp.asarray(np.asarray(value)) for name, value in hyperparams.items()}
+            hyperparams = {name: np.stack([value] * len(seeds)) for name, value in values.items()}
+        check_method(build(algorithm, first_row(hyperparams)), parts)
         seed_axis = seed_axis or (mapping.chunked(1) if len(seeds) == 1 else mapping.auto())
         axes = {"row_axis": seed_axis, "client_axis": client_axis}
         others = {"tests": evaluated["test_clients"], "newcomers": evaluated["newcomers"], "true_cluster": true_cluster}
