@@ -158,10 +158,7 @@ def results_rows(summaries: dict[str, dict[str, Any]]) -> tuple[list[str], list[
 
 
 def results_csv(summaries: dict[str, dict[str, Any]]) -> str:
-    """Returns the final results of all runs as csv: each metric's mean and sample standard deviation over seeds.
-
-    A cell is empty where the table of results has a dash. `rounds_to_recovery` is over the `recovered_seeds`.
-    """
+    """Returns the final results of all runs as csv; a cell is empty where the table of results has a dash."""
     names = list(dict.fromkeys(name for summary in summaries.values() for name in summary["mean"]))
     heads = (head for name in names for head in (name, f"{name}_std"))
     lines = [["run", "method", "seeds", "recovered_seeds", *heads]]

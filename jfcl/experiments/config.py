@@ -356,11 +356,7 @@ def from_saved(saved: dict[str, Any], where: str = "config.json", *, method: str
 
 
 def check_options(raw: dict[str, Any], where: str, method: str | None = None, text: str = "") -> dict[str, Any]:
-    """Returns the options in `raw`, read from the file `where`, which has `text`; of `method`, or that in it.
-
-    Raises:
-      ValueError: a name that is no option, or twice (`local-steps` and `local_steps`); a value that is not one of it.
-    """
+    """Returns the options in `raw`, read from the file `where`, which has `text`; of `method`, or that in it."""
     method = method or raw.get("method")
     known = {"method": Option("method", str, False, None, "", ())}
     known |= all_options(method if isinstance(method, str) else None)
@@ -382,10 +378,7 @@ def check_options(raw: dict[str, Any], where: str, method: str | None = None, te
 
 
 def read_config(path: str, method: str | None = None) -> dict[str, Any]:
-    """Reads options from a TOML file or a run's `config.json`; raises `ValueError` for wrong names and values.
-
-    `method` is the one that they are for, where it is not that of the file.
-    """
+    """Reads options from a TOML file or a run's `config.json`, for `method` where it is not that of the file."""
     file, where = Path(path), f"--config {path}"
     if not file.is_file():
         raise ValueError(f"{where}: {'it is no regular file' if file.exists() else 'no such file'}")

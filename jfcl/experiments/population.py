@@ -21,19 +21,11 @@ from jfcl.core.names import renamed
 from jfcl.data import ClientStore, Population
 from jfcl.data.heterogeneity import shifts_of
 from jfcl.data.pools import with_channels
+from jfcl.experiments import setups
 from jfcl.experiments.config import Config, check_options
 from jfcl.experiments.lookup import find_attack, find_method, is_import_path, is_on_data
 from jfcl.experiments.options import OF_PARTITION
-from jfcl.experiments.setups import (
-    Setup,
-    assemble,
-    dealt,
-    load_dataset,
-    malicious_clients,
-    mapping_of,
-    names_of_data,
-    true_clusters,
-)
+from jfcl.experiments.setups import Setup
 from jfcl.models import LANGUAGE_MODELS
 from jfcl.robust import attacks
 from jfcl.simulation.folder import differences
@@ -70,7 +62,7 @@ def open_population(
         new_stores = stack.enter_context(_cleared(Path(folder), out))
         config, store, tests, vocab_size = _make_or_open(config, Path(folder), data_dir, progress, new_stores)
         # Evaluated clients.
-        malicious, rng = malicious_clients(config), np.random.default_rng([config.data_seed, len(store)])
+        malicious, rng = setups.malicious_clients(config), np.random.default_rng([config.data_seed, len(store)])
         good = np.flatnonzero(~malicious)
         evaluated = np.sort(rng.choice(good, min(EVALUATED, len(good)), replace=False))
         parts, join = _setup(config, store, tests, evaluated, vocab_size)
@@ -104,10 +96,7 @@ def _poisoned(clients: Clients, malicious: np.ndarray, **options: Any) -> Client
 def _cleared(folder: Path, out: str | Path | None) -> Iterator[list]:
     """Removes a store that was made for a run that is then refused, and `out` if it was made for that store.
 
-    The store of a run that has begun is kept. One that was missing when the run was resumed is removed again.
-
-    Yields:
-      A list, which is filled once this process has made the store: that of another process stays.
+    The store of a run that has begun is kept. The list that it yields is filled once this process has made the store.
     """
     new_stores, new_out = [], out is not None and not Path(out).exists()
     run = None if out is None else Path(out) / "config.json"
@@ -131,16 +120,14 @@ def _cleared(folder: Path, out: str | Path | None) -> Iterator[list]:
 def _make_or_open(
     config: Config, folder: Path, data_dir: str | None, progress: bool, new_stores: list
 ) -> tuple[Config, ClientStore, ClientStore, int | None]:
-    """Opens the stores of `folder`; if there are none, makes them, and adds the folder to `new_stores`.
+    """Opens the stores of `folder`, or makes them and adds the folder to `new_stores`.
 
-    Returns:
-      The configuration, with the options that describe the stores; the stores of training and test examples; the size
-      of the vocabulary of texts, or None.
+    Returns the configuration with the options that describe them, both stores, and the size of the vocabulary of texts.
     """
     vocab_size = None
     if not folder.exists():
         check(config.population is not None, "population", None, f"given, as there is no store {folder} yet")
-        dataset, vocab_size = load_dataset(config, data_dir)
+        dataset, vocab_size = setups.load_dataset(config, data_dir)
         _rehearse(config, dataset, vocab_size)
     if folder.exists():  # perhaps another process has made it meanwhile
         store, tests = data.open_stores(folder)
@@ -152,12 +139,12 @@ def _make_or_open(
         config = dataclasses.replace(config, **options)
         of_texts = "vocab_size" in store.about.get("made", {})
         if config.model in LANGUAGE_MODELS or (is_import_path(config.model) and of_texts):
-            vocab_size = load_dataset(config, data_dir)[1]
+            vocab_size = setups.load_dataset(config, data_dir)[1]
         return config, store, tests, vocab_size
     if progress:
         Console(stderr=True).print(f"dealing {dataset.name} to {config.population:,} clients, in {folder}")
     of_texts = {} if vocab_size is None else {"vocab_size": config.vocab_size, "length": config.length}
-    with renamed(names_of_data(config)):
+    with renamed(setups.names_of_data(config)):
         store, tests = data.generate_store(
             folder,
             dataset,
@@ -165,7 +152,7 @@ def _make_or_open(
             examples_per_client=config.examples_per_client,
             about={"dataset": config.dataset} | of_texts,  # by the name that finds it again
             progress=progress,
-            **dealt(config),
+            **setups.dealt(config),
         )
     new_stores.append(folder)
     return dataclasses.replace(config, **_as_dealt(store)), store, tests, vocab_size
@@ -199,8 +186,8 @@ def _rehearse(config: Config, dataset: data.Dataset, vocab_size: int | None) -> 
         examples = {n: np.broadcast_to(v[:1], (count, most, *v.shape[1:])) for n, v in dataset.train.items()}
         return Clients(examples, np.full(count, most, np.int32), largest_id - np.arange(count, dtype=np.int32)[::-1])
 
-    cluster = (np.arange(min(config.clients, EVALUATED)) % true_clusters(config)).astype(np.int32)
-    about = (true_clusters(config), dataset.num_classes, tuple(dataset.train["x"].shape[1:]), "", "")
+    cluster = (np.arange(min(config.clients, EVALUATED)) % setups.true_clusters(config)).astype(np.int32)
+    about = (setups.true_clusters(config), dataset.num_classes, tuple(dataset.train["x"].shape[1:]), "", "")
     parts, join = _assembled(config, data.Federation(cohorts(1), cohorts(1), cluster, *about), vocab_size, most)
     check_algorithm(parts.algorithm, config.clients, config.cohort, join, config.remember, cohorts)
     if parts.algorithm.check is not None:
@@ -238,7 +225,8 @@ def _assembled(
     """Returns the `Setup`, and the start of clients that never took part, or None; `most` are a client's examples."""
 
     def assembled(**changes) -> Setup:
-        return assemble(dataclasses.replace(config, **changes), sample, vocab_size, most, mapping_of(config))
+        of_changes = dataclasses.replace(config, **changes)
+        return setups.assemble(of_changes, sample, vocab_size, most, setups.mapping_of(config))
 
     join = None  # new clients start without what chose the first cohort's models: restarts, warm rounds, draws
     if config.restarts not in (None, 1) or config.warm_rounds or config.min_share:

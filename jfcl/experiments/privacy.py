@@ -17,19 +17,11 @@ def mechanism(config: Config) -> GaussianDP:
 
 
 def privacy_of(config: Config, num_clients: int, num_rounds: int, cluster: np.ndarray, clip: float) -> dict[str, Any]:
-    """Returns the entry `privacy` of `summary.json`.
+    """Returns the entry `privacy` of `summary.json`, of a run with `dp_clip`.
 
-    Args:
-      config: of the run, with `dp_clip`.
-      num_clients: `N`, of a population all of it.
-      num_rounds: `T`, those that were run.
-      cluster: the clusters of the evaluated clients at the end.
-      clip: the clipping norm of the last round.
-
-    Returns:
-      `epsilon` (None without noise), `delta`, `clip`, `noise`, `sampling`, and `clusters`: for each its number, the
-      share of the clients, the ε of its members and the standard deviation of the noise on its mean update in a round
-      with the expected number of participants.
+    `cluster` has the clusters of the evaluated clients at the end, `clip` is the clipping norm of the last round. Of
+    each cluster it has the share of the clients, the ε of its members (None without noise) and the standard deviation
+    of the noise on its mean update in a round with the expected number of participants.
     """
     dp, delta, participants = mechanism(config), config.dp_delta, config.cohort or num_clients
     spent = None

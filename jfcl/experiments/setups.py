@@ -224,12 +224,7 @@ def make_task(
     """Returns the model of `config` for the federation's classes, or for a vocabulary.
 
     On a GPU, `--precision bfloat16` is `models.in_bfloat16`, since rounding the operands alone is no faster there.
-
-    Args:
-      target: the platform of the run: "cpu", "gpu" or "tpu"; default: that of this machine.
-
-    Raises:
-      ValueError: data that the model cannot read.
+    `target` is the platform of the run, by default that of this machine.
     """
     if vocab_size is not None:
         models.check_tokens(federation.train, vocab_size)
@@ -333,10 +328,7 @@ def assemble(
 def load_clients(
     config: Config, data_dir: str | None, client_axis: mapping.Mapping
 ) -> tuple[data.Federation, int | None]:
-    """Returns the clients of `config` that this process holds under `client_axis`, after an attack on their data.
-
-    Beside them, the size of the vocabulary of texts; `None` for images.
-    """
+    """Returns this process's clients, after an attack on their data, and the size of the vocabulary of texts."""
     dataset, vocab_size = load_dataset(config, data_dir)
     federation = make_federation(config, dataset, partial(mapping.own_rows, client_axis))
     if federation.num_classes is not None:
