@@ -29,10 +29,12 @@ from jfcl.experiments.setups import Setup, matmul_precision, names_of_method, se
 from jfcl.mapping import hosts
 from jfcl.methods import METHODS
 from jfcl.simulation.callbacks import EarlyStopping, check_callbacks
-from jfcl.simulation.folder import RunFolder, check_folder, finite_or_none, write_results
+from jfcl.simulation.folder import RunFolder, check_folder, check_same, finite_or_none, write_results
 from jfcl.simulation.loop import History
 from jfcl.simulation.results import clients_csv, summarize
 from jfcl.simulation.run import simulate
+
+OF_DATA = ("split_hash", "schedule_rounds")  # names in config.json with values that follow from data, too
 
 
 def run(
@@ -72,7 +74,7 @@ def run(
     hosts.check_alike(config.values | {"out": out is not None, "resume": resume}, "options")
     check(out is not None or not resume, "out", out, "the folder of the run to resume")
     if out is not None:
-        hosts.by_first(lambda: check_folder(out, resume, "run"))  # refuses before data are loaded
+        hosts.by_first(lambda: _check_out(Path(out), config, resume))
     with contextlib.ExitStack() as opened:
         opened.enter_context(jax.default_matmul_precision(matmul_precision(config.precision)))
         opened.enter_context(renamed(names_of_method(config)))
@@ -118,6 +120,13 @@ def _open_clients(config: Config, data_dir: str | None, *_: Any) -> Iterator[tup
     """`open_population` for clients that are all on the device."""
     parts = setup(config, data_dir=data_dir)
     yield config, parts, parts.federation
+
+
+def _check_out(out: Path, config: Config, resume: bool) -> None:
+    """Raises `ValueError`, before data are loaded, where another run is in `out`."""
+    check_folder(out, resume, "run")
+    if (out / "config.json").exists() and not config.of_population:  # whose store has options, too
+        check_same(out, to_saved(config, ""), OF_DATA)
 
 
 def _write_report(out: str | Path, records: list[dict[str, Any]]) -> None:

@@ -21,7 +21,7 @@ import hashlib
 import json
 import os
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -75,6 +75,14 @@ def check_folder(path: str | Path, resume: bool, kind: str) -> None:
         raise ValueError(f"{path} holds {f'a {there[0]}' if there else ', '.join(found)} already; {how}")
 
 
+def check_same(path: Path, config: dict[str, Any], unknown: Sequence[str] = ()) -> dict[str, Any]:
+    """Returns the configuration of the run in `path`; `ValueError` unless it is `config`, but for `unknown` names."""
+    old, new = saved_config(path), _as_read(config)
+    if found := differences(old, new, {*old, *new} - {*FREE, *unknown}):
+        raise ValueError(f"{path} holds a run of another configuration ({found}); {UNCHANGED}")
+    return old
+
+
 class RunFolder:
     """The files of one run, for the process that writes them. `open` takes the folder's lock, `close` releases it."""
 
@@ -123,9 +131,7 @@ class RunFolder:
         return folder
 
     def _check_config(self, new: dict[str, Any]) -> None:
-        old = saved_config(self.path)
-        if found := differences(old, new, {*old, *new} - set(FREE)):
-            raise ValueError(f"{self.path} holds a run of another configuration ({found}); {UNCHANGED}")
+        old = check_same(self.path, new)
         self._run = identity(old)
         warn_of_versions(self.path, old["versions"])
         if moved := differences(old, new, {n for n in MAPPED if n in old and n in new}):

@@ -23,7 +23,6 @@ from jfcl.core import (
     check_labels,
     check_made,
     num_clients,
-    plain,
 )
 from jfcl.core.options import Interval, OneOf, Range, check_options
 from jfcl.data.build import Federation
@@ -32,7 +31,7 @@ from jfcl.data.store import ClientStore
 from jfcl.mapping import hosts, memory
 from jfcl.simulation.callbacks import Callbacks, check_callbacks
 from jfcl.simulation.evaluation import SERVE, check_further
-from jfcl.simulation.folder import RunFolder
+from jfcl.simulation.folder import RunFolder, check_folder
 from jfcl.simulation.loop import History, Schedule, run_rounds
 from jfcl.simulation.progress import Watch, warn_if_cores_are_idle
 from jfcl.simulation.resident import Resident, build, first_row
@@ -163,8 +162,8 @@ def simulate(
     check_key(key)
     check_callbacks(callbacks)
     check(out is not None or not resume, "out", out, "the folder of the run to resume")
-    if out is not None:
-        plain.check_path("out", out)
+    if out is not None:  # refuses before anything is traced
+        hosts.by_first(lambda: check_folder(out, resume, "run"))
     check(config is None or isinstance(config, dict), "config", config, "a dict that JSON can hold")
     taken = {"key", "cohorts"} & {*(config or {})}
     check(not taken, "config", taken, "without these names, which identify the run")
@@ -286,12 +285,7 @@ def _check_data(client_axis: mapping.Mapping, parts: dict[str, Clients], true_cl
 
 
 def check_method(made: Algorithm, parts: dict[str, Clients]) -> None:
-    """Raises `ValueError` for examples that the task cannot read, and for clients that the method does not support.
-
-    Args:
-      made: the method.
-      parts: the "clients" in training, and others in evaluations, by the names of the arguments.
-    """
+    """Raises `ValueError` for examples that the task cannot read, and for clients that the method does not support."""
     for name, part in parts.items() if made.task is not None else ():
         check_examples(part, made.task, name=name)
         if made.task.num_classes is not None and not hosts.several():
