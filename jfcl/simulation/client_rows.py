@@ -53,13 +53,9 @@ class ClientRows:
         resume: bool = False,
         in_memory: float = ROWS_IN_MEMORY,
     ):
-        """Makes the rows of `count` clients, or opens those of a checkpoint.
+        """Makes the rows of `count` clients, in `folder` where they have more than `in_memory` bytes.
 
-        Args:
-          row: the shape and type of a row of each array.
-          folder: for the file of large rows; default: a file without a name.
-          resume: open the file of a checkpoint, which must be whole; nothing is written before `restore`.
-          in_memory: bytes of all rows beyond which they are a file.
+        With `resume`, opens the file of a checkpoint, which must be whole; nothing is written before `restore`.
         """
         dtype = np.dtype([(f"{i}", r.dtype, r.shape) for i, r in enumerate(row)])  # a client's row, without gaps
         self.mapped = count * dtype.itemsize > in_memory

@@ -241,18 +241,11 @@ def serving_part(algorithm: Algorithm) -> Algorithm:
 def evaluate_rows(
     state, hyperparams, clients, learners, *, algorithm, row_axis, client_axis, of_newcomers=None, further=()
 ):
-    """Evaluates what clients are served in several states: of seeds, or rows of a sweep.
+    """Evaluates what clients are served in several states `[R, ...]`: of seeds, or rows of a sweep.
 
-    Args:
-      state: `[R, ...]` each.
-      hyperparams: `[R]` each, where `algorithm` is a function of them; None otherwise.
-      clients: the data.
-      learners: the clients in training, for methods in which they choose by their examples; None for what `state` says.
-      algorithm: a `serving_part`, or a function of `hyperparams`.
-      row_axis, client_axis: the mappings over states and over clients.
-      of_newcomers: for clients that were not in training, the numbers of clients and of models without padding, which
-        is behind them. None for clients of the run.
-      further: metrics of outputs, as from `metrics.check_metrics`.
+    `algorithm` is a `serving_part`, or a function of `hyperparams` `[R]`. With `learners`, the clients in training,
+    clients choose by their examples. For clients that were not in training, `of_newcomers` has the numbers of clients
+    and of models without padding, which is behind them.
 
     Returns:
       The results of `metrics.evaluate`, `[R, N]` each. For clients of the run also `found`, the clusters to report, and

@@ -177,12 +177,7 @@ class Watch:
 
 
 def stop_if_diverged(finite: Any, silent: Any, t: int, seeds: Sequence, folder: RunFolder | None) -> None:
-    """`DivergedError` if a model is not finite, or updates no longer are.
-
-    Args:
-      finite: `[R]`, whether the models of a seed are finite.
-      silent: `[R]`, whether too many participants in a row have sent no finite update, by round `t`.
-    """
+    """`DivergedError` if the models of a seed are not `finite`, or too many participants in a row were `silent`."""
     lost = {"a model is no longer finite": ~np.asarray(finite), "no client sent a finite update": np.asarray(silent)}
     kept = "" if folder is None else f"; give it another folder (--out), since {folder.path} keeps this run"
     if folder is not None and folder.has_checkpoint():

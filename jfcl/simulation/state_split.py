@@ -133,11 +133,7 @@ def check_algorithm(
 ) -> tuple[int, Split, Any]:
     """Checks that an algorithm suits cohorts of `n` clients; `join` and `remember` as in `jfcl.Population`.
 
-    Returns:
-      The number of remembered clients, the division of the algorithm's state, and its shapes.
-
-    Raises:
-      ValueError: the method does not suit a population, or not `remember`.
+    Returns the number of remembered clients, the division of the algorithm's state, and its shapes.
     """
     most = n - cohort
     fits = remember is None or remember <= most

@@ -35,10 +35,9 @@ def of_each(optimizer: optax.GradientTransformation, part: str) -> optax.Gradien
 
 
 def check_optimizer(argument: str, optimizer: Any, task: Task, *, with_loss: bool = True) -> None:
-    """Raises `ValueError` for an optimiser with which `optimizer_step` cannot do a step of a model.
+    """Raises `ValueError` for an optimiser that needs more than gradients, parameters and, `with_loss`, the loss.
 
-    That is one that needs more than gradients, parameters and, `with_loss`, the loss, or returns other shapes.
-    `argument` is its name. The model of `task` is tried if a step of a single number fails: a mask may need it.
+    The model of `task` is tried if a step of a single number fails: a mask may need it.
     """
 
     def fault(params: PyTree) -> str | None:

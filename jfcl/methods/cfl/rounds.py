@@ -200,10 +200,7 @@ def train_client(rules: Rules, state: CFLState) -> Callable:
 
 
 def gradients(rules: Rules, state: CFLState, place: tuple, learns: jax.Array, clients: Clients, key, usable) -> PyTree:
-    """Returns the messages with the gradients of all clients `[N, ...]` at the models that they started from.
-
-    `place` is `(cluster, missed, pending)`, `[N]` each; `learns` `[N]` counts examples; `key` is the attackers'.
-    """
+    """Returns the messages with the gradients of all clients `[N, ...]` at the models that they started from."""
     task = rules.common.task
 
     def gradient(examples, size, place, own):
@@ -220,15 +217,8 @@ def new_models(
 ) -> tuple[CFLState, jax.Array]:
     """Puts the models into the server's record after a round: those of clusters, and those before this round's splits.
 
-    Args:
-      state: before the round.
-      record: after it, without models.
-      into: as in `server.Decision`.
-      means: pytree of `[K, ...]`, the mean updates.
-      is_shared: a bool for each array of a model, whether it is averaged over all clusters.
-
-    Returns:
-      `(state, overflowed [K] bool)`, see `keep_finite`; clusters that overflowed are final.
+    Returns `(state, overflowed [K] bool)`, see `keep_finite`; clusters that overflowed are final. `state` is that
+    before the round, `into` as in `server.Decision`, `means` are the mean updates.
     """
 
     def at_splits(models):
@@ -245,13 +235,9 @@ def new_models(
 
 
 def keep_finite(params: PyTree, before: PyTree, active: jax.Array, is_shared: PyTree) -> tuple[PyTree, jax.Array]:
-    """Returns `params` `[K, ...]` with a cluster's model `before` the round where the new one has NaN or infinity.
+    """Returns `params` with a cluster's model `before` the round where the new one is not finite, and these clusters.
 
-    Shared parameters are new in every cluster: if these are not finite, no cluster has a finite model.
-
-    Returns:
-      `(params, overflowed [K] bool)`. Where no active cluster has a finite model all stay as they are, so that the
-      simulation ends with its error.
+    Where no active cluster has a finite model all stay as they are, so that the simulation ends with its error.
     """
     finite = jax.vmap(is_finite)(params)
     overflowed = active & ~finite & (active & finite).any()

@@ -133,9 +133,7 @@ Decision = tuple[CFLState, jax.Array, jax.Array, jax.Array, dict[str, jax.Array]
 def serve(rules: Rules, state: CFLState, sent: Sent):
     """Decides on splits and averages, from `sent` and `state`, which comes without models.
 
-    Returns:
-      `(state, into [K], means [K, ...], metrics)`: `into` as in `Decision`, each cluster's mean update. The caller puts
-      the models back into the state.
+    Returns `(state, into [K], means [K, ...], metrics)`: `into` as in `Decision`, each cluster's mean update.
     """
     common, capacity = rules.common, len(state.active)
     client_axis, cohort = common.client_axis, common.cohort
@@ -224,15 +222,9 @@ def bipartitions(
     min_size: int = 1,
     linkage: str = "single",
 ) -> Splits:
-    """Computes the optimal bipartition of every wanted cluster.
+    """Computes the optimal bipartition of every `wanted` cluster `[K]`, of its `usable` clients `[N]`.
 
-    Args:
-      vectors: pytree of `[N, ...]`, updates or gradients.
-      cluster: `[N]` int32 in `0..K-1`.
-      usable: `[N]` bool; the other clients are on no side (False).
-      wanted: `[K]` bool. The cross similarity of others, and of those without a bipartition of that size, is `inf`.
-      client_axis: the clients' mapping.
-      min_size, linkage: as in `cfl`. Complete linkage and a least size need all similarities at once.
+    Complete linkage and a least size need all similarities at once.
     """
     count, capacity = len(cluster), len(wanted)
     leaves = jax.tree.leaves(vectors)

@@ -32,12 +32,7 @@ WORST = 1e30  # differences of it, summed over clients, stay finite
 
 
 def allot(accept: jax.Array, used: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Gives every accepted split (`[K]` bool) a slot that is not `used`, lowest first, while there are any.
-
-    Returns:
-      `(into [K] int32, full [] bool)`: the slot of the new cluster, `K` where there is no split; whether there were too
-      few slots.
-    """
+    """Returns the slot of each accepted split, the lowest that is not `used`, else `K`; whether too few are free."""
     capacity = len(used)
     free = jnp.argsort(used, stable=True).astype(jnp.int32)
     turn = jnp.cumsum(accept).astype(jnp.int32) - 1
@@ -64,14 +59,8 @@ def carry_out(
 ) -> tuple[CFLState, jax.Array]:
     """Carries out this round's splits, and places the clients that no bipartition places (see the module's docstring).
 
-    Args:
-      rules, state, sent, splits: of the method; before the splits; the clients' messages; the bipartitions.
-      vectors: pytree of `[N, ...]`, the updates or gradients that were compared.
-      into: `[K]` int32, from `allot`.
-
-    Returns:
-      `(state, relocated [N] bool)`: clients that changed their cluster otherwise than in a split of this round, so that
-      their update is of neither cluster's model.
+    Returns `(state, relocated [N] bool)`: clients that changed their cluster otherwise than in a split of this round,
+    so that their update is of neither cluster's model. `vectors` were compared; `into` is from `allot`.
     """
     capacity, new_round, tree, sides = len(state.active), state.round + 1, state.tree, state.sides
     if not isinstance(sides, Sides):  # one cluster, never split
@@ -145,20 +134,15 @@ class Sides(NamedTuple):
 
 
 def no_sides(sent: PyTree, capacity: int, count: int, *, small: bool) -> Sides:
-    """Returns the `Sides` of `K` clusters and `N` clients before the first round.
-
-    `sent` has the shapes of one client's update; `small`: there are clients without a voice.
-    """
+    """Returns the `Sides` before the first round; `sent`: shapes of an update; `small`: some clients have no voice."""
     direction = [jnp.zeros((capacity, max(x.size, 1))) for x in jax.tree.leaves(sent)]
     return Sides(direction, jnp.zeros(count, jnp.int32), jnp.zeros(count, bool) if small else ())
 
 
 def missed_splits(state: CFLState) -> tuple[jax.Array, jax.Array]:
-    """Returns the first split of each client's cluster at which the client was not placed.
+    """Returns the first split of each client's cluster at which the client was not placed, and whether there is one.
 
-    Returns:
-      `(split [N] int32, pending [N] bool)`: the slot of the cluster that it made, and whether there is one. Both mean
-      nothing, and no client is pending, in a state without `sides`.
+    A split is named by the slot of the cluster that it made. In a state without `sides` no client is pending.
     """
     if not isinstance(state.sides, Sides):
         return state.cluster, jnp.zeros(state.cluster.shape, bool)
@@ -170,11 +154,7 @@ def missed_splits(state: CFLState) -> tuple[jax.Array, jax.Array]:
 
 
 def last_splits(state: CFLState) -> tuple[jax.Array, jax.Array]:
-    """Returns the last split of each client's cluster, which was the side that moved or the one that stayed.
-
-    Returns:
-      `(split [N] int32, any [N] bool)`, as in `missed_splits`.
-    """
+    """Returns the last split of each client's cluster, as either side of it, and whether there is one."""
     slots = jnp.arange(len(state.active), dtype=jnp.int32)
     born = jnp.where(state.active, state.tree.born, 0)
     took_part = (slots[None, :] == state.cluster[:, None]) | (state.parent[None, :] == state.cluster[:, None])
@@ -185,15 +165,10 @@ def last_splits(state: CFLState) -> tuple[jax.Array, jax.Array]:
 def add_directions(
     direction: list[jax.Array], vectors: PyTree, placed: jax.Array, moved: jax.Array, into: jax.Array
 ) -> list[jax.Array]:
-    """Returns `direction` with those of this round's splits.
+    """Returns `direction` with those of this round's splits, whose new clusters are in the slots `into`.
 
-    Args:
-      direction: a list of `[K, d]`.
-      vectors: pytree of `[N, ...]`, the compared updates.
-      placed: `[N]` int32, the slot of the cluster that the split of the client's cluster makes; `K` for clients that no
-        bipartition places in this round.
-      moved: `[N]` bool, on the side that moves.
-      into: `[K]` int32, the slots of the new clusters, `K` where there is no split.
+    `placed` `[N]` is the slot of the cluster that the split of the client's cluster makes, `K` for a client that no
+    bipartition places in this round; `moved` `[N]` bool: on the side that moves.
     """
     rows, capacity = rows_of(vectors), len(into)
     counts = placed < capacity
@@ -232,14 +207,8 @@ def place_pending(state: CFLState, vectors: PyTree, sent: Sent, usable: jax.Arra
     client is in the wrong one. In the right cluster the update is noise: the client may move away, and comes back in
     the next round. So its side is compared until two rounds agree. Equal similarities move no client.
 
-    Args:
-      state: after this round's splits.
-      vectors: pytree of `[N, ...]`; those of pending clients belong to the model before the split.
-      sent: the clients' messages; a pending client without a voice is changing from its placement on.
-      usable: `[N]` bool, clients with a finite update of this round that this round's splits did not place.
-
-    Returns:
-      `(state, moved [N] bool)`.
+    `usable` `[N]` are the clients with a finite update of this round that this round's splits did not place. Returns
+    `(state, moved [N] bool)`.
     """
     sides, pending = state.sides, sent.pending & usable
     split, changing, all_voices = sent.missed, jnp.zeros_like(pending), isinstance(sides.changing, tuple)

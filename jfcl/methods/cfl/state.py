@@ -105,15 +105,9 @@ def known_size(last: Any, size: jax.Array) -> jax.Array:
 def remember_updates(
     last: LastUpdates, cohort: Cohort, updates: PyTree, when: jax.Array, here: jax.Array, usable: jax.Array
 ) -> LastUpdates:
-    """Returns the last updates after a round.
+    """Returns the last updates after a round; clients of the cohort without a `usable` update keep their earlier one.
 
-    Args:
-      last: before it; `size` is already that of `known_size`.
-      cohort: of the round.
-      updates: pytree of `[C, ...]`.
-      when: `[C]` int32, the round; 0 for updates that were not computed at the model of the client's cluster.
-      here, usable: `[C]` bool, clients that took part, and those with a finite update. The others keep their earlier
-        update.
+    `when` `[C]` is the round, 0 for updates that were not computed at the model of the client's cluster.
     """
     arrays = last.update, last.round, last.mute
     update, before, mute = take_rows(cohort, arrays)
@@ -125,9 +119,6 @@ def remember_updates(
 def enough_known(
     voice: jax.Array, able: jax.Array, cluster: jax.Array, capacity: int, *, most: bool = False
 ) -> jax.Array:
-    """Returns `[K]` bool: clusters in which half of the `able` clients `[N]` bool or more have a `voice` `[N]` bool.
-
-    With `most`, more than half of them must.
-    """
+    """Returns the clusters `[K]` in which half of the `able` clients `[N]` (with `most`, more) have a `voice`."""
     voices, all_able = (jax.ops.segment_sum(x.astype(jnp.int32), cluster, capacity) for x in (voice, able))
     return (2 * voices >= all_able + int(most)) & (voices > 0)
