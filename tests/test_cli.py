@@ -22,7 +22,7 @@ from jfcl import cli
 from jfcl.cli import commands
 from jfcl.cli.parser import parse
 from jfcl.cli.tables import lists
-from jfcl.experiments import Config, load_run, population, run, trackers
+from jfcl.experiments import Config, load_run, population, run, setups, trackers
 from jfcl.experiments.config import to_saved
 from jfcl.experiments.setups import make_training, matmul_precision
 from jfcl.simulation.folder import RunFolder
@@ -358,15 +358,18 @@ def test_populations_are_trained_in_the_precision_asked_for(monkeypatch, tmp_pat
     assert seen == ["tensorfloat32"]
 
 
-def test_nothing_is_overwritten(finished, capsys):
+def test_nothing_is_overwritten(finished, capsys, monkeypatch):
     before = files(finished / "ifca")
     out = ["--out", str(finished / "ifca")]
-    for command, said in [
-        (["run", "ifca", *QUICK, *out], "already holds a run"),
-        (["run", "ifca", *QUICK, "--seeds", "2", "--lr", "0.2", *out, "--resume"], "lr: it has 0.1, asked for 0.2"),
-        (["run", "ifca", *QUICK[:5], "2", *QUICK[6:], "--seeds", "2", *out, "--resume"], "at least the 4 rounds"),
+    for command, said, loads in [
+        (["run", "ifca", *QUICK, *out], "already holds a run", False),
+        (["run", "ifca", *QUICK, "--seeds", "2", "--lr", "0.2", *out, "--resume"], "it has 0.1, asked for 0.2", False),
+        (["run", "ifca", *QUICK[:5], "2", *QUICK[6:], "--seeds", "2", *out, "--resume"], "at least the 4 rounds", True),
     ]:
-        assert cli.main(command) == 2
+        with monkeypatch.context() as patch:
+            if not loads:
+                patch.setattr(setups, "load_dataset", None)
+            assert cli.main(command) == 2
         assert said in capsys.readouterr().err
         assert files(finished / "ifca") == before
 

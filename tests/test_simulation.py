@@ -547,7 +547,7 @@ def test_folders_are_never_overwritten(tmp_path):
     sim(out=tmp_path, config={"lr": 0.1}, algorithm=STILL)
     before = (tmp_path / "metrics.jsonl").read_text()
     with pytest.raises(ValueError, match="already holds a run: resume it"):
-        sim(out=tmp_path, config={"lr": 0.1}, algorithm=STILL)
+        sim(out=tmp_path, config={"lr": 0.1}, algorithm=None)  # before anything is traced
     with pytest.raises(ValueError, match=r"another configuration \(lr: it has 0.1, asked for 0.2\)"):
         sim(out=tmp_path, config={"lr": 0.2}, resume=True, algorithm=STILL)
     with pytest.raises(ValueError, match="of another model or number of clients"):
