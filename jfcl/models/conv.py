@@ -220,9 +220,23 @@ def _canonical(
     def in_blocks(channels):
         return pooled and strides == (1, 1) and channels <= IN_BLOCKS
 
+    def parts_of(x):
+        # XLA divides a sum over the places of all images itself, and first copies them to a length that it can divide.
+        return 1 if x.shape[-1] > IMAGE else next(n for n in (5, 4, 3, 2, 1) if len(x) % n == 0)
+
+    def divided(x, parts):
+        return x.reshape(parts, len(x) // parts, *x.shape[1:])
+
+    def in_parts_of_blocks(x, w):  # divided as for the gradient with respect to weights, so that both read one copy
+        parts, form = parts_of(x), partial(_of_blocks, padding=padding)
+        if parts == 1:
+            return form(x, w)
+        y = jax.vmap(form)(divided(x, parts), jnp.broadcast_to(w, (parts, *w.shape)))
+        return y.reshape(-1, *y.shape[2:])
+
     def of_gpu(x, w):
         if in_blocks(x.shape[-1]):
-            return _of_blocks(x, w, padding)
+            return in_parts_of_blocks(x, w)
         return (_of_few_channels if few(x.shape[-1], w.shape[-1]) else _plain)(x, w, strides, padding)
 
     def to_input(form, g, w):
@@ -235,12 +249,9 @@ def _canonical(
         if not in_blocks(x.shape[-1]):
             form = _of_few_channels if few(x.shape[-1], g.shape[-1]) else _of_fewest_numbers
             return to_weights(partial(form, strides=strides, padding=padding), x, g)
-        parts = 1 if x.shape[-1] > IMAGE else next(n for n in (5, 4, 3, 2, 1) if len(x) % n == 0)
-        if parts == 1:
-            return to_weights(of_gpu, x, g)
-        # XLA divides a sum over that many places itself, and first copies them to a length that it can divide.
-        x, g = (a.reshape(parts, len(a) // parts, *a.shape[1:]) for a in (x, g))
-        return jax.vmap(partial(to_weights, of_gpu))(x, g).sum(axis=0)
+        of_part = partial(to_weights, partial(_of_blocks, padding=padding))
+        parts = parts_of(x)
+        return of_part(x, g) if parts == 1 else jax.vmap(of_part)(divided(x, parts), divided(g, parts)).sum(axis=0)
 
     def to_weights_of_patches(x, g):
         rows, columns = patches(x, kernel, strides, padding), g.reshape(-1, g.shape[-1])
@@ -380,10 +391,21 @@ def _first_largest(tiles: jax.Array) -> tuple[jax.Array, jax.Array]:
     return largest, place
 
 
+def _with_kept_places(tiles: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns `_first_largest(tiles)` in a form that keeps indices of one byte, not the tiles, for the gradient.
+
+    XLA would else keep the tiles, 16 times as many bytes for 2 x 2 of float32, and compare them again.
+    """
+    largest, place = _first_largest(tiles)
+    small = jnp.int8 if tiles.shape[2] ** 2 <= 128 else jnp.int32
+    largest, place = lax.optimization_barrier((largest, place.astype(small)))
+    return largest, place.astype(jnp.int32)
+
+
 @_largest.defjvp
 def _largest_jvp(primals, tangents):
     (tiles,), (moved,) = primals, tangents
-    largest, place = _first_largest(tiles)
+    largest, place = by_platform(tiles, cpu=_first_largest, accelerator=_with_kept_places)
     k = tiles.shape[2]
     each = jnp.arange(k * k, dtype=jnp.int32).reshape(1, 1, k, 1, k, 1)
     return largest, jnp.where(place[:, :, None, :, None] == each, moved, jnp.zeros_like(moved)).sum(axis=(2, 4))
