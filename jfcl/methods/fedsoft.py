@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zlib
+from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, NamedTuple, Unpack
 
@@ -26,6 +27,7 @@ from jfcl.core import (
     take_clients,
 )
 from jfcl.core.options import Interval, Range, Real, Search
+from jfcl.core.platforms import at_most
 from jfcl.mapping.memory import in_lots
 from jfcl.methods import round as phases
 from jfcl.methods.mixture import spread
@@ -47,7 +49,8 @@ class FedSoftState(NamedTuple):
       cluster: `[N]` int32, `0 .. N-1`.
       round: `[]` int32, rounds done.
       client: the optimisers of the clients' models `[N, ...]` under `keep="everything"`, else `()`.
-      share: `[N, K]`, the importance `u_ik` of each centre for each client, 1 / K before its first estimation.
+      share: `[N, K]`, the importance `u_ik` of each centre for each client; zeros, which count as 1 / K, before its
+        first estimation.
       common: pytree of `[K, ...]`, the centres `c_k`: the models of the clusters.
     """
 
@@ -92,7 +95,8 @@ def fedsoft(
 
     Returns:
       `Algorithm` with a `FedSoftState`. Clients are served their own models, and the cluster that is reported is that
-      of the largest `u_ik`; a client that was not in training is served this centre. Metrics: those of `averaging`,
+      of the largest `u_ik`; a client that was not in training, or of a population that has not been in a cohort, is
+      served this centre. Metrics: those of `averaging`,
       `mixture_entropy` and `cluster_mass` as in `jfcl.fedem`, of `u_ik / Σ_k u_ik`. An adversary attacks the models
       that are sent. Cost of a round: a training of each client that is drawn; every `τ` rounds, `K` forward passes over
       all examples. Memory `O(N D + K D)`. Bytes: a client that trains gets `Σ_k u_ik c_k` and sends its model; every
@@ -120,6 +124,7 @@ def fedsoft(
     start, weights, adversary = options["init_params"], options["weights"], options["adversary"]
     phases.check_weights(weights)
     client_axis, of_options = mapping.or_auto(options["client_axis"]), clients_check(adversary, weights)
+    serve = ServeSoft(task, num_clusters, smoothing, client_axis)
 
     def init(key: jax.Array, clients: Clients) -> FedSoftState:
         n = num_clients(clients)
@@ -127,17 +132,14 @@ def fedsoft(
         centres = phases.initial_models(task, jax.random.fold_in(key, CENTRES), num_clusters, start)
         is_one = start is not None and jax.tree.map(jnp.shape, start) == jax.tree.map(lambda c: c.shape[1:], centres)
         own = initial_state(task, training, key, clients, start if is_one else None)
-        return FedSoftState(*own, jnp.full((n, num_clusters), 1 / num_clusters, jnp.float32), centres)
-
-    def estimate(centres: PyTree, clients: Clients) -> jax.Array:
-        of_each = in_lots(client_axis, task, clients, num_clusters)(partial(shares, task), in_axes=(None, 0, 0))
-        return jnp.maximum(of_each(centres, clients.examples, jnp.asarray(clients.size)), smoothing)
+        return FedSoftState(*own, jnp.zeros((n, num_clusters), jnp.float32), centres)
 
     def step(key: jax.Array, state: FedSoftState, clients: Clients):
         # Estimate the importance of the centres for each client.
         centres, size, everyone = state.common, jnp.asarray(clients.size), phases.select_cohort(key, clients)
         is_due = state.round % estimate_every == 0
-        share = jax.lax.cond(is_due, lambda: estimate(centres, clients), lambda: state.share)
+        estimated = jax.lax.cond(is_due, lambda: serve.estimate(centres, clients), lambda: state.share)
+        share = importance(estimated)
         counts = share * phases.weights_of(weights, clients)[:, None]
         cohort = everyone
         if selection is not None:
@@ -174,23 +176,58 @@ def fedsoft(
         metrics["bytes_down"] += asked * (num_clusters * model)
         metrics["bytes_up"] += asked * (4.0 * num_clusters)
         metrics |= spread(share / share.sum(axis=1, keepdims=True), size)
-        return state._replace(params=params, client=opt_states, round=mine.round, share=share, common=new), metrics
-
-    def adopt(state: FedSoftState, clients: Clients) -> Served:
-        return Served(state.common, estimate(state.common, clients).argmax(axis=1).astype(jnp.int32))
+        return state._replace(params=params, client=opt_states, round=mine.round, share=estimated, common=new), metrics
 
     def check_selection(clients: Clients) -> None:
         if of_options is not None:
             of_options(clients)
         check_at_most_clients("selection", selection, int((np.asarray(clients.size) > 0).sum()))
 
-    return Algorithm(init, step, task, check_selection, serve=serve, adopt=adopt)
+    return Algorithm(init, step, task, check_selection, serve=serve, adopt=serve.adopt)
 
 
-def serve(state: FedSoftState, clients: Clients | None = None) -> Served:
-    """Returns each client's own model, the cluster of its most important centre, and the importance of all."""
-    shares = state.share / state.share.sum(axis=1, keepdims=True)
-    return Served(state.params, None, found=state.share.argmax(axis=1).astype(jnp.int32), shares=shares)
+@dataclass(frozen=True)  # equal ones share programs; a tuple would equal those of other classes
+class ServeSoft:
+    """`Algorithm.serve` of FedSoft; its arguments are those of the method."""
+
+    task: Task
+    num_clusters: int
+    smoothing: Real
+    client_axis: mapping.Mapping
+
+    def __call__(self, state: FedSoftState, clients: Clients | None = None) -> Served:
+        """Returns each client's own model, the cluster of its most important centre, and the importance of all.
+
+        With `clients`, those without an estimation, which have no model either, are served that centre.
+        """
+        params, share = state.params, state.share
+        if clients is not None:
+            new = ~share.any(axis=1) & (jnp.asarray(clients.size) > 0)
+            # A loop of no or one trip, since `vmap` over seeds would always run both branches of `cond`.
+            find = lambda _, share: jnp.where(new[:, None], self.estimate(state.common, clients), share)  # noqa: E731
+            with at_most(1):
+                share = jax.lax.fori_loop(0, new.any().astype(jnp.int32), find, share)
+            best = share.argmax(axis=1)
+            params = where_rows(new, jax.tree.map(lambda c: c[best], state.common), params)
+        share = importance(share)
+        return Served(
+            params, None, found=share.argmax(axis=1).astype(jnp.int32), shares=share / share.sum(axis=1)[:, None]
+        )
+
+    def adopt(self, state: FedSoftState, clients: Clients) -> Served:
+        """Returns the centres, and the most important one for each client that was not in training."""
+        return Served(state.common, self.estimate(state.common, clients).argmax(axis=1).astype(jnp.int32))
+
+    def estimate(self, centres: PyTree, clients: Clients) -> jax.Array:
+        """Returns the importance `[N, K]` of the centres for each client."""
+        axis = in_lots(self.client_axis, self.task, clients, self.num_clusters)
+        of_each = axis(partial(shares, self.task), in_axes=(None, 0, 0))
+        return jnp.maximum(of_each(centres, clients.examples, jnp.asarray(clients.size)), self.smoothing)
+
+
+def importance(share: jax.Array) -> jax.Array:
+    """Returns `share` `[N, K]`, with equal numbers for clients without an estimation, which have zeros."""
+    return jnp.where(share.any(axis=1)[:, None], share, 1 / share.shape[1])
 
 
 def shares(task: Task, centres: PyTree, examples: PyTree, size: jax.Array) -> jax.Array:
