@@ -51,10 +51,8 @@ def call(name, z, of=None):
     more = np.insert(z, [2, 5, 5], np.float32(7), axis=0)
     more[2], more[6, 1], more[7] = np.nan, np.inf, 1e30
     mask = np.arange(len(more)) != 7  # the client with 1e30 is masked; NaN and infinity are found
-    of = of or partial(AGGREGATORS[name], **OPTIONS.get(name, {}), return_excluded=True)
-    result, excluded = of(more, mask=jnp.asarray(mask))
-    assert excluded == 2 + (~np.isfinite(z).all(axis=1)).sum() and excluded.dtype == jnp.int32
-    return result
+    of = of or partial(AGGREGATORS[name], **OPTIONS.get(name, {}))
+    return of(more, mask=jnp.asarray(mask))
 
 
 # The papers' definitions, one loop each.
@@ -202,7 +200,7 @@ def test_definition(name, seed, offset):
 @EVERY
 def test_inside_jit_it_is_the_same(name):
     z, options = updates(0), OPTIONS.get(name, {})
-    inside_jit = jax.jit(partial(AGGREGATORS[name], **options, return_excluded=True))
+    inside_jit = jax.jit(partial(AGGREGATORS[name], **options))
     np.testing.assert_allclose(call(name, z, inside_jit), call(name, z), atol=2e-5)
     np.testing.assert_allclose(AGGREGATORS[name](z, **options), call(name, z), atol=2e-5)  # and without a mask
 
@@ -463,10 +461,8 @@ def test_an_aggregator_by_name_is_its_parts_by_hand(name):
         options |= PRE_OPTIONS[part]
         by_hand, of_hand = PRE_AGGREGATORS[part](by_hand, **PRE_OPTIONS[part], mask=of_hand)
     made = kernels.make_aggregator(name, **options)
-    result, excluded = made(z, mask=mask, return_excluded=True)
+    result = made(z, mask=mask)
     np.testing.assert_array_equal(result, AGGREGATORS[last](by_hand, **OPTIONS.get(last, {}), mask=of_hand))
-    np.testing.assert_array_equal(made(z, mask=mask), result)
-    assert excluded == 1 and excluded.dtype == jnp.int32
     assert set(options) <= set(kernels.aggregator_options(name))
 
 

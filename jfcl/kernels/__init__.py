@@ -11,8 +11,7 @@ Every aggregator takes `updates`, `[N, D]` or a pytree of arrays stacked on a le
 that pytree without the client axis. Common to all:
 
 * `mask`: `[N]` bool, the clients that count.
-* Clients with NaN or infinity in their update are left out. With `return_excluded=True` the result is
-  `(aggregate, excluded)`, where `excluded` `[]` int32 is the number of such clients (masked clients do not count).
+* Clients with NaN or infinity in their update are left out.
 * `weights`, where there are any: `[N]`, at least 0, scaled to sum to 1; default: all equal.
 * `num_malicious`: how many of the clients that count may be hostile, `f` in the papers.
 * The aggregate of no clients is zero.

@@ -136,7 +136,7 @@ def bucketing(
     return like(updates, combine(rows, mixing, usable)), sizes > 0
 
 
-# All have the signature `f(updates, *, mask=None, return_excluded=False, ...)`.
+# All have the signature `f(updates, *, mask=None, ...)`.
 _OF_COORDINATES = (robust.coordinate_median, robust.trimmed_mean, robust.mean_around_median)
 _OF_UPDATES = (krum, multi_krum, bulyan, geometric_median)
 _FILTERS = (caf, smea, monna, dnc, clipped_clustering, sign_guard)
@@ -176,7 +176,7 @@ def _shown(named: Parts) -> str:
 def _options(part: Callable[..., Any]) -> dict[str, inspect.Parameter]:
     """Returns the parameters after the updates that are options of the part."""
     parameters = list(inspect.signature(part).parameters.values())[1:]
-    of_all = ("updates", "mask", "return_excluded")
+    of_all = ("updates", "mask")
     return {p.name: p for p in parameters if p.name not in of_all and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)}
 
 
@@ -206,8 +206,7 @@ def make_aggregator(name: Parts, **options: Any) -> Callable[..., Any]:
         The `key` of `bucketing` is fixed, so that its buckets are the same in every call.
 
     Returns:
-      `f(updates, *, mask=None, return_excluded=False)`, as the aggregators of `AGGREGATORS`. The clients that it counts
-      as excluded are those with NaN or infinity in `updates`.
+      `f(updates, *, mask=None)`, as the aggregators of `AGGREGATORS`.
 
     Raises:
       ValueError: unknown parts or another order of them; an option that no part has, or that is missing.
@@ -215,8 +214,8 @@ def make_aggregator(name: Parts, **options: Any) -> Callable[..., Any]:
     Example:
       >>> import jax.numpy as jnp
       >>> f = make_aggregator("nnm+krum", num_malicious=1)
-      >>> f(jnp.array([[1.0], [1.5], [2.0], [50.0]]), return_excluded=True)
-      (Array([1.5], dtype=float32), Array(0, dtype=int32))
+      >>> f(jnp.array([[1.0], [1.5], [2.0], [50.0]])).tolist()
+      [1.5]
     """
     accepted, shown = aggregator_options(name), _shown(name)
     for option in options:
@@ -230,8 +229,7 @@ def make_aggregator(name: Parts, **options: Any) -> Callable[..., Any]:
     if not before:
         return last
 
-    def aggregator(updates, *, mask=None, return_excluded=False):
-        excluded = robust.num_excluded(mask, counted(updates, mask)[1]) if return_excluded else None
+    def aggregator(updates, *, mask=None):
         for pre_aggregator in before:
             pair = pre_aggregator(updates, mask=mask)
             fits = isinstance(pair, tuple) and len(pair) == 2 and (pair[1] is None or hasattr(pair[1], "dtype"))
@@ -239,7 +237,6 @@ def make_aggregator(name: Parts, **options: Any) -> Callable[..., Any]:
             before_last = "of functions that return (updates, mask) before the last one, which returns one update"
             check(fits, f"aggregator {shown!r}", returned, before_last)
             updates, mask = pair
-        result = last(updates, mask=mask)
-        return (result, excluded) if return_excluded else result
+        return last(updates, mask=mask)
 
     return aggregator

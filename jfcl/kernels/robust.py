@@ -17,27 +17,10 @@ from jfcl.kernels.base import PyTree, check_whole, is_computable, like, row_mask
 from jfcl.kernels.blocks import finite_rows, fold_columns, weighted_sum
 
 
-def aggregate(
-    updates: PyTree,
-    mask: jax.Array | None,
-    return_excluded: bool,
-    rule: Callable[[list[jax.Array], jax.Array], list[jax.Array]],
-) -> Any:
-    """Applies `rule(rows, usable)`, which returns one vector `[d]` for each matrix `[N, d]`, to stacked updates."""
-    rows, usable = counted(updates, mask)
-    result = like(updates, rule(rows, usable))
-    return (result, num_excluded(mask, usable)) if return_excluded else result
-
-
 def counted(updates: PyTree, mask: jax.Array | None) -> tuple[list[jax.Array], jax.Array]:
     """Returns the rows, and `[N]` bool: the rows that count, which are finite and not masked."""
     rows = rows_of(updates)
     return rows, row_mask(mask, len(rows[0])) & finite_rows(rows)
-
-
-def num_excluded(mask: jax.Array | None, usable: jax.Array) -> jax.Array:
-    """Returns `[]` int32: how many rows of `mask` are not usable."""
-    return (row_mask(mask, len(usable)) & ~usable).sum().astype(jnp.int32)
 
 
 def minority(num_malicious: Any, usable: jax.Array) -> jax.Array:
@@ -82,23 +65,18 @@ def lowest(scores: jax.Array, usable: jax.Array, count: jax.Array) -> jax.Array:
     return shares(((rank < count) & usable).astype(scores.dtype), usable)
 
 
-def mean(
-    updates: PyTree, *, weights: jax.Array | None = None, mask: jax.Array | None = None, return_excluded: bool = False
-) -> Any:
+def mean(updates: PyTree, *, weights: jax.Array | None = None, mask: jax.Array | None = None) -> PyTree:
     """Returns the weighted mean. It is not robust: one client can move it anywhere.
 
     For the arguments see `jfcl.kernels`. Cost: one pass.
 
     Example:
       >>> import jax.numpy as jnp
-      >>> mean(jnp.array([[1.0], [3.0], [jnp.nan]]), return_excluded=True)
-      (Array([2.], dtype=float32), Array(1, dtype=int32))
+      >>> mean(jnp.array([[1.0], [3.0], [jnp.nan]])).tolist()
+      [2.0]
     """
-
-    def rule(rows, usable):
-        return combine(rows, shares(check_weights(weights, len(usable)), usable), usable)
-
-    return aggregate(updates, mask, return_excluded, rule)
+    rows, usable = counted(updates, mask)
+    return like(updates, combine(rows, shares(check_weights(weights, len(usable)), usable), usable))
 
 
 def by_columns(fn: Callable[[jax.Array], jax.Array], rows: list[jax.Array], block: int = 512) -> list[jax.Array]:
@@ -156,7 +134,7 @@ def medians(rows: list[jax.Array], usable: jax.Array) -> list[jax.Array]:
     return _trimmed_means(rows, usable, jnp.maximum(usable.sum() - 1, 0) // 2)
 
 
-def coordinate_median(updates: PyTree, *, mask: jax.Array | None = None, return_excluded: bool = False) -> Any:
+def coordinate_median(updates: PyTree, *, mask: jax.Array | None = None) -> PyTree:
     """Returns the median of every coordinate (Yin et al. 2018); of an even number, the mean of the middle two.
 
     For the arguments see `jfcl.kernels`. Cost: sorts N numbers D times.
@@ -166,12 +144,11 @@ def coordinate_median(updates: PyTree, *, mask: jax.Array | None = None, return_
       >>> coordinate_median(jnp.array([[1.0], [2.0], [1e6]])).tolist()
       [2.0]
     """
-    return aggregate(updates, mask, return_excluded, medians)
+    rows, usable = counted(updates, mask)
+    return like(updates, medians(rows, usable))
 
 
-def trimmed_mean(
-    updates: PyTree, *, num_malicious: int, mask: jax.Array | None = None, return_excluded: bool = False
-) -> Any:
+def trimmed_mean(updates: PyTree, *, num_malicious: int, mask: jax.Array | None = None) -> PyTree:
     """Returns the mean of every coordinate without its `f` largest and `f` smallest numbers (Yin et al. 2018).
 
     `f` is `num_malicious`, less than half of the clients. For the arguments see `jfcl.kernels`. Cost: sorts N
@@ -182,11 +159,8 @@ def trimmed_mean(
       >>> trimmed_mean(jnp.array([[1.0], [2.0], [3.0], [1e6]]), num_malicious=1).tolist()
       [2.5]
     """
-
-    def rule(rows, usable):
-        return _trimmed_means(rows, usable, minority(num_malicious, usable))
-
-    return aggregate(updates, mask, return_excluded, rule)
+    rows, usable = counted(updates, mask)
+    return like(updates, _trimmed_means(rows, usable, minority(num_malicious, usable)))
 
 
 @jax.jit
@@ -214,9 +188,7 @@ def means_around_median(rows: list[jax.Array], usable: jax.Array, num_kept: jax.
     return by_columns(of_columns, rows)
 
 
-def mean_around_median(
-    updates: PyTree, *, num_malicious: int, mask: jax.Array | None = None, return_excluded: bool = False
-) -> Any:
+def mean_around_median(updates: PyTree, *, num_malicious: int, mask: jax.Array | None = None) -> PyTree:
     """MeaMed: returns, in every coordinate, the mean of the `N - f` numbers nearest to the median (Xie et al. 2018).
 
     `f` is `num_malicious`, less than half of the clients; numbers at equal distance share the last places. For the
@@ -227,8 +199,5 @@ def mean_around_median(
       >>> mean_around_median(jnp.array([[1.0], [2.0], [3.0], [1e6]]), num_malicious=1).tolist()
       [2.0]
     """
-
-    def rule(rows, usable):
-        return means_around_median(rows, usable, usable.sum() - minority(num_malicious, usable))
-
-    return aggregate(updates, mask, return_excluded, rule)
+    rows, usable = counted(updates, mask)
+    return like(updates, means_around_median(rows, usable, usable.sum() - minority(num_malicious, usable)))

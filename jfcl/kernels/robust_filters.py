@@ -13,12 +13,12 @@ import numpy as np
 
 from jfcl.core.checks import check, check_count
 from jfcl.kernels import blocks
-from jfcl.kernels.base import PyTree, check_whole, is_computable, sum_dtype, sum_over_columns
+from jfcl.kernels.base import PyTree, check_whole, is_computable, like, sum_dtype, sum_over_columns
 from jfcl.kernels.dendrogram import cut
 from jfcl.kernels.distances import inner_products
 from jfcl.kernels.kmeans import kmeans
 from jfcl.kernels.linkage import linkage_tree
-from jfcl.kernels.robust import aggregate, combine, lowest, medians, minority, shares
+from jfcl.kernels.robust import combine, counted, lowest, medians, minority, shares
 from jfcl.kernels.similarity import pairwise_cosine
 
 MOST_SUBSETS = 50_000  # that SMEA compares: 6 of 20 clients, 5 of 24, 4 of 34
@@ -41,7 +41,7 @@ def _leading(products: jax.Array, weights: jax.Array) -> tuple[jax.Array, jax.Ar
     return largest, jnp.square(along) / jnp.maximum(largest, jnp.finfo(along.dtype).tiny)
 
 
-def caf(updates: PyTree, *, num_malicious: int, mask: jax.Array | None = None, return_excluded: bool = False) -> Any:
+def caf(updates: PyTree, *, num_malicious: int, mask: jax.Array | None = None) -> PyTree:
     """CAF: lowers the weights of updates that lie far out along the direction of most variance (Allouah et al. 2025).
 
     From weights `c_i = 1`, while their sum is above `N − 2 f`: with `v` the leading eigenvector of the weighted
@@ -60,11 +60,8 @@ def caf(updates: PyTree, *, num_malicious: int, mask: jax.Array | None = None, r
       >>> caf(jnp.array([[1.0], [2.0], [3.0], [1e6]]), num_malicious=1).round(3).tolist()
       [2.0]
     """
-
-    def rule(rows, usable):
-        return _filtered(rows, usable, minority(num_malicious, usable))
-
-    return aggregate(updates, mask, return_excluded, rule)
+    rows, usable = counted(updates, mask)
+    return like(updates, _filtered(rows, usable, minority(num_malicious, usable)))
 
 
 @jax.jit
@@ -89,7 +86,7 @@ def _filtered(rows, usable, f):
     return combine(rows, shares(jax.lax.while_loop(going, lower, start)[1], usable), usable)
 
 
-def smea(updates: PyTree, *, num_malicious: int, mask: jax.Array | None = None, return_excluded: bool = False) -> Any:
+def smea(updates: PyTree, *, num_malicious: int, mask: jax.Array | None = None) -> PyTree:
     """SMEA: the mean of the `N − f` updates whose covariance has the smallest largest eigenvalue (Allouah et al. 2023).
 
     `f` is `num_malicious`, a Python number, less than half of the clients. It compares all subsets, at most 50,000. For
@@ -103,17 +100,14 @@ def smea(updates: PyTree, *, num_malicious: int, mask: jax.Array | None = None, 
       >>> smea(jnp.array([[1.0], [2.0], [3.0], [1e6]]), num_malicious=1).tolist()
       [2.0]
     """
-
-    def rule(rows, usable):
-        check(is_computable(num_malicious), "num_malicious", num_malicious, "a Python number, which sets the subsets")
-        f, count = minority(num_malicious, usable), len(usable)
-        subsets, shown = math.comb(count, int(num_malicious)), f"{num_malicious} of {count} clients"
-        few = f"so small that there are at most {MOST_SUBSETS} subsets to compare (these are {subsets}); caf has none"
-        check(subsets <= MOST_SUBSETS, "num_malicious", shown, few)
-        left_out = np.array(list(combinations(range(count), int(num_malicious))), np.int32)
-        return _least_spread(rows, usable, left_out, f)
-
-    return aggregate(updates, mask, return_excluded, rule)
+    rows, usable = counted(updates, mask)
+    check(is_computable(num_malicious), "num_malicious", num_malicious, "a Python number, which sets the subsets")
+    f, count = minority(num_malicious, usable), len(usable)
+    subsets, shown = math.comb(count, int(num_malicious)), f"{num_malicious} of {count} clients"
+    few = f"so small that there are at most {MOST_SUBSETS} subsets to compare (these are {subsets}); caf has none"
+    check(subsets <= MOST_SUBSETS, "num_malicious", shown, few)
+    left_out = np.array(list(combinations(range(count), int(num_malicious))), np.int32)
+    return like(updates, _least_spread(rows, usable, left_out, f))
 
 
 @jax.jit
@@ -134,14 +128,7 @@ def _least_spread(rows, usable, left_out, f):
     return combine(rows, shares(without(best).astype(jnp.float32), usable), usable)
 
 
-def monna(
-    updates: PyTree,
-    *,
-    num_malicious: int,
-    trusted: int = 0,
-    mask: jax.Array | None = None,
-    return_excluded: bool = False,
-) -> Any:
+def monna(updates: PyTree, *, num_malicious: int, trusted: int = 0, mask: jax.Array | None = None) -> PyTree:
     """MoNNA: the mean of the `N − f` updates nearest to that of a trusted client (Farhadkhani et al. 2023).
 
     `f` is `num_malicious`, less than half of the clients, and `trusted` the row of a client that is known to be honest;
@@ -153,12 +140,10 @@ def monna(
       >>> monna(jnp.array([[1.0], [2.0], [3.0], [1e6]]), num_malicious=1).tolist()
       [2.0]
     """
-
-    def rule(rows, usable):
-        check_whole("trusted", trusted, 0, len(usable) - 1, "a row")
-        return _nearest_to(rows, usable, jnp.asarray(trusted), usable.sum() - minority(num_malicious, usable))
-
-    return aggregate(updates, mask, return_excluded, rule)
+    rows, usable = counted(updates, mask)
+    check_whole("trusted", trusted, 0, len(usable) - 1, "a row")
+    kept = usable.sum() - minority(num_malicious, usable)
+    return like(updates, _nearest_to(rows, usable, jnp.asarray(trusted), kept))
 
 
 @jax.jit
@@ -176,8 +161,7 @@ def dnc(
     num_coordinates: int = 10_000,
     key: jax.Array | None = None,
     mask: jax.Array | None = None,
-    return_excluded: bool = False,
-) -> Any:
+) -> PyTree:
     """DnC: leaves out the `f` updates farthest along the leading singular vector (Shejwalkar, Houmansadr 2021).
 
     It does so for each of several draws of coordinates, and returns the mean of the updates that none of them leaves
@@ -188,7 +172,7 @@ def dnc(
       num_draws: draws of coordinates, at least 1. Updates of at most `num_coordinates` numbers need no draws.
       num_coordinates: in a draw, at least 1.
       key: of the draws, the same in every call; default: a fixed one.
-      updates, mask, return_excluded: see `jfcl.kernels`.
+      updates, mask: see `jfcl.kernels`.
 
     Cost: for each draw, a sort of D random numbers, `N² num_coordinates` multiplications and the eigenvectors of
     `[N, N]`. Blades averages the updates that any draw keeps; the paper those that all keep.
@@ -200,13 +184,10 @@ def dnc(
     """
     check_count("num_draws", num_draws)
     check_count("num_coordinates", num_coordinates)
-
-    def rule(rows, usable):
-        draw = jax.random.key(0) if key is None else key
-        f = minority(num_malicious, usable)
-        return _divided(rows, usable, f, draw, num_draws=num_draws, num_coordinates=num_coordinates)
-
-    return aggregate(updates, mask, return_excluded, rule)
+    rows, usable = counted(updates, mask)
+    draw = jax.random.key(0) if key is None else key
+    f = minority(num_malicious, usable)
+    return like(updates, _divided(rows, usable, f, draw, num_draws=num_draws, num_coordinates=num_coordinates))
 
 
 @partial(jax.jit, static_argnames=("num_draws", "num_coordinates"))
@@ -236,9 +217,7 @@ def _some_columns(rows: list[jax.Array], key: jax.Array, count: int) -> jax.Arra
     return columns
 
 
-def clipped_clustering(
-    updates: PyTree, *, radius: Any = None, mask: jax.Array | None = None, return_excluded: bool = False
-) -> Any:
+def clipped_clustering(updates: PyTree, *, radius: Any = None, mask: jax.Array | None = None) -> PyTree:
     """Clips updates, and returns the mean of the larger of two groups of similar direction (Li, Ngai, Voigt 2023).
 
     The groups are those of average linkage of `1 − cosine`; of equal groups, the one with the first client. Updates are
@@ -255,11 +234,8 @@ def clipped_clustering(
     """
     if radius is not None and is_computable(radius):
         check(jnp.ndim(radius) == 0 and radius > 0, "radius", radius, "a number above 0")
-
-    def rule(rows, usable):
-        return _similar(rows, usable, None if radius is None else jnp.asarray(radius, jnp.float32))
-
-    return aggregate(updates, mask, return_excluded, rule)
+    rows, usable = counted(updates, mask)
+    return like(updates, _similar(rows, usable, None if radius is None else jnp.asarray(radius, jnp.float32)))
 
 
 @jax.jit
@@ -270,7 +246,7 @@ def _similar(rows, usable, radius):
     return _clipped_mean(rows, norms, _majority(group, usable), median if radius is None else radius)
 
 
-def sign_guard(updates: PyTree, *, mask: jax.Array | None = None, return_excluded: bool = False) -> Any:
+def sign_guard(updates: PyTree, *, mask: jax.Array | None = None) -> PyTree:
     """SignGuard: the clipped mean of updates of usual length and usual shares of signs (Xu et al. 2022).
 
     These are updates with a norm of 0.1 to 3 times the median norm, and in the larger of two groups, those of k-means
@@ -288,7 +264,8 @@ def sign_guard(updates: PyTree, *, mask: jax.Array | None = None, return_exclude
       >>> sign_guard(updates).round(3).tolist()
       [1.333..., 1.333...]
     """
-    return aggregate(updates, mask, return_excluded, _same_signs)
+    rows, usable = counted(updates, mask)
+    return like(updates, _same_signs(rows, usable))
 
 
 @jax.jit

@@ -10,9 +10,9 @@ import jax.numpy as jnp
 
 from jfcl.core.checks import check
 from jfcl.kernels import blocks
-from jfcl.kernels.base import PyTree, check_whole, is_computable, sum_dtype
+from jfcl.kernels.base import PyTree, check_whole, is_computable, like, sum_dtype
 from jfcl.kernels.distances import at_start, center_distances, inner_products, moved, positions, squared_row_distances
-from jfcl.kernels.robust import aggregate, check_weights, combine, lowest, means_around_median, medians, shares
+from jfcl.kernels.robust import check_weights, combine, counted, lowest, means_around_median, medians, shares
 
 MEDIAN_TOLERANCE = 1e-6  # the length of the mean unit vector towards all updates at which the steps end
 MEDIAN_STEPS = 300  # at most
@@ -36,7 +36,7 @@ def _best_scored(squares, usable, num_malicious, num_selected):
     return lowest(_krum_scores(squares, usable, num_malicious), usable, num_selected)
 
 
-def krum(updates: PyTree, *, num_malicious: int, mask: jax.Array | None = None, return_excluded: bool = False) -> Any:
+def krum(updates: PyTree, *, num_malicious: int, mask: jax.Array | None = None) -> PyTree:
     """Returns the update nearest to its `N - f - 2` nearest others, by the sum of squares (Blanchard et al. 2017).
 
     Of equal scores it is the first. `f` is `num_malicious`, at most `N - 3` (the paper's guarantee requires
@@ -47,7 +47,7 @@ def krum(updates: PyTree, *, num_malicious: int, mask: jax.Array | None = None, 
       >>> krum(jnp.array([[1.0], [1.1], [1.3], [50.0]]), num_malicious=1).tolist()
       [1.0]
     """
-    return multi_krum(updates, num_malicious=num_malicious, num_selected=1, mask=mask, return_excluded=return_excluded)
+    return multi_krum(updates, num_malicious=num_malicious, num_selected=1, mask=mask)
 
 
 def multi_krum(
@@ -56,8 +56,7 @@ def multi_krum(
     num_malicious: int,
     num_selected: int | None = None,
     mask: jax.Array | None = None,
-    return_excluded: bool = False,
-) -> Any:
+) -> PyTree:
     """Returns the mean of the updates with the lowest Krum scores (Blanchard et al. 2017).
 
     The scores are those of `krum`. `num_selected` is how many to average, from 1 to N; default `N - f`. For the other
@@ -68,20 +67,17 @@ def multi_krum(
       >>> print(multi_krum(jnp.array([[1.0], [1.1], [1.3], [50.0]]), num_malicious=1, num_selected=2))
       [1.05]
     """
-
-    def rule(rows, usable):
-        check_whole("num_malicious", num_malicious, 0, max(len(usable) - 3, 0), "f <= N - 3")
-        if num_selected is not None:
-            check_whole("num_selected", num_selected, 1, len(usable), "N")
-        selected = usable.sum() - jnp.asarray(num_malicious) if num_selected is None else jnp.asarray(num_selected)
-        squares = squared_row_distances(rows, usable)
-        weights = _best_scored(squares, usable, jnp.asarray(num_malicious), jnp.maximum(selected, 1))
-        return combine(rows, weights, usable)
-
-    return aggregate(updates, mask, return_excluded, rule)
+    rows, usable = counted(updates, mask)
+    check_whole("num_malicious", num_malicious, 0, max(len(usable) - 3, 0), "f <= N - 3")
+    if num_selected is not None:
+        check_whole("num_selected", num_selected, 1, len(usable), "N")
+    selected = usable.sum() - jnp.asarray(num_malicious) if num_selected is None else jnp.asarray(num_selected)
+    squares = squared_row_distances(rows, usable)
+    weights = _best_scored(squares, usable, jnp.asarray(num_malicious), jnp.maximum(selected, 1))
+    return like(updates, combine(rows, weights, usable))
 
 
-def bulyan(updates: PyTree, *, num_malicious: int, mask: jax.Array | None = None, return_excluded: bool = False) -> Any:
+def bulyan(updates: PyTree, *, num_malicious: int, mask: jax.Array | None = None) -> PyTree:
     """Selects `N - 2 f` updates by repeated Krum, then averages around their median (El Mhamdi et al. 2018).
 
     In every coordinate, the result is the mean of the `N - 4 f` selected numbers nearest to the median of the `N - 2 f`
@@ -94,14 +90,11 @@ def bulyan(updates: PyTree, *, num_malicious: int, mask: jax.Array | None = None
       >>> bulyan(updates, num_malicious=1).round(3).tolist()
       [2.0]
     """
-
-    def rule(rows, usable):
-        check_whole("num_malicious", num_malicious, 0, max((len(usable) - 3) // 4, 0), "4 f + 3 <= N")
-        f = jnp.asarray(num_malicious, jnp.int32)
-        chosen = _chosen_by_bulyan(squared_row_distances(rows, usable), usable, f)
-        return means_around_median(rows, chosen, jnp.maximum(chosen.sum() - 2 * f, 1))
-
-    return aggregate(updates, mask, return_excluded, rule)
+    rows, usable = counted(updates, mask)
+    check_whole("num_malicious", num_malicious, 0, max((len(usable) - 3) // 4, 0), "4 f + 3 <= N")
+    f = jnp.asarray(num_malicious, jnp.int32)
+    chosen = _chosen_by_bulyan(squared_row_distances(rows, usable), usable, f)
+    return like(updates, means_around_median(rows, chosen, jnp.maximum(chosen.sum() - 2 * f, 1)))
 
 
 @jax.jit
@@ -124,8 +117,7 @@ def geometric_median(
     num_iters: int | None = None,
     smoothing: float = 1e-6,
     mask: jax.Array | None = None,
-    return_excluded: bool = False,
-) -> Any:
+) -> PyTree:
     """Returns the point with the smallest sum of distances to all updates (Pillutla et al. 2022).
 
     From the coordinate-wise median, `v ← Σ_i β_i z_i / Σ_i β_i` with `β_i = w_i / max(smoothing, ‖z_i − v‖)`.
@@ -136,7 +128,7 @@ def geometric_median(
         factor of `1 + 2e-6` of its minimum. At the end, the nearest update is returned where it is the median itself,
         which the steps only approach.
       smoothing: above 0; smaller distances count as this one, so that a step away from an update is possible.
-      updates, weights, mask, return_excluded: see `jfcl.kernels`.
+      updates, weights, mask: see `jfcl.kernels`.
 
     Cost: two passes a step (10 to 30 steps where updates surround their median, more where they lie nearly on a line or
     the median is near an update), and one sort of N numbers D times.
@@ -149,12 +141,9 @@ def geometric_median(
     """
     check(num_iters is None or num_iters >= 1, "num_iters", num_iters, "at least 1")
     check(smoothing > 0, "smoothing", smoothing, "above 0")
-
-    def rule(rows, usable):
-        least = jnp.asarray(smoothing, jnp.float32)
-        return _weiszfeld(rows, usable, check_weights(weights, len(usable)), least, num_iters)
-
-    return aggregate(updates, mask, return_excluded, rule)
+    rows, usable = counted(updates, mask)
+    least = jnp.asarray(smoothing, jnp.float32)
+    return like(updates, _weiszfeld(rows, usable, check_weights(weights, len(usable)), least, num_iters))
 
 
 @partial(jax.jit, static_argnames="num_iters")
@@ -213,8 +202,7 @@ def centered_clip(
     num_iters: int = 1,
     weights: jax.Array | None = None,
     mask: jax.Array | None = None,
-    return_excluded: bool = False,
-) -> Any:
+) -> PyTree:
     """Returns the mean of the updates, each clipped to within `radius` of the centre, after `num_iters` iterations.
 
         v ← v + Σ_i w_i (z_i − v) min(1, τ / ‖z_i − v‖)
@@ -227,7 +215,7 @@ def centered_clip(
       center: `[D]`, or the pytree without the client axis, finite: the first centre `v`, the last round's result in the
         paper; default zeros.
       num_iters: iterations, at least 1.
-      updates, weights, mask, return_excluded: see `jfcl.kernels`.
+      updates, weights, mask: see `jfcl.kernels`.
 
     Cost: one read of every update an iteration, in blocks that stay in the cache. For many iterations of few clients,
     `N² D` multiplications once, and `N²` operations an iteration.
@@ -240,23 +228,20 @@ def centered_clip(
     check(num_iters >= 1, "num_iters", num_iters, "at least 1")
     if is_computable(radius):
         check(jnp.ndim(radius) == 0 and radius > 0, "radius", radius, "a number above 0")
-
-    def rule(rows, usable):
-        if center is None:
-            start = [jnp.zeros(x.shape[1], x.dtype) for x in rows]
-        else:
-            shapes = [jnp.shape(leaf) for leaf in jax.tree.leaves(center)]
-            wanted = [jnp.shape(leaf)[1:] for leaf in jax.tree.leaves(updates)]
-            check(shapes == wanted, "center", shapes, f"of shapes {wanted}")
-            parts = zip(jax.tree.leaves(center), rows, strict=True)
-            start = [jnp.asarray(c).reshape(-1).astype(x.dtype) for c, x in parts]
-            if is_computable(start):
-                check(all(jnp.isfinite(c).all() for c in start), "center", "NaN or infinity", "finite")
-        run = _clip_by_products if products_are_cheaper(len(usable), num_iters) else _clip
-        limit = jnp.asarray(radius, jnp.float32)
-        return run(rows, usable, start, limit, check_weights(weights, len(usable)), num_iters=num_iters)
-
-    return aggregate(updates, mask, return_excluded, rule)
+    rows, usable = counted(updates, mask)
+    if center is None:
+        start = [jnp.zeros(x.shape[1], x.dtype) for x in rows]
+    else:
+        shapes = [jnp.shape(leaf) for leaf in jax.tree.leaves(center)]
+        wanted = [jnp.shape(leaf)[1:] for leaf in jax.tree.leaves(updates)]
+        check(shapes == wanted, "center", shapes, f"of shapes {wanted}")
+        parts = zip(jax.tree.leaves(center), rows, strict=True)
+        start = [jnp.asarray(c).reshape(-1).astype(x.dtype) for c, x in parts]
+        if is_computable(start):
+            check(all(jnp.isfinite(c).all() for c in start), "center", "NaN or infinity", "finite")
+    run = _clip_by_products if products_are_cheaper(len(usable), num_iters) else _clip
+    limit = jnp.asarray(radius, jnp.float32)
+    return like(updates, run(rows, usable, start, limit, check_weights(weights, len(usable)), num_iters=num_iters))
 
 
 def products_are_cheaper(count: int, num_iters: int) -> bool:
