@@ -26,7 +26,7 @@ def test_pairs_and_dictionaries_become_clients():
     assert x.dtype == np.float32 and y.dtype == np.int32 and clients.size.tolist() == [3, 2, 1]
     np.testing.assert_array_equal(x[1], np.concatenate([b, np.zeros((1, 4))]).astype(np.float32))
     assert y.tolist() == [[0, 1, 2], [5, 6, 0], [1, 0, 0]]
-    assert from_arrays([(a, [0.5, 1, 2])], pad_to=5).examples["y"].tolist() == [[0.5, 1, 2, 0, 0]]
+    assert from_arrays([(a, [0.5, 1, 2])]).examples["y"].tolist() == [[0.5, 1, 2]]
     assert from_arrays([([1, 2], [0, 1])]).examples["x"].tolist() == [[[1.0], [2.0]]]
     tokens = from_arrays([(np.arange(6).reshape(2, 3), [0, 1])]).examples["x"]
     assert tokens.dtype == np.int32 and tokens.tolist() == [[[0, 1, 2], [3, 4, 5]]]

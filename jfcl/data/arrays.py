@@ -14,7 +14,7 @@ from jfcl.data.tables import row_numbers
 from jfcl.data.values import array_beside, as_numpy, as_type, inputs_of, is_table
 
 
-def from_arrays(clients: Iterable[Any], *, channels_first: bool | None = None, pad_to: int | None = None) -> Clients:
+def from_arrays(clients: Iterable[Any], *, channels_first: bool | None = None) -> Clients:
     """Stacks one pair of inputs and targets per client, in the form that the tasks of `jfcl.models` read.
 
     Args:
@@ -23,7 +23,6 @@ def from_arrays(clients: Iterable[Any], *, channels_first: bool | None = None, p
         "image" and "label", and any further arrays `[m_i, ...]`, such as weights.
       channels_first: whether images are `[m_i, C, H, W]`, as in PyTorch, and become `[m_i, H, W, C]`. `None`: as
         their shape shows, where one of its ends is 4 or less.
-      pad_to: as in `jfcl.stack_clients`.
 
     Returns:
       `Clients` with examples `{"x": [N, M, ...], "y": [N, M]}` on the host, and the further arrays under their names.
@@ -47,17 +46,17 @@ def from_arrays(clients: Iterable[Any], *, channels_first: bool | None = None, p
     is_one = isinstance(clients, dict) or _is_array(clients)
     is_one = is_one or (isinstance(clients, tuple) and len(clients) == 2 and all(map(_is_array, clients)))
     check(not is_one, "clients", type(clients), "a list with a pair (x, y) per client")
-    return _stacked((_parts(f"client {i}", client) for i, client in enumerate(clients)), channels_first, pad_to)
+    return _stacked((_parts(f"client {i}", client) for i, client in enumerate(clients)), channels_first)
 
 
-def from_torch(datasets: Iterable[Any], *, channels_first: bool | None = None, pad_to: int | None = None) -> Clients:
+def from_torch(datasets: Iterable[Any], *, channels_first: bool | None = None) -> Clients:
     """Stacks one `torch.utils.data.Dataset` per client: any object with `len` and rows `(x, y)` at `0 .. len-1`.
 
     PyTorch is not needed: a row may hold tensors, arrays, numbers or images, or be a dictionary, with further arrays.
 
     Args:
       datasets: the data set of each client, a `torch.utils.data.Subset` for example. Every row is read once.
-      channels_first, pad_to: as in `from_arrays`. Images of PIL have their channels last already.
+      channels_first: as in `from_arrays`. Images of PIL have their channels last already.
 
     Returns:
       `Clients`, as from `from_arrays`.
@@ -74,7 +73,7 @@ def from_torch(datasets: Iterable[Any], *, channels_first: bool | None = None, p
         check(len(dataset) > 0, f"client {i}", "0 rows", "a data set with at least one")
         return _columns(f"client {i}", [_parts(f"client {i}, row {j}", dataset[j]) for j in range(len(dataset))])
 
-    return _stacked((parts(i, dataset) for i, dataset in enumerate(datasets)), channels_first, pad_to)
+    return _stacked((parts(i, dataset) for i, dataset in enumerate(datasets)), channels_first)
 
 
 def _columns(where: str, rows: list[Any]) -> Any:
@@ -86,7 +85,7 @@ def _columns(where: str, rows: list[Any]) -> Any:
     return {name: _columns(f"{where}: {name}", [row[name] for row in rows]) for name in rows[0]}
 
 
-def _stacked(clients: Iterable[dict[str, Any]], channels_first: bool | None, pad_to: int | None) -> Clients:
+def _stacked(clients: Iterable[dict[str, Any]], channels_first: bool | None) -> Clients:
     """Stacks clients, of which some may have integers where others have float32: float64 holds both, and is undone."""
     others, columns = [], []
 
@@ -103,7 +102,7 @@ def _stacked(clients: Iterable[dict[str, Any]], channels_first: bool | None, pad
         numbers = row_numbers({name: [values] for name, values in zip(columns[0], np.concatenate(xs).T, strict=True)})
         check(not numbers, "x: columns", numbers, "of inputs: these number the rows of all clients; drop them")
     parts = [_client(f"client {i}", x, parts, moved) for i, (x, parts) in enumerate(zip(xs, others, strict=True))]
-    stacked = stack_clients(parts, pad_to=pad_to)
+    stacked = stack_clients(parts)
     as_float32 = jax.tree.map(lambda x: x.astype(np.float32) if x.dtype == np.float64 else x, stacked.examples)
     return stacked._replace(examples=as_float32)
 

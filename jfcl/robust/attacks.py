@@ -29,7 +29,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jfcl import kernels, mapping
-from jfcl.core import PyTree, check, check_choice
+from jfcl.core import PyTree, check
 from jfcl.kernels.base import sum_dtype
 from jfcl.kernels.blocks import distances_from
 from jfcl.kernels.distances import squared_row_distances
@@ -259,18 +259,15 @@ def optimal_ipm(aggregator: Callable | None = None) -> UpdateAttack:
     return _search(lambda mean, spread, size: -size.astype(mean.dtype) * mean, aggregator)
 
 
-def _retreat(direction: str, length: Callable[..., jax.Array]) -> UpdateAttack:
-    """Returns the attack `mean − γ p`, with `p` by `direction`, and `γ = length(rows, mean, p, good)`."""
-    check_choice("direction", direction, ("std", "unit", "sign"))
+def _retreat(length: Callable[..., jax.Array]) -> UpdateAttack:
+    """Returns the attack `mean − γ p`, with the standard deviations `p`, and `γ = length(rows, mean, p, good)`."""
 
     def attack(key, updates, malicious, usable):
         good = usable & ~malicious
         rows = [x.reshape(len(x), -1).astype(sum_dtype(x)) for x in jax.tree.leaves(updates)]
         means, stds = zip(*[_spread(x, good) for x in rows], strict=True)
-        # The length of `p` does not matter: `γ` is inverse to it.
-        by = {"std": stds, "unit": means, "sign": [jnp.sign(m) for m in means]}[direction]
-        size = length(rows, [m[0] for m in means], [p[0] for p in by], good)
-        return _sent(updates, malicious, [m - size.astype(m.dtype) * p for m, p in zip(means, by, strict=True)])
+        size = length(rows, [m[0] for m in means], [p[0] for p in stds], good)
+        return _sent(updates, malicious, [m - size.astype(m.dtype) * p for m, p in zip(means, stds, strict=True)])
 
     return attack
 
@@ -281,14 +278,12 @@ def _product(left: list[jax.Array], right: list[jax.Array]) -> jax.Array:
     return sum(part.astype(jnp.float32) for part in parts)
 
 
-def min_max(direction: str = "std") -> UpdateAttack:
+def min_max() -> UpdateAttack:
     """Returns Min-Max: as far out as no good update is from another (Shejwalkar, Houmansadr 2021).
 
-    The lie is `mean − γ p` with the largest `γ` for which its distance to every good update is at most the largest
-    distance of two good ones: a quadratic equation for each, solved exactly (the authors and Blades bisect).
-
-    Args:
-      direction: `p`: `"std"`, the standard deviations; `"unit"`, the good mean; `"sign"`, its signs.
+    The lie is `mean − γ p`, with the standard deviations `p` and the largest `γ` for which its distance to every good
+    update is at most the largest distance of two good ones: a quadratic equation for each, solved exactly (the authors
+    and Blades bisect).
 
     Cost: `N² D` multiplications, for the distances of good updates.
     """
@@ -302,18 +297,15 @@ def min_max(direction: str = "std") -> UpdateAttack:
         reach = (along + jnp.sqrt(jnp.square(along) + norm * room)) / jnp.where(norm > 0, norm, 1.0)
         return jnp.where(good.any(), jnp.where(good, reach, jnp.inf).min(), 0.0)
 
-    return _retreat(direction, length)
+    return _retreat(length)
 
 
-def min_sum(direction: str = "std") -> UpdateAttack:
+def min_sum() -> UpdateAttack:
     """Returns Min-Sum: the sum of squared distances to good updates is at most the largest of a good one.
 
     It is `mean − γ p` of Shejwalkar and Houmansadr (2021), as `min_max`, with `γ ‖p‖` the largest distance of a good
     update from their mean, which solves the condition. The authors' code has the smallest sum in its place, and so the
     smallest distance.
-
-    Args:
-      direction: as in `min_max`.
 
     Cost: three passes.
     """
@@ -323,7 +315,7 @@ def min_sum(direction: str = "std") -> UpdateAttack:
         norm = jnp.sqrt(_product(p, p))
         return farthest / jnp.where(norm > 0, norm, 1.0)
 
-    return _retreat(direction, length)
+    return _retreat(length)
 
 
 def fang() -> UpdateAttack:
