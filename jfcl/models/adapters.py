@@ -10,7 +10,6 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from jax.interpreters.partial_eval import dce_jaxpr
 
 from jfcl.core import PyTree, Task, check, check_count, is_number, parts, path_flags, path_name, reparametrised
 from jfcl.core.parameters import named_parameters
@@ -95,22 +94,22 @@ def lora(
 
         return jax.tree_util.tree_map_with_path(one, fixed, drawn, is_leaf=_is_none)
 
-    def merge(trained, but=()):
-        """Returns the whole model; the kernels of the layers in `but` without their adapters."""
+    def merge(trained):
+        """Returns the whole model."""
 
-        def one(path, base, part):
+        def one(base, part):
             if part is None or base is None:
                 return part if base is None else base
-            return base if path_name(path) in but else base + scale * (part["a"] @ part["b"]).astype(base.dtype)
+            return base + scale * (part["a"] @ part["b"]).astype(base.dtype)
 
-        return jax.tree_util.tree_map_with_path(one, fixed, trained, is_leaf=_is_none)
+        return jax.tree.map(one, fixed, trained, is_leaf=_is_none)
 
     def after_step(trained, new):
         """Returns the trained part of `new`, a whole model after a training step, which changes statistics alone."""
         return jax.tree.map(lambda base, part, x: x if base is None else part, fixed, trained, new, is_leaf=_is_none)
 
     base = with_frozen_statistics(task, whole)
-    beside = _beside(shapes, merge, scale) if task.head is not None else None
+    beside = _beside(shapes, merge, fixed, scale) if task.head is not None else None
 
     def adapted(function):
         """Returns `function` `(params, ...)` of whole models as one of adapters."""
@@ -144,61 +143,37 @@ def _targets(task: Task, params: PyTree, targets: Callable[[str], bool] | None) 
     return {name: shapes[name] for name in names}
 
 
-def _beside(shapes: dict[str, tuple], merge: Callable, scale: float) -> Callable:
+def _beside(shapes: dict[str, tuple], merge: Callable, fixed: PyTree, scale: float) -> Callable:
     """Returns what makes `function(model, ...)` one of `(trained, ...)`, with adapters beside dense layers of linen.
 
-    `merge(trained, but)` returns the model with the other adapters added to their kernels.
+    What else uses a kernel, as with tied weights, reads it with its adapter added; no program computes that unused.
     """
-
-    def name_of(layer, x):
-        """Returns the name of a dense layer's kernel; None without an adapter, and for classes derived from it."""
-        name = "/".join((*layer.path, "kernel"))
-        return name if type(layer) is nn.Dense and shapes.get(name) == (x.shape[-1], layer.features) else None
-
-    def kernels(function, trained, *rest):
-        """Returns the kernels on which the outputs depend in dense layers alone, as they do not with tied weights."""
-        names = set()
-
-        def cut(layer, call, inputs, *args, **kwargs):
-            out, name = call(inputs, *args, **kwargs), name_of(layer, inputs)
-            if name is None:
-                return out
-            names.add(name)
-            return jnp.broadcast_to(inputs.sum().astype(out.dtype), out.shape)  # the inputs may use another kernel
-
-        def normalise(layer, call, *args, **kwargs):  # with a kernel that is not the parameter itself
-            before = set(names)
-            out = call(*args, **kwargs)
-            names.intersection_update(before)
-            return out
-
-        def alone(*given):  # with `function` itself, a user's `jax.jit` of it would find this trace
-            return function(*given)
-
-        params = jax.eval_shape(lambda trained: merge(trained, shapes), trained)
-        with at_layers(nn.Dense, cut), at_layers((nn.WeightNorm, nn.SpectralNorm), normalise):
-            traced = jax.make_jaxpr(alone)(params, *rest).jaxpr
-        _, used = dce_jaxpr(traced, [True] * len(traced.outvars))
-        return names - {name for name, is_used in zip(named_parameters(params), used, strict=False) if is_used}
+    kernels = named_parameters(fixed)
 
     def of(function):
-        known = []  # the kernels that `function` uses in dense layers alone; another one may use them otherwise
-
         def run(trained, *rest):
-            if not known:
-                known.append(kernels(function, trained, *rest))
-            [names] = known
-            factors = named_parameters(trained)
+            factors, plain = named_parameters(trained), False
+
+            def without(layer, call, *args, **kwargs):
+                """Calls a layer, and those inside of it, as they are."""
+                nonlocal plain
+                before, plain = plain, True
+                out, plain = call(*args, **kwargs), before
+                return out
 
             def add(layer, call, inputs, *args, **kwargs):
-                out, name = call(inputs, *args, **kwargs), name_of(layer, inputs)
-                if name not in names:
-                    return out
+                name = "/".join((*layer.path, "kernel"))
+                fits = type(layer) is nn.Dense and shapes.get(name) == (inputs.shape[-1], layer.features)
+                if plain or not fits:
+                    return call(inputs, *args, **kwargs)
+                params = {**layer.variables["params"], "kernel": kernels[name]}
+                out = without(layer, layer.clone(parent=None, name=None).apply, {"params": params}, inputs)
                 a, b = (factors[f"{name}/{part}"].astype(out.dtype) for part in "ab")
                 return out + scale * ((inputs.astype(out.dtype) @ a) @ b)
 
-            with at_layers(nn.Dense, add):
-                return function(merge(trained, names), *rest)
+            # Normalised kernels are not the parameters themselves.
+            with at_layers(nn.Dense, add), at_layers((nn.WeightNorm, nn.SpectralNorm), without):
+                return function(merge(trained), *rest)
 
         return run
 
