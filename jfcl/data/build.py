@@ -162,8 +162,12 @@ def build(
         reuse = "none"
     if drift is not None:
         check(mixture is None, "mixture", mixture, "left out with drift")
-        pattern = _pattern(drift, num_clients, num_clusters, drift_window, seed)
-    check(drift is not None or drift_window is None, "drift_window", drift_window, "left out without drift")
+        if isinstance(drift, str):
+            drift = drift_pattern(drift, num_clients, num_clusters=num_clusters, seed=seed)
+        pattern = check_pattern(drift, num_clients, num_clusters)
+    if drift_window is not None:
+        check_count("drift_window", drift_window)
+        check(drift is not None, "drift_window", drift_window, "left out without drift")
 
     # Which client has which rows of the data set.
     cluster = (np.arange(num_clients) % num_clusters).astype(np.int32)
@@ -249,16 +253,6 @@ def mixed(
         numbers = apportioned(len(rows), dirichlet_draw(drawn, rules.mixture, count))
         order = np.random.default_rng((rules.seed, MIXTURE, int(of_test), i)).permutation(len(rows))
         yield rows, np.repeat(np.arange(count), numbers)[order] + cells[i] // count * count, numbers / len(rows)
-
-
-def _pattern(drift: Any, num_clients: int, num_clusters: int, window: int | None, seed: int) -> np.ndarray:
-    """Returns the pattern `[T, N]` of a drift; `ValueError` as from `drift_pattern`, and for a window out of range."""
-    if isinstance(drift, str):
-        drift = drift_pattern(drift, num_clients, num_clusters=num_clusters, seed=seed)
-    pattern = check_pattern(drift, num_clients, num_clusters)
-    if window is not None:
-        check_count("drift_window", window)
-    return pattern
 
 
 def _in_steps(

@@ -5,23 +5,29 @@ Client `i` is in cluster `i mod K`. The data of a client do not depend on the nu
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import numpy as np
 
-from jfcl.core import Clients, check, check_at_most_clients, check_choice, check_count
+from jfcl.core import Clients, check, check_at_most_clients
+from jfcl.core.options import Interval, OneOf, Range, check_options
 from jfcl.data.build import Federation, split_hash
+
+Count, Scale = Annotated[int, Range(1)], Annotated[float, Interval("[0, inf)")]
+Seed = Annotated[int, Range(0, 2**63 - 1)]
 
 
 def ifca_regression(
     *,
-    num_clients: int = 100,
-    examples_per_client: int = 100,
-    dim: int = 1000,
-    num_clusters: int = 2,
-    radius: float = 1.0,
-    noise: float = 0.1,
-    reading: str = "norm",
-    test_examples: int = 10,
-    seed: int = 0,
+    num_clients: Count = 100,
+    examples_per_client: Count = 100,
+    dim: Count = 1000,
+    num_clusters: Count = 2,
+    radius: Scale = 1.0,
+    noise: Scale = 0.1,
+    reading: Annotated[str, OneOf(("norm", "coordinate"))] = "norm",
+    test_examples: Count = 10,
+    seed: Seed = 0,
 ) -> Federation:
     """Draws linear regressions with one true vector per cluster: `y = <x, theta*_k> + noise`, `x ~ N(0, I)`.
 
@@ -42,25 +48,24 @@ def ifca_regression(
       >>> bool(np.allclose(np.linalg.norm(fed.truth, axis=1), 2.0)), fed.train.examples["x"].shape
       (True, (4, 5, 50))
     """
-    check_choice("reading", reading, ["norm", "coordinate"])
-    _check_scale("radius", radius)
-    theta = _binary_vectors(_generator(seed, 0), num_clusters, dim)
+    check_options(ifca_regression, locals())
+    theta = _binary_vectors(np.random.default_rng([seed, 0]), num_clusters, dim)
     scale = radius / np.linalg.norm(theta, axis=1, keepdims=True) if reading == "norm" else radius
     name = f"IFCA's linear regression (R={radius:g} by {reading}, sigma={noise:g})"
-    counts = {"examples_per_client": examples_per_client, "test_examples": test_examples}
+    counts = examples_per_client, test_examples
     return _regression(name, theta * scale, np.zeros(num_clusters), num_clients, counts, noise, seed)
 
 
 def fc_regression(
     *,
-    num_clusters: int = 4,
-    clients_per_cluster: int = 75,
-    examples_per_client: int = 9,
-    dim: int = 10,
-    radius: float = 100.0,
-    noise: float = 0.0,
-    test_examples: int = 10,
-    seed: int = 0,
+    num_clusters: Count = 4,
+    clients_per_cluster: Count = 75,
+    examples_per_client: Count = 9,
+    dim: Count = 10,
+    radius: Scale = 100.0,
+    noise: Scale = 0.0,
+    test_examples: Count = 10,
+    seed: Seed = 0,
 ) -> Federation:
     """Draws linear regressions in which the inputs differ too: `x ~ N(k 1, I)`, `y = <x, theta*_k>`, with `k` from 1.
 
@@ -79,12 +84,11 @@ def fc_regression(
       >>> fed.train.examples["x"].shape, fed.truth.shape, sorted(set(fed.truth.ravel().tolist()))
       ((16, 9, 10), (4, 10), [0.0, 100.0])
     """
-    check_count("clients_per_cluster", clients_per_cluster)
-    _check_scale("radius", radius)
-    theta = radius * _binary_vectors(_generator(seed, 0), num_clusters, dim)
+    check_options(fc_regression, locals())
+    theta = radius * _binary_vectors(np.random.default_rng([seed, 0]), num_clusters, dim)
     name = f"Federated-Clustering's linear regression (R={radius:g}, sigma={noise:g})"
     num_clients, means = num_clusters * clients_per_cluster, np.arange(1, num_clusters + 1)
-    counts = {"examples_per_client": examples_per_client, "test_examples": test_examples}
+    counts = examples_per_client, test_examples
     return _regression(name, theta, means, num_clients, counts, noise, seed)
 
 
@@ -94,24 +98,20 @@ def _regression(name, theta, means, num_clients, counts, noise, seed) -> Federat
     `counts` has the numbers of training and test examples of each client.
     """
     num_clusters, dim = theta.shape
-    check_count("num_clients", num_clients)
     check_at_most_clients("num_clusters", num_clusters, num_clients)
-    _check_scale("noise", noise)
     cluster = (np.arange(num_clients) % num_clusters).astype(np.int32)
 
-    def draw(stream: int, argument: str) -> Clients:
-        count = counts[argument]
-        check_count(argument, count)
+    def draw(stream: int, count: int) -> Clients:
         x = np.empty((num_clients, count, dim), np.float32)
         y = np.empty((num_clients, count), np.float32)
         for i, k in enumerate(cluster):
-            rng = _generator(seed, stream, i)
+            rng = np.random.default_rng([seed, stream, i])
             x[i] = means[k] + rng.standard_normal((count, dim))
             # The target is that of the rounded inputs, so that without noise the fit is exact in float32.
             y[i] = x[i].astype(np.float64) @ theta[k] + noise * rng.standard_normal(count)
         return Clients({"x": x, "y": y}, np.full(num_clients, count, np.int32))
 
-    train, test = draw(1, "examples_per_client"), draw(2, "test_examples")
+    train, test = draw(1, counts[0]), draw(2, counts[1])
     description = f"{name}: {num_clients} clients of {train.size[0]} examples, d={dim}, K={num_clusters}"
     # In the hash, clients' first inputs stand in the place of rows of a data set.
     firsts = np.ascontiguousarray(train.examples["x"][:, 0]).view(np.int32)
@@ -121,8 +121,6 @@ def _regression(name, theta, means, num_clients, counts, noise, seed) -> Federat
 
 def _binary_vectors(rng: np.random.Generator, count: int, dim: int) -> np.ndarray:
     """Returns `[count, dim]` float64: different, non-zero Bernoulli(0.5) vectors."""
-    check_count("num_clusters", count)
-    check_count("dim", dim)
     most = 2 ** min(dim, 63) - 1
     check(count <= most, "num_clusters", count, f"at most {most} (non-zero vectors in {{0, 1}}^{dim})")
     if dim <= 12:  # few vectors: repeated draws until all differ could take long
@@ -135,12 +133,3 @@ def _binary_vectors(rng: np.random.Generator, count: int, dim: int) -> np.ndarra
         if not again.any():
             return vectors.astype(np.float64)
         vectors[again] = rng.integers(0, 2, (again.sum(), dim))
-
-
-def _generator(seed: int, *stream: int) -> np.random.Generator:
-    check_count("seed", seed, least=0, most=2**63 - 1)
-    return np.random.default_rng([seed, *stream])
-
-
-def _check_scale(argument: str, value: float) -> None:
-    check(np.isfinite(value) and value >= 0, argument, value, "at least 0 and finite")

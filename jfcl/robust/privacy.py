@@ -26,23 +26,21 @@ import importlib
 import logging
 import math
 import zlib
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from jfcl.core.checks import check, check_choice, check_count
+from jfcl.core.checks import check, check_count
 from jfcl.core.clients import Cohort, client_keys, random_order, take_clients
-from jfcl.core.options import Interval, Real
+from jfcl.core.names import renamed
+from jfcl.core.options import Interval, OneOf, Range, Real, check_options
 from jfcl.core.parameters import divided, parameter_names
 from jfcl.core.types import Clients, PyTree
 
 __all__ = ["SAMPLING", "GaussianDP", "default_delta", "epsilon", "noise_of_sums"]
 
 SAMPLING = ("poisson", "fixed")
-LIMITS = {"clip": Interval("(0, inf)"), "noise": Interval("[0, inf)")}
-LIMITS |= {"clip_rate": Interval("(0, inf)"), "quantile": Interval("[0, 1]")}
 STREAM = zlib.crc32(b"differential privacy")  # folded into the server's key
 COUNT_NOISE = 4.0  # standard deviation of a cluster's released size, in multiples of `noise`; its sensitivity is 1
 CLIP_NOISE = 5.0  # the same for the released number of clients inside the clipping norm; its sensitivity is 1/2
@@ -82,12 +80,12 @@ class GaussianDP(NamedTuple):
       [1.25]
     """
 
-    clip: Real
-    noise: Real
-    quantile: Real | None = None
-    clip_rate: Real = 0.2
-    min_size: int = 1
-    sampling: str = "poisson"
+    clip: Annotated[Real, Interval("(0, inf)")]
+    noise: Annotated[Real, Interval("[0, inf)")]
+    quantile: Annotated[Real | None, Interval("[0, 1]")] = None
+    clip_rate: Annotated[Real, Interval("(0, inf)")] = 0.2
+    min_size: Annotated[int, Range(1)] = 1
+    sampling: Annotated[str, OneOf(SAMPLING)] = "poisson"
 
 
 # Checks.
@@ -96,14 +94,8 @@ class GaussianDP(NamedTuple):
 def check_mechanism(dp: Any) -> None:
     """Raises `ValueError` for other than a `GaussianDP` with values in their ranges; tracers pass."""
     check(isinstance(dp, GaussianDP), "dp", dp, "a jfcl.privacy.GaussianDP")
-    for name, interval in LIMITS.items():
-        value = getattr(dp, name)
-        if name != "quantile" or value is not None:
-            number = isinstance(value, (int, float, np.number, jax.Array)) and not isinstance(value, bool)
-            check(number, f"dp.{name}", value, "a number")
-            interval.check(f"dp.{name}", value)
-    check_count("dp.min_size", dp.min_size)
-    check_choice("dp.sampling", dp.sampling, SAMPLING)
+    with renamed({name: f"dp.{name}" for name in dp._fields}):
+        check_options(GaussianDP, dp._asdict())
 
 
 def check_private(rules: Any) -> None:
