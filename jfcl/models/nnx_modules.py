@@ -14,30 +14,24 @@ from flax import nnx, traverse_util
 from jfcl.core import check
 from jfcl.models.modules import FROZEN_LAYERS, Network, check_flag, in_types_of, module_name, row_mask, training_flag
 
-_REAL = contextvars.ContextVar("real", default=None)  # the examples that are no padding, for `_MaskedBatchNorm`
+_REAL = contextvars.ContextVar("real", default=None)  # the examples that are no padding, for `_BatchNorm`
 
 
-class _MaskedBatchNorm(nnx.BatchNorm):
-    """Batch normalisation with statistics of real examples alone."""
+class _BatchNorm(nnx.BatchNorm):
+    """Batch normalisation with statistics of real examples alone; if it is frozen, with its running ones."""
 
     def __call__(self, x, use_running_average=None, *, mask=None):
+        if self.is_frozen:  # whatever the layer's attribute or its argument says
+            return super().__call__(x, True, mask=mask)
         real = _REAL.get()
-        if mask is None and real is not None:
-            mask = row_mask(real, x)
+        mask = row_mask(real, x) if mask is None and real is not None else mask
         return super().__call__(x, use_running_average, mask=mask)
 
 
-class _FrozenBatchNorm(nnx.BatchNorm):
-    """Batch normalisation with its running statistics, whatever its attribute or its argument says."""
-
-    def __call__(self, x, use_running_average=None, *, mask=None):
-        return super().__call__(x, True, mask=mask)
-
-
 @lru_cache
-def _changed(kind: type, by: type) -> type:
-    """Returns the class `kind`, `nnx.BatchNorm` or derived from it, with the calls of `by` in place of its base's."""
-    return by if kind is nnx.BatchNorm else type(kind)(kind.__name__, (kind, by), {})
+def _changed(kind: type) -> type:
+    """Returns the class `kind`, `nnx.BatchNorm` or derived from it, with the calls of `_BatchNorm`."""
+    return _BatchNorm if kind is nnx.BatchNorm else type(kind)(kind.__name__, (kind, _BatchNorm), {})
 
 
 def _abstract(build: Callable[[jax.Array], Any], name: str) -> nnx.Module:
@@ -102,9 +96,8 @@ def of_nnx(module: Any, input_shape: tuple[int, ...], dtype: Any, argument: str 
         whole.train()
         for path, part in nnx.iter_modules(whole):
             if isinstance(part, nnx.BatchNorm):
-                is_frozen = "/".join(map(str, path)) in FROZEN_LAYERS.get()
-                kind = _changed(type(part), _FrozenBatchNorm if is_frozen else _MaskedBatchNorm)
-                object.__setattr__(part, "__class__", kind)
+                object.__setattr__(part, "__class__", _changed(type(part)))
+                object.__setattr__(part, "is_frozen", "/".join(map(str, path)) in FROZEN_LAYERS.get())
         token = _REAL.set(real)
         try:
             outputs = whole(x, **arguments)
