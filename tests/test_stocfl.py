@@ -144,6 +144,15 @@ def test_one_cluster_is_fedavg_and_no_merging_is_local_training():
 
 
 @pytest.mark.slow
+def test_what_clients_are_served_is_computed_by_one_program():
+    algorithm = jfcl.stocfl(LINEAR, TWO, init_params=START)
+    state = jax.eval_shape(algorithm.init, jax.random.key(0), regression(0))
+    traced = jax.make_jaxpr(jax.vmap(lambda one: algorithm.serve(one, None)))(
+        jax.tree.map(lambda x: jax.ShapeDtypeStruct((2, *x.shape), x.dtype), state)
+    )
+    assert len(traced.eqns) == 1
+
+
 def test_clients_beyond_the_capacity_wait_with_the_common_model():
     clients = regression(2, n=9, m=40)
     algorithm = jfcl.stocfl(LINEAR, TWO, merge_threshold=0.8, max_clusters=2, observe_epochs=SEE, init_params=START)

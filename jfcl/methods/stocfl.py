@@ -150,7 +150,7 @@ def stocfl(
         return state._replace(memory=state.memory._replace(common=of_all)), metrics
 
     def serve(state: AveragingState, clients: Clients | None) -> Served:
-        return _served(state, jnp.where((state.unchanged == UNSEEN) | (state.cluster < 0), -1, state.cluster))
+        return _served(state)
 
     def adopt(state: AveragingState, clients: Clients) -> Served:
         memory, size, n = state.memory, jnp.asarray(clients.size), num_clients(clients)
@@ -170,9 +170,12 @@ def stocfl(
     return Algorithm(init, step, task, common.check, serve=serve, adopt=adopt)
 
 
-def _served(state: AveragingState, row: jax.Array) -> Served:
-    """Returns the models of the clusters in `row`, and the common model, last, where it is -1."""
+@jax.jit  # one program, since evaluations call it by itself
+def _served(state: AveragingState, row: jax.Array | None = None) -> Served:
+    """Returns the models of the clusters in `row`, by default the clients' own; the common model, last, for -1."""
     memory, k = state.memory, len(state.memory.size)
+    if row is None:
+        row = jnp.where((state.unchanged == UNSEEN) | (state.cluster < 0), -1, state.cluster)
     models = jax.tree.map(lambda p, c: jnp.concatenate([p, c]), state.params, memory.common.params)
     to = jnp.where(row < 0, k, memory.into[jnp.maximum(row, 0)]).astype(jnp.int32)
     return Served(models, to, active=jnp.append(memory.size > 0, True))
