@@ -203,6 +203,28 @@ def which_is_best(say: Evidence, ranks: Ranks, about: Row) -> tuple[str, str] | 
     return f"{text}{'; '.join(each)}.", f"{doubt} {told}. The shifts share their images, and are not independent."
 
 
+def who_loses_to_one_model(say: Evidence, ranks: Ranks, about: Row) -> tuple[str, str] | None:
+    """Names the methods that are below FedAvg under the shift where these are most."""
+    can = choosable(ranks)
+    if "fedavg" not in can or len(can) < 3:
+        return None
+    below = {}
+    for shift in dict.fromkeys(setting[1] for setting in ranks.settings):
+        means = {m: say.mean("accuracy", ranks.mode, method=m, shift=shift) for m in can}
+        below[shift] = sorted((m for m in can if means[m] < means["fedavg"]), key=means.get, reverse=True)
+    most = max(below, key=lambda shift: len(below[shift]))
+    doubt = f"Each was tuned in {about['budget']} trials: one with more options is searched less closely."
+    if not below[most]:
+        return "**No method loses to one model for all (fedavg)** under any shift.", doubt
+    of_all = say.figure(ranks.mode, method="fedavg", shift=most)
+    parts = []
+    for m in below[most]:
+        parts.append(f"{m} ({say.figure(ranks.mode, method=m, shift=most)})")
+        say.compare(0, -1)
+    title = f"Under {most.replace('_', ' ')}, {len(parts)} of {len(can) - 1} methods lose to one model for all"
+    return f"**{title}** (fedavg, {of_all}): {listed(parts)}.", doubt
+
+
 def what_the_number_is_worth(say: Evidence, ranks: Ranks, about: Row) -> tuple[str, str] | None:
     """Compares methods that are given the number of clusters with themselves without it."""
     modes = {r.mode: r for r in say.ranked}
@@ -291,6 +313,7 @@ def who_is_served_worst(say: Evidence, ranks: Ranks, about: Row) -> tuple[str, s
 FINDINGS: dict[Callable, tuple[str, ...]] = {  # with the modes in which each is looked for
     whether_clusters_pay: ("known",),
     which_is_best: ("known", "auto"),
+    who_loses_to_one_model: ("known",),
     what_the_number_is_worth: ("known",),
     what_strength_does: ("known",),
     what_it_costs: ("known",),
