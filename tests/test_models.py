@@ -1,3 +1,4 @@
+import sys
 from functools import partial
 
 import flax.linen as nn
@@ -179,6 +180,27 @@ def test_gradients_of_blocks_are_those_of_lax(channels, batch, form):
     jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-4), found, expected)
     text = str(jax.make_jaxpr(partial(gradients, partial(conv, pooled=True)))())
     assert batch == 0 or ("dot_general" in text and "conv_general_dilated" not in text)  # lax would agree as well
+
+
+@pytest.mark.parametrize("form", ["gpu"], indirect=True)
+def test_many_channels_at_few_places_are_products_of_windows(form, monkeypatch):
+    monkeypatch.setattr(sys.modules["jfcl.models.conv"], "WIDE", 6)
+    rng = np.random.default_rng(0)
+    x, g = (rng.normal(size=(2, 1, 3, 4, channels)).astype(np.float32) for channels in (6, 8))
+    w = rng.normal(size=(2, 3, 3, 6, 8)).astype(np.float32)
+
+    def results(x, w, g):
+        out, pull = jax.vjp(lambda *a: conv(*a, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")), x, w)
+        return out, *pull(g)
+
+    found = jax.jit(jax.vmap(results))(x, w, g)
+    padded = np.pad(x, ((0, 0), (0, 0), (1, 1), (1, 1), (0, 0))).astype(np.float64)
+    windows = np.lib.stride_tricks.sliding_window_view(padded, (3, 3), axis=(2, 3))  # [2, 1, 3, 4, 6, 3, 3]
+    np.testing.assert_allclose(found[0], np.einsum("nbhwcij,nijco->nbhwo", windows, w), atol=1e-4)
+    np.testing.assert_allclose(found[2], np.einsum("nbhwcij,nbhwo->nijco", windows, g), atol=1e-4)
+    np.testing.assert_allclose((found[1] * x).sum(), (found[0] * g).sum(), rtol=1e-4)  # of a linear function
+    text = str(jax.make_jaxpr(jax.vmap(results))(x, w, g))
+    assert text.count("dot_general[") == 3 and "conv_general_dilated" not in text
 
 
 def test_vmap_of_vmap_and_scan():

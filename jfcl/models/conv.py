@@ -11,10 +11,11 @@ clients:
   batched matrix product. With shared weights, clients join the batch axis.
 * On a TPU: `lax.conv_general_dilated` with the gradients of JAX. The compiler predicts that it is the fastest form
   there: patches move many times as many bytes.
-* On a GPU, too, except in three cases under `vmap` with own weights, in which cuDNN's groups are slow (measured on an
-  H100 and an H200). Inputs of few channels, and gradients with respect to weights, become a batched matrix product of
-  windows of the input. Before 2 x 2 pooling, a layer of up to 64 channels with its gradients is such a product for
-  blocks of 2 x 2 outputs, of which the maximum is taken at once: the papers' CNN trains 1.7 times as fast.
+* On a GPU, too, except in four cases under `vmap` with own weights, in which cuDNN's groups are slow (measured on an
+  H100 and an H200). Inputs of few channels, layers of many channels at few places, and gradients with respect to
+  weights, become a batched matrix product of windows of the input. Before 2 x 2 pooling, a layer of up to 64 channels
+  with its gradients is such a product for blocks of 2 x 2 outputs, of which the maximum is taken at once: the papers'
+  CNN trains 1.7 times as fast.
 
 A 1 x 1 convolution is a matrix product everywhere. A depthwise convolution (a kernel per channel) is, on a CPU, a sum
 of shifted images, each times a number per channel.
@@ -39,6 +40,10 @@ IMAGE = 4  # the most channels of an image
 # The most channels in blocks. Measured on an H200: the papers' CNN, with 32, and a 3 x 3 layer alone beside cuDNN,
 # which takes twice as long with 64 channels, and less with 256.
 IN_BLOCKS = 64
+# From so many channels on, windows at few places are small beside the weights. Measured on an H200, 20 clients, 3 x 3:
+# with 512 channels at 50 x 4 x 4 places 0.69 ms by windows and 1.01 by cuDNN, in bfloat16 0.38 and 0.83; with 256
+# channels at 50 x 8 x 8 places cuDNN takes 0.50, windows 0.99.
+WIDE = 512
 UNROLLED = 8  # groups in an unrolled loop; more groups are a loop, so that programs do not grow with the batch
 Padding = tuple[tuple[int, int], tuple[int, int]]
 
@@ -67,8 +72,8 @@ def patches(x: jax.Array, kernel: tuple[int, int], strides: tuple[int, int], pad
     return jnp.concatenate(_windows(_padded(x, padding), kernel, strides), axis=-1)
 
 
-def _input_gradient(g, w, shape, strides, padding):
-    """Returns d loss / d x, as a convolution of the output's gradient with the mirrored kernel.
+def _input_gradient(g, w, shape, strides, padding, convolve=_plain):
+    """Returns d loss / d x, as a convolution, by `convolve`, of the output's gradient with the mirrored kernel.
 
     With more rows in `x` than in `g`, many of the products would be with zeros outside `g`. Then every row of `g` is
     multiplied by every row of the kernel once, and the products are added at their places.
@@ -82,7 +87,8 @@ def _input_gradient(g, w, shape, strides, padding):
     rows, columns = map(pads, shape, (kh, kw), strides, g.shape[1:3], (top, left))
     if strides != (1, 1) or shape[0] <= g.shape[1]:
         mirrored = w[::-1, ::-1].transpose(0, 1, 3, 2)
-        return _plain(g, mirrored, (1, 1), (rows, columns), lhs_dilation=strides)
+        dilation = {} if strides == (1, 1) else {"lhs_dilation": strides}
+        return convolve(g, mirrored, (1, 1), (rows, columns), **dilation)
     by_row = w[:, ::-1].transpose(1, 3, 0, 2).reshape(1, kw, -1, kh * channels)
     products = _plain(g, by_row, (1, 1), ((0, 0), columns)).reshape(*g.shape[:2], shape[1], kh, channels)
     below = shape[0] - g.shape[1] + top
@@ -121,6 +127,10 @@ def _weight_gradient(x, g, kernel, strides, padding):
     return total.transpose(1, 2, 0, 3).astype(x.dtype)
 
 
+def _of_patches(x, w, strides, padding):
+    return patches(x, w.shape[:2], strides, padding) @ w.reshape(-1, w.shape[-1])
+
+
 def _of_few_channels(x, w, strides, padding):
     """Convolves `x` of few channels as patches times weights.
 
@@ -152,7 +162,7 @@ def _of_fewest_numbers(x, w, strides, padding):
     _, height, width, _ = jax.eval_shape(partial(_plain, strides=strides, padding=padding), x, w).shape
     if (kw * channels + kh * features) * rows * width < kh * kw * channels * height * width:
         return _of_columns(x, w, strides, padding)
-    return patches(x, (kh, kw), strides, padding) @ w.reshape(-1, features)
+    return _of_patches(x, w, strides, padding)
 
 
 def _of_blocks(x, w, padding):
@@ -212,10 +222,13 @@ def _canonical(
         return _plain(x, w, strides, padding)
 
     def of_patches(x, w):
-        return patches(x, kernel, strides, padding) @ w.reshape(-1, w.shape[-1])
+        return _of_patches(x, w, strides, padding)
 
     def few(channels, features):  # windows of an image are not much larger than the layer's output
         return channels <= IMAGE and 2 * features >= kernel[0] * kernel[1] * channels
+
+    def few_places(count, channels, features):  # of `count` inputs
+        return strides == (1, 1) and channels >= WIDE and count * math.prod(shape) <= 2 * features
 
     def in_blocks(channels):
         return pooled and strides == (1, 1) and channels <= IN_BLOCKS
@@ -237,10 +250,17 @@ def _canonical(
     def of_gpu(x, w):
         if in_blocks(x.shape[-1]):
             return in_parts_of_blocks(x, w)
+        if few_places(len(x), *w.shape[2:]):
+            return of_patches(x, w)
         return (_of_few_channels if few(x.shape[-1], w.shape[-1]) else _plain)(x, w, strides, padding)
 
     def to_input(form, g, w):
         return _transpose(lambda x: form(x, w), (len(g), *shape, w.shape[2]), g)
+
+    def to_input_of_gpu(g, w):
+        if few_places(len(g), w.shape[3], w.shape[2]):
+            return _input_gradient(g, w, shape, strides, padding, _of_patches)
+        return to_input(of_gpu if pooled else plain, g, w)
 
     def to_weights(form, x, g):
         return _transpose(lambda w: form(x, w), (*kernel, x.shape[-1], g.shape[-1]), g)
@@ -267,7 +287,7 @@ def _canonical(
     forward = choose(_by_mapping(plain, of_patches, shared), plain, _by_mapping(plain, of_gpu, shared))
     # The transpose of "patches times weights": batched matrix product, then patches added where they overlap.
     input_together = partial(to_input, of_patches)
-    input_gpu = _by_mapping(input_plain, partial(to_input, of_gpu), shared) if pooled else input_plain
+    input_gpu = _by_mapping(input_plain, to_input_of_gpu, shared)
     input_gradient = choose(_by_mapping(input_alone, input_together, shared), input_plain, input_gpu)
     weight_gpu = _by_mapping(weight_plain, to_weights_of_gpu)
     weight_gradient = choose(_by_mapping(weight_alone, to_weights_of_patches), weight_plain, weight_gpu)
