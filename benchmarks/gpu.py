@@ -63,7 +63,8 @@ SMALL = {
     "cfl, mlp": dict(clients=6, examples=8),
 }
 NETWORKS = {"mlp": MODELS["mlp"][0], "cnn": MODELS["cnn_mnist"][0], "resnet": MODELS["resnet18_gn"][0]}
-MAPPINGS = {"default": None, "vmap": jax.vmap, "one at a time": jfcl.chunked(1), "chunks of 20": jfcl.chunked(20)}
+MAPPINGS = {"default": None, "vmap": jax.vmap, "one at a time": jfcl.chunked(1)}
+MAPPINGS |= {f"chunks of {size}": jfcl.chunked(size) for size in (10, 20, 25, 50)}
 LIMIT_SECONDS, LIMIT_MB = 10, 60_000  # of the timed rounds of a measurement; of temporaries
 PEER_SECONDS = 90  # of one process of PyTorch
 GRAPH = "one by one, CUDA graph"
@@ -116,6 +117,8 @@ JOBS = [
             f"{GRAPH}, torch.compile, autocast",
         ),
     ),
+    Job("fedavg, cnn", "jfcl", mapping="chunks of 25"),  # under 1 GB of temporaries
+    Job("fedavg, cnn", "jfcl", mapping="chunks of 25", bfloat16=True),
     Job("federated clustering, mlp", "jfcl"),
     Job(
         "federated clustering, mlp",
@@ -157,6 +160,8 @@ JOBS = [
     Job("federated clustering, mlp", "jfcl", mapping="chunks of 20"),
     Job("fedavg, resnet", "jfcl", mapping="one at a time", bfloat16=True),
     Job("fedavg, resnet", "jfcl", mapping="one at a time"),
+    Job("fedavg, resnet", "jfcl", mapping="chunks of 10"),
+    Job("fedavg, cnn", "jfcl", mapping="chunks of 50"),
     Job("federated clustering, mlp", "JAX"),
     Job("fedavg, resnet", "JAX"),
     Job("ifca, mlp", "PyTorch", ("bmm, torch.compile, max-autotune, CUDA graph",)),
