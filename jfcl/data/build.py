@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jfcl.core import Clients, aligned_zeros, check, check_at_most_clients, check_choice, check_count, stack_clients
+from jfcl.core import Clients, aligned_zeros, check, check_at_most_clients, check_choice, check_count
 from jfcl.data import pools
 from jfcl.data.dataset import Dataset
 from jfcl.data.drift import Drift, check_pattern, drift_pattern
@@ -197,7 +197,9 @@ def build(
         of_test = _stacked(test, of_tests, transform, split.test.examples, here)
     else:
         variant = cells - cluster  # of each client, whatever its cluster
-        train, of_train = _in_steps(train, pattern + variant, transform, dataset.train, here, seed)
+        train, examples = _in_steps(train, dataset.train, len(pattern), seed)
+        cells = [(pattern + variant)[examples["step"][part], i] for i, part in enumerate(train)]
+        of_train = _stacked(train, cells, transform, examples, here)
         each = [_stacked(test, k + variant, transform, split.test.examples, here) for k in range(num_clusters)]
         stacked = jax.tree.map(lambda *leaves: np.stack(leaves), *(part.examples for part in each))
         steps = Drift(pattern, each[0]._replace(examples=stacked), drift_window)
@@ -255,24 +257,17 @@ def mixed(
         yield rows, np.repeat(np.arange(count), numbers)[order] + cells[i] // count * count, numbers / len(rows)
 
 
-def _in_steps(
-    rows: Rows, cells: np.ndarray, transform: Callable, examples: pools.Examples, here: slice, seed: int
-) -> tuple[Rows, Clients]:
-    """Divides each client's `rows` at random among the steps, at which it is in `cells` `[T, N]`, and stacks them."""
-    count, least = len(cells), min(map(len, rows))
+def _in_steps(rows: Rows, examples: pools.Examples, count: int, seed: int) -> tuple[Rows, pools.Examples]:
+    """Divides each client's `rows` at random among `count` steps: in their order, and the examples with `"step"`."""
+    least = min(map(len, rows))
     check(least >= count, "the examples of a client", least, f"at least {count}, one for each step of the drift")
     check("step" not in examples, "dataset", sorted(examples), "without an array 'step', which drift adds")
     rows = [np.random.default_rng((seed, STEPS, i)).permutation(part) for i, part in enumerate(rows)]
-
-    def client(i: int) -> pools.Examples:
-        parts = enumerate(np.array_split(rows[i], count))
-        parts = [transform(pools.take(examples, p), int(cells[t, i])) | {"step": np.full(len(p), t)} for t, p in parts]
-        return jax.tree.map(lambda *leaves: np.concatenate(leaves), *parts)
-
-    ids = range(len(rows))[here]
-    clients = stack_clients([client(i) for i in ids], pad_to=max(map(len, rows)))
-    clients.examples["step"] = clients.examples["step"].astype(np.int32)
-    return rows, clients._replace(id=None if len(ids) == len(rows) else np.array(ids, np.int32))
+    step = np.zeros(len(examples["y"]), np.int32)
+    for part in rows:
+        for t, of_step in enumerate(np.array_split(part, count)):
+            step[of_step] = t
+    return rows, examples | {"step": step}
 
 
 def _divided(split: pools.Split, cluster: np.ndarray, reuse: str) -> tuple[Rows, Rows]:
