@@ -87,13 +87,7 @@ class Search(NamedTuple):
     log: bool = True
 
     def draw(self, rng: np.random.Generator) -> float:
-        """Returns a random value of four digits.
-
-        Example:
-          >>> rng = np.random.default_rng(0)
-          >>> [Search(0.01, 1).draw(rng), Search(0, 90, log=False).draw(rng)]
-          [0.1879, 24.28]
-        """
+        """Returns a random value of four digits."""
         low, high = (math.log(self.low), math.log(self.high)) if self.log else (self.low, self.high)
         value = rng.uniform(low, high)
         return float(f"{math.exp(value) if self.log else value:.4g}")
@@ -248,12 +242,7 @@ def check_options(function: Callable, given: Mapping[str, Any]) -> None:
 
 @functools.cache
 def argument_texts(documented: Any) -> dict[str, str]:
-    """Returns the entries of the `Args` or `Attributes` section of a docstring, by name.
-
-    Example:
-      >>> argument_texts(check_count), argument_texts(lambda: 0)
-      ({}, {})
-    """
+    """Returns the entries of the `Args` or `Attributes` section of a docstring, by name."""
     section = re.search(r"\n(?:Args|Attributes):\n((?:\n|  .*)*)", inspect.cleandoc(documented.__doc__ or ""))
     texts = {}
     for entry in re.split(r"\n(?=  \S)", section[1]) if section else []:

@@ -102,12 +102,7 @@ def part_like(part: PyTree, tree: PyTree) -> PyTree:
 
 
 def divided(predicate: Callable[[str], bool] | None, params: PyTree) -> tuple[PyTree, PyTree]:
-    """Returns the parameters for which `predicate(path)` is false, and the others; `()` for these without a predicate.
-
-    Example:
-      >>> divided(lambda path: path.startswith("head"), {"body": 1, "head": {"bias": 2}})
-      ({'body': 1, 'head': {'bias': None}}, {'body': None, 'head': {'bias': 2}})
-    """
+    """Returns the parameters for which `predicate(path)` is false, and the others; those are `()` without one."""
     if predicate is None:
         return params, ()
     chosen, others = parts(path_flags(predicate, params), params)

@@ -27,13 +27,7 @@ def _check_kind(path: str | os.PathLike, mode: int) -> None:
 
 
 def open_plain(path: str | os.PathLike, flags: int = os.O_RDONLY) -> int:
-    """Returns a descriptor of a regular file.
-
-    Raises:
-      ValueError: it is a symbolic link, a folder, a FIFO, a socket or a device; with `flags` for writing, the file has
-        a second name (a hard link).
-      OSError: as `os.open`.
-    """
+    """Returns a descriptor of a regular file; `ValueError` for anything else, and for writing to a hard link."""
     with contextlib.suppress(FileNotFoundError):
         _check_kind(path, os.lstat(path).st_mode)  # first, since a device may notice that it is opened
     descriptor = os.open(path, flags | FLAGS, 0o666)

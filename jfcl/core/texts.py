@@ -11,12 +11,7 @@ FORMULAS = tuple("=+-@\t\r\n＝＋－＠")  # a spreadsheet computes a cell that
 
 
 def printable(text: object) -> str:
-    r"""Returns a text in which control characters and other invisible ones are written as escapes, but line breaks.
-
-    Example:
-      >>> printable("\x1b[31mred"), printable("ifca, 3 × ±0.1")
-      ('\\x1b[31mred', 'ifca, 3 × ±0.1')
-    """
+    """Returns a text in which control characters and other invisible ones are written as escapes, but line breaks."""
     text = str(text)
     if text.isprintable():
         return text
@@ -30,12 +25,7 @@ def first_line(error: Exception) -> str:
 
 
 def csv_bytes(lines: Iterable[Sequence[Any]], *, end: str = "\r\n") -> bytes:
-    """Returns a table as the content of a csv file, in which no text is a formula of a spreadsheet.
-
-    Example:
-      >>> csv_bytes([["run", "accuracy"], ["=1+1", "-0.5"]], end="|")
-      b"run,accuracy|'=1+1,-0.5|"
-    """
+    """Returns a table as the content of a csv file, in which no text is a formula of a spreadsheet."""
     buffer = io.StringIO(newline="")
     csv.writer(buffer, lineterminator=end).writerows([_harmless(cell) for cell in line] for line in lines)
     return buffer.getvalue().encode(errors="backslashreplace")

@@ -19,20 +19,13 @@ from jfcl.data.corruptions import is_drawn
 
 
 class Concepts(NamedTuple):
-    """A synthetic problem.
-
-    Attributes:
-      dim, most: the points are uniform in `[0, most] ** dim`.
-      count: the number of concepts.
-      rule: `(x [n, dim], k) -> [n]` bool, the labels of concept `k`.
-      noise: the probability that a label is turned.
-    """
+    """A synthetic problem, of points that are uniform in `[0, most] ** dim`."""
 
     dim: int
     most: float
-    count: int
-    rule: Callable[[np.ndarray, int], np.ndarray]
-    noise: float = 0.0
+    count: int  # of concepts
+    rule: Callable[[np.ndarray, int], np.ndarray]  # (x [n, dim], k) -> [n] bool, the labels of concept k
+    noise: float = 0.0  # the probability that a label is turned
 
 
 def _sea(x: np.ndarray, k: int) -> np.ndarray:

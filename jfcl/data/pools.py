@@ -87,20 +87,14 @@ class Pool(NamedTuple):
 
 
 class Split(NamedTuple):
-    """A data set and the rules of its division.
-
-    Attributes:
-      train, test: the pools, of disjoint examples.
-      tested_on: where the test pool comes from, in words.
-      left_out: which writers cannot be clients, in words; "" where all can.
-    """
+    """A data set, the rules of its division, and the pools, of disjoint examples."""
 
     dataset: Dataset
     rules: Rules
     train: Pool
     test: Pool
-    tested_on: str
-    left_out: str = ""
+    tested_on: str  # where the test pool comes from, in words
+    left_out: str = ""  # which writers cannot be clients, in words
 
 
 def split_dataset(dataset: Dataset | str, rules: Rules, partitions: Iterable[str], data_dir: str | None) -> Split:
@@ -286,7 +280,6 @@ def divide_test(split: Split, parts: list[np.ndarray], group: int) -> list[np.nd
 
     A client's test examples are of its labels or writers where the partition decides on them. Otherwise all clients
     draw from one distribution: labels that are frequent in a client's training data by chance are not so in its tests.
-    Clients with training examples of such labels alone that the test pool does not have are refused.
     """
     train, test, rules = split.train.kind, split.test.kind, split.rules
     accepted = f"fewer: a cluster of {sum(map(len, parts))} training examples has no test examples"
@@ -312,9 +305,7 @@ def divide_test(split: Split, parts: list[np.ndarray], group: int) -> list[np.nd
 def stratified_hold_out(kind, fraction: float, *, seed) -> tuple[np.ndarray, np.ndarray]:
     """Splits indices into train and test, sorted, stratified by `kind`, `[n]` integers (labels or writers).
 
-    Of every kind with `n > 1` examples, `round(fraction n)` are held out, at least 1 and at most `n - 1`. The only
-    example of a kind stays in training; where every kind has only one, all together are divided as one kind. A single
-    example is held out.
+    The only example of a kind stays in training; where every kind has only one, all are divided as one kind.
     """
     rng = np.random.default_rng(seed)
     held = np.zeros(len(kind), bool)

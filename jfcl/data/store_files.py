@@ -29,20 +29,13 @@ JAX_TYPES = {"float64": "float32", "int64": "int32", "uint64": "uint32"}  # jax'
 
 
 class Field(NamedTuple):
-    """The storage of one array of the examples: `value = stored / per_unit + offset`.
+    """The storage of one array of the examples: `value = stored / per_unit + offset`."""
 
-    Attributes:
-      shape: of one example.
-      dtype: the type in a cohort.
-      stored: the type on disk; where it is not `dtype`, values are rounded to the nearest one of this type.
-      per_unit: 255 for pixels that are kept as bytes; offset: the value of a stored 0, in stores of earlier versions.
-    """
-
-    shape: tuple[int, ...]
-    dtype: str
-    stored: str
-    per_unit: float = 1.0
-    offset: float = 0.0
+    shape: tuple[int, ...]  # of one example
+    dtype: str  # in a cohort
+    stored: str  # on disk; where it is not `dtype`, values are rounded to the nearest one of this type
+    per_unit: float = 1.0  # 255 for pixels that are kept as bytes
+    offset: float = 0.0  # the value of a stored 0, in stores of earlier versions
 
 
 def encode(field: Field, values: np.ndarray, where: str) -> np.ndarray:

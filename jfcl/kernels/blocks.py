@@ -169,9 +169,8 @@ def column_block(count: int) -> int:
 def symmetric_product(rows: list[jax.Array], prepare: Callable[[jax.Array, int, Any], jax.Array]) -> jax.Array:
     """Returns `[N, N]`, the sum of `P Pᵀ` over blocks of columns, with `P = prepare(part, leaf, start)`.
 
-    The upper triangle is computed in strips and mirrored: half of the work, and exactly symmetric. Leaves are not
-    concatenated, and no copy of all rows is held. On an accelerator, all columns are one block, and strips are high; on
-    an NVIDIA GPU, long rows are multiplied by `gram_gpu.upper_products`.
+    The upper triangle is computed in strips and mirrored: half of the work, and exactly symmetric. On an accelerator,
+    all columns are one block, and strips are high; on an NVIDIA GPU, `gram_gpu.upper_products` multiplies long rows.
     """
     widest = max(1, *(x.shape[1] for x in rows))
 

@@ -114,9 +114,6 @@ def central_origin(rows: list[jax.Array], usable: jax.Array) -> list[jax.Array]:
 
     Distances are estimated from 16 random signed sums of each row, to within about a third. The central row is, of 64
     rows, the one with the smallest median distance to all. So nearly half of the rows may be anywhere.
-
-    Returns:
-      One vector `[d]` for each matrix `[N, d]`. Cost: 16 multiplications a number, two passes over the rows.
     """
     count = len(usable)
     sketch = signed_sums(rows, usable, jax.random.key(0), 16)

@@ -196,9 +196,8 @@ def trip_count(program: Program, loop: Instruction) -> int | None:
 def source(program: Program, instruction: Instruction) -> str:
     """Returns the function of Python that an instruction comes from, such as `"kernels.similarity.pairwise_cosine"`.
 
-    It is the innermost function of this library, or of a user's own file, on the stack; the mapping of clients and
-    the core are passed over where there is another one. A gradient's second half has the name of the first, and
-    "(gradient)". What the compiler adds itself, such as a change of layout, has no function: the result is "".
+    It is the innermost of this library, or of a user's own file, but for the mapping of clients and the core where
+    there is another one; a gradient's second half has "(gradient)" behind it. What the compiler adds has none: "".
     """
     names = _functions(program, instruction)
     chosen = [name for name in names if not name.startswith(("mapping.", "core."))] or names
