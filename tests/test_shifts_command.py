@@ -2,6 +2,7 @@
 
 import contextlib
 import csv
+import functools
 import itertools
 import json
 import re
@@ -9,6 +10,7 @@ import shlex
 import subprocess
 import sys
 import time
+import types
 
 import numpy as np
 import pytest
@@ -308,6 +310,25 @@ def test_energy_is_that_of_the_processors(tmp_path, monkeypatch):
     with shift_cells.energy() as joules:
         write(_0=3_500_000, _0_0=7_000_000, _1=500_000, _2=8_000_000)
     assert joules() == 2.5 + 1.5  # the second has begun anew
+
+
+def test_energy_is_that_of_the_gpus_which_tell_it(tmp_path, monkeypatch):
+    """NVML counts millijoules; the first card has no counter."""
+    counts = iter([5_000, 5_000, 12_500])  # when it is found, at the beginning, at the end
+
+    def read(card):
+        if card == 0:
+            raise KeyError("not supported")
+        return next(counts)
+
+    names = {"nvmlInit": int, "nvmlDeviceGetCount": lambda: 2, "nvmlDeviceGetHandleByIndex": int, "NVMLError": KeyError}
+    nvml = types.SimpleNamespace(**names, nvmlDeviceGetTotalEnergyConsumption=read)
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    monkeypatch.setattr(shift_cells, "RAPL", tmp_path)
+    monkeypatch.setattr(shift_cells, "_gpus", functools.cache(shift_cells._gpus.__wrapped__))
+    with shift_cells.energy() as joules:
+        pass
+    assert joules() == 7.5
 
 
 @pytest.mark.slow

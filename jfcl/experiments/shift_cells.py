@@ -384,11 +384,15 @@ def read_joules() -> list[tuple[float, float]]:
 
 @cache
 def _gpus() -> list[Any]:
-    try:
+    """Returns NVML's handles of the GPUs with a counter of energy."""
+    found = []
+    with contextlib.suppress(Exception):  # not installed, no driver
         import pynvml  # optional
 
         pynvml.nvmlInit()
-        handles = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]
-        return [handle for handle in handles if pynvml.nvmlDeviceGetTotalEnergyConsumption(handle)]
-    except Exception:  # not installed, no driver, a card without a counter
-        return []
+        for i in range(pynvml.nvmlDeviceGetCount()):
+            with contextlib.suppress(pynvml.NVMLError):  # an older card
+                handle = pynvml.nvmlDeviceGetHandleByIndex(i)
+                pynvml.nvmlDeviceGetTotalEnergyConsumption(handle)
+                found.append(handle)
+    return found
