@@ -182,7 +182,7 @@ def whether_clusters_pay(say: Evidence, ranks: Ranks, about: Row) -> tuple[str, 
 def which_is_best(say: Evidence, ranks: Ranks, about: Row) -> tuple[str, str] | None:
     """Names the method of the best mean rank, and the best under each shift."""
     can = choosable(ranks)
-    if len(can) < 2 or len(ranks.problems) < 2:
+    if len(can) < 2:
         return None
     first, winners = can[0], {}
     for shift in dict.fromkeys(setting[1] for setting in ranks.settings):
@@ -322,9 +322,10 @@ FINDINGS: dict[Callable, tuple[str, ...]] = {  # with the modes in which each is
 
 
 def findings_of(ranked: Sequence[Ranks], rows: Sequence[Row], about: Row) -> Iterator[Row]:
-    """The findings, each with its doubt and its evidence."""
+    """The findings, each with its doubt and its evidence; of one shift alone there are none."""
+    several = [ranks for ranks in ranked if len(ranks.problems) > 1]
     for find, modes in FINDINGS.items():
-        for ranks in (ranks for ranks in ranked if ranks.mode in modes or len(ranked) == 1):
+        for ranks in (ranks for ranks in several if ranks.mode in modes or len(ranked) == 1):
             say = Evidence(rows, ranked)
             if found := find(say, ranks, about):
                 evidence = {"figures": say.figures, "higher": say.higher, "best": say.best}
@@ -384,7 +385,10 @@ def section(name: str, result: Row) -> str:
         f"{link('runs.csv', 'runs.csv')} every run."
     )
     if result["done"] < result["cells"]:
-        about += f" {result['done']} of {result['cells']} cells are finished."
+        about += (
+            f" {result['done']} of {result['cells']} cells are finished; ranks and findings are over the shifts and "
+        )
+        about += "strengths in which all ranked methods have one."
     command = f"```sh\n{result['command']}\npython benchmarks/ranking.py runs/{name}\n```"
     lines = [f"## {title}", _wrapped(about), command]
     for mode in (mode for mode in MODES if mode in result["tables"]):
