@@ -124,6 +124,17 @@ def embedded(rules: Averaging, client: Callable[..., PyTree], cohort: Cohort, *r
     return on_every_device(axis, phases.train_clients(axis, client, cohort, *rows))
 
 
+def embedded_again(
+    rules: Averaging, client: Callable[..., PyTree], cohort: Cohort, due: jax.Array, old: PyTree, *rows: PyTree
+) -> PyTree:
+    """Returns what `embedded` does of the clients that are `due` `[C]` bool, and `old` `[C, ...]` of the others."""
+
+    def one(key, examples, size, due, old, *rows):
+        return jax.lax.cond(due, lambda: client(key, examples, size, *rows), lambda: old)
+
+    return jax.lax.cond(due.any(), lambda: embedded(rules, one, cohort, due, old, *rows), lambda: old)
+
+
 def update_of(
     task: Task, training: local.LocalTraining, key: jax.Array, start: PyTree, examples: Batch, size: jax.Array
 ) -> jax.Array:

@@ -20,17 +20,17 @@ from jfcl.core import (
     Task,
     check_at_most_clients,
     client_ids,
-    client_keys,
     max_examples,
     num_bytes,
     num_clients,
     trained_part,
 )
 from jfcl.core.options import Interval, Range, Real, Search
+from jfcl.core.platforms import at_most
 from jfcl.kernels import linkage_tree, pairwise_cosine
 from jfcl.methods import averaging as inner
 from jfcl.methods import round as phases
-from jfcl.methods.assigned import UNSEEN, Assignment, embedded, update_of
+from jfcl.methods.assigned import UNSEEN, Assignment, embedded_again, update_of
 from jfcl.methods.assigned import step as assigned_step
 from jfcl.methods.averaging import Averaging, AveragingState, averaging
 from jfcl.methods.options import AVERAGING, Options, factory
@@ -120,28 +120,28 @@ def stocfl(
     rules = Averaging(task, training, 1, **options)
     common = averaging(rules)
     near = rules._replace(training=training._replace(prox=prox))
-    observe = partial(_observe, task, observing)
+
+    def observe(anchor, key, examples, size):
+        key = jax.random.fold_in(key, OBSERVE_STREAM)
+        return update_of(task, observing, key, anchor, examples, size).astype(jnp.float32)
 
     def init(key: jax.Array, clients: Clients) -> AveragingState:
         n = num_clients(clients)
         check_at_most_clients("max_clusters", max_clusters, n)
         k = n if max_clusters is None else max_clusters
-        anchor = phases.initial_models(task, key, 1, start)
-        state = inner.init(
-            near._replace(num_clusters=k, init_params=jax.tree.map(lambda p: p[0], anchor)), key, clients
-        )
+        anchor = jax.tree.map(lambda p: p[0], phases.initial_models(task, key, 1, start))
+        state = inner.init(near._replace(num_clusters=k, init_params=anchor), key, clients)
         of_all = inner.init(rules._replace(init_params=anchor), key, clients)
-        seen = ravel_clients(trained_part(task, anchor))
+        dim = ravel_clients(trained_part(task, of_all.params)).shape[1]
         rows, none = jnp.arange(k, dtype=jnp.int32), jnp.zeros(k, jnp.int32)
-        anchor = jax.tree.map(lambda p: p[0], anchor)
-        memory = Partition(anchor, of_all, jnp.zeros((n, seen.shape[1])), rows, none, none)
+        memory = Partition(anchor, of_all, jnp.zeros((n, dim)), rows, none, none)
         return state._replace(unchanged=jnp.full(n, UNSEEN, jnp.int32), memory=memory)
 
     def step(key: jax.Array, state: AveragingState, clients: Clients):
         memory, k = state.memory, len(state.memory.size)
         omega = jax.tree.map(lambda p: p[0], memory.common.params)
         of_all, of_common = common.step(key, memory.common, clients)
-        assign = partial(_assign, near, observe, observing, merge_threshold, omega)
+        assign = partial(_assign, near, partial(observe, memory.anchor), observe_epochs, merge_threshold, omega)
         state, metrics = assigned_step(near._replace(num_clusters=k, anchor=omega), assign, key, state, clients)
         for name in ("bytes_up", "bytes_down", "client_steps"):
             metrics[name] = metrics[name] + of_common[name]
@@ -153,15 +153,15 @@ def stocfl(
         return _served(state)
 
     def adopt(state: AveragingState, clients: Clients) -> Served:
-        memory, size, n = state.memory, jnp.asarray(clients.size), num_clients(clients)
-        zeros = jnp.zeros((n, memory.seen.shape[1]))
-        look = rules.client_axis(partial(observe, memory.anchor))
-        updates = look(client_keys(jax.random.key(0), clients), clients.examples, size, zeros, size > 0)
+        memory, k, n = state.memory, len(state.memory.size), num_clients(clients)
+        new, zeros = Cohort(clients, None, jax.random.key(0)), jnp.zeros((n, memory.seen.shape[1]))
+        look = partial(observe, memory.anchor)
+        updates = embedded_again(rules, look, new, jnp.asarray(clients.size) > 0, zeros)
         usable = jnp.isfinite(updates).all(axis=1)
         updates = jnp.where(usable[:, None], updates, 0.0)
         member = (state.unchanged != UNSEEN) & (state.cluster >= 0)
-        row = jnp.where(member, memory.into[state.cluster], len(memory.size))
-        sums = jax.ops.segment_sum(memory.seen, row, len(memory.size) + 1)[:-1]  # cosines do not ask for a mean
+        row = jnp.where(member, memory.into[state.cluster], k)
+        sums = jax.ops.segment_sum(memory.seen, row, k + 1)[:-1]  # cosines do not ask for a mean
         similar = pairwise_cosine(jnp.concatenate([updates, sums]))[:n, n:]
         similar = jnp.where((memory.size > 0)[None, :], similar, -3.0)
         nearest = jnp.argmax(similar, axis=1).astype(jnp.int32)
@@ -175,85 +175,70 @@ def _served(state: AveragingState, row: jax.Array | None = None) -> Served:
     """Returns the models of the clusters in `row`, by default the clients' own; the common model, last, for -1."""
     memory, k = state.memory, len(state.memory.size)
     if row is None:
-        row = jnp.where((state.unchanged == UNSEEN) | (state.cluster < 0), -1, state.cluster)
+        row = jnp.where(state.unchanged == UNSEEN, -1, state.cluster)
     models = jax.tree.map(lambda p, c: jnp.concatenate([p, c]), state.params, memory.common.params)
     to = jnp.where(row < 0, k, memory.into[jnp.maximum(row, 0)]).astype(jnp.int32)
     return Served(models, to, active=jnp.append(memory.size > 0, True))
 
 
-def _observe(
-    task: Task, observing: local.LocalTraining, anchor: PyTree, key, examples, size, seen, is_new
-) -> jax.Array:
-    """Returns the update `[D]` of one client from the anchor: `seen`, or a new one."""
-
-    def train():
-        key_of_it = jax.random.fold_in(key, OBSERVE_STREAM)
-        return update_of(task, observing, key_of_it, anchor, examples, size).astype(seen.dtype)
-
-    return jax.lax.cond(is_new, train, lambda: seen)
-
-
-def _assign(rules, observe, observing, threshold, omega, key, cohort: Cohort, state: AveragingState) -> Assignment:
+def _assign(rules, observe, observe_epochs, threshold, omega, key, cohort: Cohort, state: AveragingState) -> Assignment:
     """Observes new clients, and merges the clusters of the cohort."""
-    memory, ids = state.memory, client_ids(cohort.clients)
-    k, real = len(memory.size), jnp.asarray(cohort.clients.size) > 0
+    memory, ids, counts = state.memory, client_ids(cohort.clients), cohort.clients.size
+    k, real = len(memory.size), jnp.asarray(counts) > 0
     last, unchanged, seen = phases.take_rows(cohort, (state.cluster, state.unchanged, memory.seen))
     is_new = real & (unchanged == UNSEEN)
-    look = partial(embedded, rules, partial(observe, memory.anchor), cohort)
-    seen = jax.lax.cond(is_new.any(), lambda: look(seen, is_new), lambda: seen)
+    seen = embedded_again(rules, observe, cohort, is_new, seen)
     usable = real & jnp.isfinite(seen).all(axis=1)
     row = jnp.where((unchanged == UNSEEN) | (last < 0), -1, memory.into[jnp.maximum(last, 0)])
-    of_row = lambda values, alone: jnp.where(row >= 0, values[jnp.maximum(row, 0)], alone)  # noqa: E731
-    first, size = of_row(memory.first, ids), of_row(memory.size, jnp.ones_like(ids))
+    first, size = (jnp.where(row >= 0, x[row], alone) for x, alone in ((memory.first, ids), (memory.size, 1)))
 
     # A cluster stands at the place of its first client in the cohort.
     places = jnp.arange(len(ids), dtype=jnp.int32)
-    both = usable[:, None] & usable[None, :]
-    same = both & (first[:, None] == first[None, :])
-    place = jnp.argmax(same, axis=1).astype(jnp.int32)
+    same = usable[:, None] & usable[None, :] & (first[:, None] == first[None, :])
+    place = jnp.argmax(same, axis=1)
     stands = usable & (place == places)
     member = (same & stands[None, :]).astype(seen.dtype)
     means = jnp.matmul(member.T, jnp.where(usable[:, None], seen, 0.0), precision=jax.lax.Precision.HIGHEST)
     similar = pairwise_cosine(means / jnp.maximum(member.sum(axis=0), 1)[:, None], mask=stands)
-    root, first, size, model, merged = _unions(similar, stands, threshold, first, size, row)
+    root, sizes, models, merged = _unions(similar, stands, threshold, first, size, row)
+    union = root[place]
 
     # The row of a union: that of its model, else the lowest that one of its clusters has, else the next free one.
-    of_client = root[place]
-    united = both & (of_client[:, None] == of_client[None, :])
-    lowest = jnp.where(united & (row >= 0)[None, :], row[None, :], k).min(axis=1)
-    leads = usable & (jnp.argmax(united, axis=1) == places)
-    own_model, own_first = model[of_client], first[of_client]
-    lacks = leads & (lowest == k)
-    rank = (lacks[None, :] & (own_first[None, :] < own_first[:, None])).sum(axis=1)
-    made = (memory.size > 0) | (memory.into != jnp.arange(k))
-    free = jnp.argsort(made, stable=True).astype(jnp.int32)
-    fits = rank < k - made.sum()
-    fresh_row = jnp.where(fits, free[jnp.minimum(rank, k - 1)], -1)
-    target = jnp.where(own_model >= 0, own_model, jnp.where(lowest < k, lowest, fresh_row))
+    lowest = jax.ops.segment_min(jnp.where(usable & (row >= 0), row, k), union, len(ids))[union]
+    lacks = stands & (root == places) & (lowest == k)
+    rank = (lacks[None, :] & (first[None, :] < first[union][:, None])).sum(axis=1)
+    free = ((memory.size > 0) | (memory.into != jnp.arange(k))).sum() + rank  # rows are taken in order
+    target = jnp.where(lowest < k, lowest, jnp.where(free < k, free, -1))
+    target = jnp.where(models[union] >= 0, models[union], target)
     target = jnp.where(usable, target, row).astype(jnp.int32)
 
     # The clusters after it.
     known = jnp.where(usable & (row >= 0), row, k)
     into = memory.into.at[known].set(target, mode="drop")
-    into, sizes = into[into], memory.size.at[known].set(0, mode="drop")
-    at = jnp.where(leads & (target >= 0), target, k)
-    sizes = sizes.at[at].set(size[of_client], mode="drop")
-    firsts = memory.first.at[at].set(own_first, mode="drop")
-    moves = jnp.arange(k, dtype=jnp.int32).at[jnp.where(leads & (own_model < 0), at, k)].set(-1, mode="drop")
-    seen_rows = phases.put_rows(cohort, memory.seen, jnp.where(usable[:, None], seen, 0.0))
-    new = memory._replace(seen=seen_rows, into=into, first=firsts, size=sizes)
-    metrics = {
-        "clusters_found": (sizes > 0).sum().astype(jnp.int32),
-        "merged": merged,
-        "capacity_reached": (usable & (target < 0)).sum().astype(jnp.int32),
-    }
+    at = jnp.where(usable & (target >= 0), target, k)
+    new = memory._replace(
+        seen=phases.put_rows(cohort, memory.seen, jnp.where(usable[:, None], seen, 0.0)),
+        into=into[into],
+        first=memory.first.at[at].set(first[union], mode="drop"),
+        size=memory.size.at[known].set(0, mode="drop").at[at].set(sizes[union], mode="drop"),
+    )
+    fresh = jnp.where(models[union] < 0, at, k)
+    moves = jnp.arange(k, dtype=jnp.int32).at[fresh].set(-1, mode="drop")
+    metrics = {"clusters_found": new.size > 0, "merged": merged, "capacity_reached": usable & (target < 0)}
     once, alone = is_new.astype(jnp.float32), (target < 0).astype(jnp.float32)  # the latter train the common model only
     sent = (once - alone) * float(num_bytes(memory.anchor))
-    of_cluster = local.steps_per_round(rules.training, cohort.clients.size, max_examples(cohort.clients))
-    steps = once * float(observing.num_steps) - alone * of_cluster.astype(jnp.float32)
-    cost = {"bytes_up": sent, "bytes_down": sent, "steps": steps}
-    assigned = usable | (unchanged != UNSEEN)
-    return Assignment(target, new, moves, omega, assigned=assigned, metrics=metrics, **cost)
+    of_cluster = local.steps_per_round(rules.training, counts, max_examples(cohort.clients)).astype(jnp.float32)
+    return Assignment(
+        target,
+        new,
+        moves,
+        omega,
+        assigned=usable | (unchanged != UNSEEN),
+        bytes_up=sent,
+        bytes_down=sent,
+        steps=once * float(observe_epochs) - alone * of_cluster,
+        metrics={name: values.sum().astype(jnp.int32) for name, values in metrics.items()},
+    )
 
 
 def _unions(similar, stands, threshold, first, size, row):
@@ -263,35 +248,23 @@ def _unions(similar, stands, threshold, first, size, row):
       similar: `[C, C]`; stands: `[C]` bool, the places with a cluster; first, size, row: `[C]`, of these.
 
     Returns:
-      `(root [C], first, size, model [2 C - 1], merged [])`: the union of each place, and of each union its id, its
-      number of clients, and the row of the model that it starts from, -1 without one.
+      `(root [C], size [C], model [C], merged [])`: the place of the smallest id in the union of each place, and there
+      the number of its clients, and the row of the model that it starts from, -1 without one.
     """
-    count = len(stands)
-    if count == 1:
-        return jnp.zeros(1, jnp.int32), first, size, row, jnp.zeros((), jnp.int32)
+    count, places = len(stands), jnp.arange(len(stands), dtype=jnp.int32)
     tree = linkage_tree(1.0 - similar, "single", mask=stands)
-    children, empty = tree[:, :2].astype(jnp.int32), count - stands.sum()
-    merges = jnp.arange(count - 1)
-    joins = (merges < empty) | (tree[:, 2] <= 1.0 - threshold)  # places without a cluster change none
-
-    def pad(values, value):
-        return jnp.concatenate([jnp.where(stands, values, value), jnp.full(count - 1, value)]).astype(jnp.int32)
+    empty = places[:-1] < count - stands.sum()  # merges of places without a cluster, which change none
+    applies = empty | (tree[:, 2] <= 1.0 - threshold)
+    first, size, model = jnp.where(stands, first, INT32_MAX), jnp.where(stands, size, 0), jnp.where(stands, row, -1)
 
     def union(i, carry):
-        first, size, model = carry
-        a, b = children[i, 0], children[i, 1]
+        place_of, root, size, model = carry  # of a node of the tree: the place at which its cluster stands
+        a, b = place_of[tree[i, :2].astype(jnp.int32)]
         a, b = jnp.where(first[a] <= first[b], a, b), jnp.where(first[a] <= first[b], b, a)
-        kept = jnp.where((size[a] < size[b]) & (model[b] >= 0), model[b], model[a])
-        values = first[a], size[a] + size[b], kept
-        return tuple(x.at[count + i].set(value) for x, value in zip(carry, values, strict=True))
+        model = model.at[a].set(jnp.where((size[a] < size[b]) & (model[b] >= 0), model[b], model[a]))
+        return place_of.at[count + i].set(a), jnp.where(root == b, a, root), size.at[a].add(size[b]), model
 
-    carry = pad(first, INT32_MAX), pad(size, 0), pad(row, -1)
-    carry = jax.lax.fori_loop(0, count - 1, union, carry)
-
-    def descend(j, root):
-        i = count - 2 - j
-        return root.at[children[i]].set(jnp.where(joins[i], root[count + i], children[i]))
-
-    root = jax.lax.fori_loop(0, count - 1, descend, jnp.arange(2 * count - 1, dtype=jnp.int32))[:count]
-    merged = (joins & (merges >= empty)).sum().astype(jnp.int32)
-    return root, *carry, merged
+    carry = jnp.concatenate([places, places[1:]]), places, size, model
+    with at_most(count - 1):
+        _, *unions = jax.lax.fori_loop(0, applies.sum(), union, carry)
+    return *unions, (applies & ~empty).sum()
