@@ -288,12 +288,15 @@ def test_records_by_seed():
     assert report.mean_and_std([1.0, 3.0], "x") == {"x": 2.0, "std": pytest.approx(2**0.5)}
 
 
+PAPERS = ("cfl", "byzantine_cfl", "federated_clustering", "ifca", "cfla", "clove", "pacfl", "fedem")
+
+
 @pytest.mark.parametrize("name", RECIPES)
 def test_settings_fit_together(name):
     recipe = RECIPES[name]
     assert set(recipe.full) == set(recipe.small) and recipe.title.count("\n") == 0
     assert {s["model"] for s in (recipe.full, recipe.small) if "model" in s} <= set(models.MODELS)
-    assert name.split(".")[0] in ("cfl", "byzantine_cfl", "federated_clustering", "ifca", "cfla")
+    assert name.split(".")[0] in PAPERS, name
 
 
 def test_the_papers_tables_are_whole():
@@ -527,6 +530,16 @@ TINY = {
     "cfl.figure8": _FEW | {"min_rounds": 1, "gamma_max": 0.0},
     "cfl.figure9": _FEW | {"min_rounds": 1, "vocab_size": 50, "length": 6},
     "cfla.mnist": {"rounds": 5, "images": 15, "local_epochs": 1},
+    "clove.labels": {"rounds": 2, "clients": 10, "examples_per_client": 10},
+    "pacfl.labels": {
+        "rounds": 2,
+        "clients": 10,
+        "cohort": 5,
+        "clusters": 5,
+        "examples_per_client": 10,
+        "local_epochs": 1,
+    },
+    "fedem.readme": {"rounds": 2, "clients": 6, "examples_per_client": 20},
     "federated_clustering.figure4_code": {"clients": 8, "images": 40, "epochs": 2, "eval_every": 1, "every": 2}
     | {"channels": 1, "dense": 4, "subgroup_size": 4},
     "federated_clustering.figure6": {"clients": 8, "hostile": 2, "images": 33, "subgroup_size": 5, "epochs": 2},
@@ -539,6 +552,9 @@ TINY = {
 }
 
 
+WITHOUT_FIGURE = ("federated_clustering.table1", "cfla.mnist", "clove.labels", "pacfl.labels", "fedem.readme")
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:round .* all clients use one of the")  # after two rounds of a tiny run
 @pytest.mark.filterwarnings("ignore:round .* the training loss")  # steps against the gradient, in figure 6
@@ -546,7 +562,7 @@ TINY = {
 def test_recipes_on_real_data(name, tmp_path, data_dir, monkeypatch):
     tiny(monkeypatch, name, **TINY[name])
     result = reproduce(name, out=tmp_path, data_dir=str(data_dir))
-    has_figure = name not in ("federated_clustering.table1", "cfla.mnist")
+    has_figure = name not in WITHOUT_FIGURE
     assert result["rows"] and (tmp_path / "figure.png").exists() == has_figure
     assert all(any(column.startswith("paper") for column in row) for row in result["rows"])
     for row in result["rows"]:

@@ -309,3 +309,11 @@ def test_fedavg_has_the_accuracy_of_a_fesem_that_begins_with_equal_models():
     assert abs(fedavg["difference"]) < 2 and fedavg["adjusted Rand"] == 0
     ifca, groups = (one("cfla.mnist-small", "accuracy %", method=name) for name in ("IFCA", "FedAvg in each group"))
     assert abs(ifca - groups) < 1 and ifca > fedavg["accuracy %"] + 5
+
+
+# Tables of methods' papers.
+
+
+def test_learning_together_is_worth_points_on_shared_groups_of_labels():
+    fedem, fedavg, local = (one("fedem.readme-small", "accuracy %", method=m) for m in ("FedEM", "FedAvg", "local"))
+    assert min(fedem, fedavg) > local + 5

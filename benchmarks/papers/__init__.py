@@ -13,8 +13,9 @@ from benchmarks.papers import (
     federated_clustering_cifar,
     federated_clustering_mnist,
     ifca,
+    method_tables,
 )
 from benchmarks.papers.recipes import RECIPES, Recipe, reproduce
 
 __all__ = ["RECIPES", "Recipe", "byzantine_cfl", "cfl", "cfla", "failure_modes", "federated_clustering", "ifca"]
-__all__ += ["federated_clustering_cifar", "federated_clustering_mnist", "reproduce"]
+__all__ += ["federated_clustering_cifar", "federated_clustering_mnist", "method_tables", "reproduce"]
