@@ -5,10 +5,12 @@ import optax
 import pytest
 
 import jfcl
-from benchmarks.papers.networks import CNNCifar24
+from benchmarks.papers.networks import CNNCifar24, tutorial, tutorial_batch
 from jfcl.experiments import Config, run
+from jfcl.experiments.optimizers import make_training
 from jfcl.training.augment import AUGMENTATIONS, crop_flip
 
+AUGMENTATIONS = AUGMENTATIONS | {"tutorial": tutorial, "tutorial_batch": tutorial_batch}
 IMAGES = np.random.default_rng(0).uniform(size=(40, 28, 30, 2)).astype(np.float32)
 BATCH = {"x": IMAGES, "y": np.arange(40, dtype=np.int32)}
 
@@ -215,7 +217,9 @@ def test_a_run_with_augmentation():
     small = Config("ifca", clients=6, clusters=2, rounds=2, local_epochs=1, batch_size=20, augment="crop_flip")
     summary, _, setup = run(small)
     assert setup.training.augment is crop_flip and np.isfinite(summary["per_seed"][0]["accuracy"])
+    own = Config("ifca", augment="benchmarks.papers.networks:tutorial")
+    assert make_training(own, 20).augment is tutorial
     with pytest.raises(ValueError, match="unknown augment 'crop': did you mean 'crop_flip'"):
         run(Config("ifca", augment="crop"))
-    with pytest.raises(ValueError, match="augment must be left out: model 'lstm' reads texts"):
+    with pytest.raises(ValueError, match="model 'lstm' reads texts, but data set 'digits' holds images"):
         run(Config("ifca", model="lstm", augment="flip"))

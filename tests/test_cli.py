@@ -270,7 +270,6 @@ def test_list_and_help_name_everything(capsys):
         (["run", "fedavg", "--weights", "size", "--aggregator", "krum"], "weights must be left out with --aggregator"),
         (["run", "cfl", "--privacy-seed", "3"], "privacy_seed must be left out without --privacy, got 3"),
         (["run", "cfl", "--fallback-rounds", "3"], "fallback_rounds must be left out without --validation, got 3"),
-        (["run", "fedavg", "--augment", "tutorial", "--model", "cnn_cifar"], "augment must be another one"),
         (["run", "ifca", "--share", "Dense_0,"], "share must be the beginning of one of the model's parameters"),
         (["run", "ifca", "--population", "50", "--cohort", "0"], "cohort must be an integer, at least 1, got 0"),
         (["run", "ditto", "--lam", "-1"], "lam must be 0 or more, got -1.0"),

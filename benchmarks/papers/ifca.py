@@ -217,7 +217,8 @@ def cifar_config(method: str, setting: dict[str, Any]) -> Config:
     compare models on changed images. Otherwise they are drawn for each image, and models compared on whole images.
     """
     given = {"dataset": "cifar10", "clusters": 2, "reuse": "cluster", "model": "benchmarks.papers.networks:CNNCifar24"}
-    given |= {"augment": "tutorial_batch" if setting["changed"] else "tutorial", "identity_augment": setting["changed"]}
+    augment = "tutorial_batch" if setting["changed"] else "tutorial"
+    given |= {"augment": f"benchmarks.papers.networks:{augment}", "identity_augment": setting["changed"]}
     given |= {"local_epochs": 5, "batch_size": 50, "lr": 0.25, "lr_decay": 0.99}
     given |= {"weight_decay": 0.004, "decay_only": "Dense_0/kernel,Dense_1/kernel"}
     if method == "local":

@@ -1,4 +1,7 @@
-"""Networks of the authors' public code, where these are not those of the papers; for `--model MODULE:NAME`."""
+"""Networks of the authors' public code, where these are not those of the papers, and the augmentations of one of them.
+
+They are for `--model MODULE:NAME` and `--augment MODULE:NAME`.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +13,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jfcl.core import Batch
 from jfcl.models.conv import conv
 from jfcl.models.networks import Conv
+from jfcl.training.augment import flipped, of_images, window
 
 
 def _as_torch(fan_in: int) -> dict[str, nn.initializers.Initializer]:
@@ -99,7 +104,7 @@ class CNNCifar24(nn.Module):
     """The CNN of IFCA's (004) code for rotated CIFAR-10, the one of a TensorFlow tutorial: 1,068,298 parameters.
 
     The input is the middle 24 x 24 of every image, less its mean and divided by its standard deviation (at least
-    `1/sqrt(pixels)`); images of 24 x 24, such as those of `jfcl.augment.tutorial`, are used whole. Two 5 x 5
+    `1/sqrt(pixels)`); images of 24 x 24, such as those of `tutorial`, are used whole. Two 5 x 5
     convolutions of 64 channels with ReLU, overlapping 3 x 3 max-pooling and local response normalisation, then dense
     layers of 384, 192 and the classes. The last layer begins near 0, so that all initial models have about the same
     loss. The code's weight decay is of the kernels of the hidden dense layers only:
@@ -119,6 +124,50 @@ class CNNCifar24(nn.Module):
         for width in (384, 192):
             x = nn.relu(nn.Dense(width, **_from_normal(0.04, 0.1))(x))
         return nn.Dense(self.num_outputs, **_from_normal(1 / 192, 0.0))(x)
+
+
+def tutorial(key: jax.Array, batch: Batch) -> Batch:
+    """Augments CIFAR-10 as TensorFlow's tutorial: a random 24 x 24 window, mirrored or not, its light and contrast.
+
+    Brightness moves by up to 63/255, contrast is multiplied by 0.2 to 1.8 around each channel's mean (pixels here are
+    in [0, 1]). For `CNNCifar24`, which standardises its input.
+    """
+
+    def moved(key, image):
+        move, turn, _, _ = jax.random.split(key, 4)
+        return flipped(turn, _window(move, image))
+
+    def shaded(key, image):
+        _, _, light, spread = jax.random.split(key, 4)
+        return _shaded(light, spread, image)
+
+    batch = of_images(moved, key, batch)
+    return batch | {"x": jax.vmap(shaded)(jax.random.split(key, len(batch["x"])), batch["x"])}
+
+
+def tutorial_batch(key: jax.Array, batch: Batch) -> Batch:
+    """As `tutorial`, but with one window, brightness and contrast for all images of a batch, as in IFCA's code.
+
+    Only whether an image is mirrored is drawn for each. (In that code, brightness moves by up to 63, which its network
+    cancels: it subtracts each image's mean.)
+    """
+    move, turns, light, spread = jax.random.split(key, 4)
+    batch = of_images(lambda turn, image: flipped(turn, _window(move, image)), turns, batch)
+    return batch | {"x": jax.vmap(lambda image: _shaded(light, spread, image))(batch["x"])}
+
+
+def _window(key, image):
+    """Returns a random window of 24 x 24."""
+    if min(image.shape[:2]) < 24:
+        raise ValueError(f"augment needs images of 24 x 24 or more, got {image.shape[0]} x {image.shape[1]}")
+    return window(key, image, 24, 24)
+
+
+def _shaded(light, spread, image):
+    """Returns an image of another brightness and contrast."""
+    image = image + jax.random.uniform(light, minval=-63 / 255, maxval=63 / 255)
+    mean = image.mean(axis=(0, 1), keepdims=True)
+    return mean + (image - mean) * jax.random.uniform(spread, minval=0.2, maxval=1.8)
 
 
 class LeNet5(nn.Module):

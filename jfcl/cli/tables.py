@@ -79,7 +79,8 @@ def lists() -> dict[str, dict[str, str]]:
         "partitions": {name: entry[1] for name, entry in data.PARTITIONS.items()},
         "optimizers": {name: optimizer.summary for name, optimizer in OPTIMIZERS.items()},
         "schedules": SCHEDULES,
-        "augmentations": first_lines(AUGMENTATIONS),
+        "augmentations": first_lines(AUGMENTATIONS)
+        | {"MODULE:NAME": "an augmentation of your own: a function (key, batch) -> batch"},
         "attacks": first_lines(attacks.UPDATE_ATTACKS | attacks.DATA_ATTACKS)
         | {"MODULE:NAME": "an attack of your own: (key, updates, malicious, usable), or (rng, x, y, num_classes)"},
         "aggregators": first_lines(kernels.AGGREGATORS)

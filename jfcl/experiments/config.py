@@ -261,8 +261,6 @@ def _of_data(config: Config) -> Rules:
         for name in ("clusters", "cohort"):
             fits = getattr(config, name) is None or getattr(config, name) <= config.clients
             yield fits, name, f"at most the {config.clients} clients"
-    fits = config.augment is None or not config.augment.startswith("tutorial") or ":" in config.model
-    yield fits, "augment", "another one, or with a model of your own for images of 24 x 24"
 
 
 def _of_training(config: Config, of_method: set[str]) -> Rules:

@@ -1,4 +1,4 @@
-"""Methods, models, data sets, attacks, aggregators and metrics by name: the library's, or a user's as `MODULE:NAME`.
+"""Methods, models, data, augmentations, attacks, aggregators and metrics by name, or a user's own by `MODULE:NAME`.
 
 A module is imported as `python -m` does: the current folder comes first. Each function that finds something raises
 `ValueError` for an unknown name, for what cannot be imported, with its error, and for what does not fit.
@@ -33,6 +33,7 @@ from jfcl.models import MODELS
 from jfcl.robust.aggregate import taken_arguments
 from jfcl.robust.attacks import DATA_ATTACKS, UPDATE_ATTACKS, DataAttack, UpdateAttack
 from jfcl.simulation.evaluation import check_further
+from jfcl.training.augment import AUGMENTATIONS
 
 IMPORT_PATH = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
 METRICS = {metric.__name__: metric for metric in (metrics.macro_f1, metrics.auc, metrics.calibration_error)}
@@ -113,6 +114,20 @@ def find_metrics(names: str) -> dict[str, Metric]:
         functions[short] = metric
     check_further(functions)
     return functions
+
+
+def find_augmentation(name: str) -> Callable[..., Any]:
+    """Returns the augmentation of a name in `AUGMENTATIONS`, or `MODULE:NAME`.
+
+    Example:
+      >>> find_augmentation("flip") is find_augmentation("jfcl.augment:flip")
+      True
+    """
+    if name in AUGMENTATIONS:
+        return AUGMENTATIONS[name]
+    augment = _imported("augment", name, AUGMENTATIONS)
+    _check_takes("augment", name, augment, (None, None), "the name of a function (key, batch) -> batch")
+    return augment
 
 
 def find_dataset(name: str, data_dir: str | None) -> data.Dataset:

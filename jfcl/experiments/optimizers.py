@@ -11,8 +11,7 @@ import optax
 
 from jfcl.core import INT32_MAX, check, is_concrete
 from jfcl.core.parameters import path_flags
-from jfcl.experiments.lookup import find_method
-from jfcl.training.augment import AUGMENTATIONS
+from jfcl.experiments.lookup import find_augmentation, find_method
 from jfcl.training.local import LocalTraining, local_training, most_steps
 
 
@@ -86,7 +85,7 @@ def make_training(config: Any, largest: int) -> LocalTraining:
         num_epochs=config.local_epochs,
         batch_size=config.batch_size,
         prox=0.0 if "prox" in of_method else config.prox,
-        augment=None if config.augment is None else AUGMENTATIONS[config.augment],
+        augment=None if config.augment is None else find_augmentation(config.augment),
         keep=config.keep,
     )
     # The gradient is clipped, then weight decay is added to it, unless the optimiser decouples the two.

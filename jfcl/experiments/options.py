@@ -14,7 +14,8 @@ from jfcl import data, models
 from jfcl.core.options import MOST_REPEATED, Interval, Joined, Needs, OneOf, Option, Range, Real, Search, options_of
 from jfcl.data.heterogeneity import shifts_of
 from jfcl.data.targets import KINDS
-from jfcl.experiments.lookup import METRICS, Named, find_attack, find_method, find_metrics, find_model, is_import_path
+from jfcl.experiments import lookup
+from jfcl.experiments.lookup import Named, find_method, is_import_path
 from jfcl.experiments.optimizers import OPTIMIZERS, SCHEDULES, SERVER_OPTIMIZERS
 from jfcl.methods import METHODS
 from jfcl.robust import attacks
@@ -146,7 +147,7 @@ class Training:
       decay_only: weight decay for the parameters with a path that starts with one of these, comma separated.
       clip_norm: largest norm of a gradient, to which a longer one is scaled down; default: none.
       prox: mu of FedProx, or of the pull to the common model (stocfl).
-      augment: random changes to training images; 'jfcl list augmentations' shows them.
+      augment: random changes to training images; 'jfcl list augmentations' shows them, MODULE:NAME is one of your own.
       keep: optimiser state that a client keeps for the next round: nothing (default), schedule, or everything, momentum
         too (default where clients send gradients).
       num_models: number of models, or auto where the method can choose it (clove, fedgroup, flux, one_shot); default:
@@ -164,7 +165,7 @@ class Training:
       remember: clients outside the cohort of a --population that are compared by their last updates (cfl).
     """
 
-    model: Annotated[str, Named(models.MODELS, find_model)] = "mlp"
+    model: Annotated[str, Named(models.MODELS, lookup.find_model)] = "mlp"
     rounds: Count = 100
     local_steps: Steps = None
     local_epochs: Steps = None
@@ -182,7 +183,7 @@ class Training:
     decay_only: Annotated[str | None, Needs("weight_decay")] = None
     clip_norm: Annotated[Real | None, Interval("(0, inf)")] = None
     prox: NotNegative = 0.0
-    augment: Annotated[str | None, OneOf(AUGMENTATIONS)] = None
+    augment: Annotated[str | None, Named(AUGMENTATIONS, lookup.find_augmentation)] = None
     keep: Annotated[str | None, OneOf(KEEP)] = None
     num_models: Annotated[int | Literal["auto"] | None, Range(1)] = None
     share: str | None = None
@@ -209,7 +210,7 @@ class Attack:
       bucket_size: clients per bucket of --aggregator bucketing+...; default: 2.
     """
 
-    attack: Annotated[str | None, Named({**attacks.UPDATE_ATTACKS, **attacks.DATA_ATTACKS}, find_attack)] = None
+    attack: Annotated[str | None, Named({**attacks.UPDATE_ATTACKS, **attacks.DATA_ATTACKS}, lookup.find_attack)] = None
     malicious: Annotated[float, Interval("[0, 1)"), Needs("attack")] = 0.0
     aggregator: str | None = None
     radius: Annotated[Real | None, Interval("(0, inf]")] = None
@@ -269,7 +270,7 @@ class Run:
     patience: CountOrNone = None
     monitor: Annotated[str, OneOf(MONITORED), Needs("patience")] = "accuracy"
     serve: Annotated[str, OneOf(SERVE)] = "loss"
-    metrics: Annotated[str | None, Named(METRICS, find_metrics)] = None
+    metrics: Annotated[str | None, Named(lookup.METRICS, lookup.find_metrics)] = None
     keep_clients: bool = False
     track_gap: bool = False
     chunk: CountOrNone = None

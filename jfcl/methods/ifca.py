@@ -63,7 +63,7 @@ def ifca(
         its own (the paper). With `num_steps` and the same batch size they are the first batch of its training.
       identity_augment: a client compares the models on examples that the training's augmentation changes, with other
         random numbers for each model, as the authors' code for CIFAR-10 does; default: on the examples as they are (the
-        paper). With `jfcl.augment.tutorial_batch`, which changes all images alike, choices are partly random while the
+        paper). With an augmentation that changes all images alike, choices are partly random while the
         models differ little: clients that all chose one model may choose different ones again.
       min_share: initial models are drawn again until each is chosen by this share of a cohort; default: they are drawn
         once (the paper). The authors' code for CIFAR-10 has 0.35.
