@@ -2,14 +2,14 @@
 
 A *mapping* has the interface of `jax.vmap`: `mapping(fn, in_axes=0)` turns `fn` of one client into a function of
 stacked clients. `jax.vmap` is one; `chunked(size)` bounds memory by vmapping `size` clients at a time; `sharded(mesh,
-inner)` divides the clients among devices, of one process or of several, and `pmapped` does the same with `jax.pmap`.
+inner)` divides the clients among devices, of one process or of several, `pmapped` among those of one, as `jax.pmap`.
 Results are the same. On a CPU one client at a time is the fastest, even more with a forced host device per core; on an
 accelerator `jax.vmap` is.
 
 Servers that need only sums over clients use `map_reduce`, which never holds the updates of all clients at once:
 `O(chunk * D + K * D)` memory instead of `O(N * D)`, and only the sums are communicated between devices.
 
-This file is the only place that calls `jax.lax.map`, `jax.shard_map` and `jax.pmap` over clients.
+This file is the only place that calls `jax.lax.map` and `jax.shard_map` over clients.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class sharded(NamedTuple):
 
 
 class pmapped(NamedTuple):
-    """As `sharded` over the first `num_devices` devices of this process, but with `jax.pmap`, for comparison.
+    """As `sharded` over the first `num_devices` devices of this process, as `jax.pmap` divides (by `jax.shard_map`).
 
     `num_devices` is at most the devices of this process; default: all of them.
 
@@ -288,68 +288,45 @@ def _in_chunks(most: int, fn, fold, zero, in_axes):
 
 def _over_devices(mapping: sharded | pmapped, fn, fold, zero, in_axes):
     """Returns the `map_reduce` of `sharded` and `pmapped`: each device folds its clients, and totals are summed."""
-    over_mesh = isinstance(mapping, sharded)
-    if over_mesh:
-        check(isinstance(mapping.mesh, Mesh), "sharded: mesh", mapping.mesh, "a mesh, such as jfcl.client_mesh()")
     nested = isinstance(mapping.inner, (sharded, pmapped))
     check(not nested, "inner", mapping.inner, "the mapping of one device's clients: jax.vmap or jfcl.chunked(size)")
 
     def reduced(*args):
         axes, n = _axes_of(args, in_axes)
-        divide = _over_mesh if over_mesh else _by_pmap
-        names = mapping.mesh.axis_names if over_mesh else "clients"
+        mesh = _mesh_of(mapping)
+        divided = PartitionSpec(mesh.axis_names)
 
         def on_device(zero, *args):
             total, kept = map_reduce(mapping.inner, fn, fold, zero, axes)(*args)
-            return jax.lax.psum(total, names), kept
+            return jax.lax.psum(total, mesh.axis_names), kept
 
-        mapped, count = divide(mapping, on_device, axes)
+        # With check_vma=True, a gradient inside with respect to parameters that all devices share would silently be
+        # summed over devices: clients would train on each other's data.
+        mapped = jax.shard_map(
+            on_device,
+            mesh=mesh,
+            in_specs=tuple(PartitionSpec() if axis is None else divided for axis in (None, *axes)),
+            out_specs=(PartitionSpec(), divided),
+            check_vma=False,
+        )
         nothing = jax.tree.map(jnp.asarray, zero)
-        if not n % count:
+        if not n % mesh.size:
             return mapped(nothing, *args)
-        total, kept = mapped(nothing, *_of_clients(lambda x: _pad(x, -n % count), args, axes))
+        total, kept = mapped(nothing, *_of_clients(lambda x: _pad(x, -n % mesh.size), args, axes))
         return total, jax.tree.map(lambda x: x[:n], kept)
 
     return reduced
 
 
-def _over_mesh(mapping: sharded, on_device: Callable, axes: tuple) -> tuple[Callable, int]:
-    """Returns `on_device` over the devices of a mesh, and their number."""
-    divided = PartitionSpec(mapping.mesh.axis_names)
-    # With check_vma=True, a gradient inside with respect to parameters that all devices share would silently be summed
-    # over devices: clients would train on each other's data.
-    mapped = jax.shard_map(
-        on_device,
-        mesh=mapping.mesh,
-        in_specs=tuple(PartitionSpec() if axis is None else divided for axis in (None, *axes)),
-        out_specs=(PartitionSpec(), divided),
-        check_vma=False,
-    )
-    return mapped, mapping.mesh.size
-
-
-def _by_pmap(mapping: pmapped, on_device: Callable, axes: tuple) -> tuple[Callable, int]:
-    """Returns `on_device` over the first devices of this process by `jax.pmap`, and their number."""
+def _mesh_of(mapping: sharded | pmapped) -> Mesh:
+    """Returns the mesh of the devices of a mapping."""
+    if isinstance(mapping, sharded):
+        check(isinstance(mapping.mesh, Mesh), "sharded: mesh", mapping.mesh, "a mesh, such as jfcl.client_mesh()")
+        return mapping.mesh
     here = jax.local_devices()
     count = len(here) if mapping.num_devices is None else mapping.num_devices
     check_count("pmapped: num_devices", count, most=len(here))
-
-    def mapped(*args):
-        same = [axis is None for axis in (None, *axes)]  # None in in_axes of pmap fails with empty trees
-
-        def divide(x):
-            return x.reshape(count, x.shape[0] // count, *x.shape[1:])
-
-        def together(*divided):
-            divided = iter(divided)
-            return on_device(*[arg if one else next(divided) for arg, one in zip(args, same, strict=True)])
-
-        total, kept = jax.pmap(together, "clients", out_axes=(None, 0), devices=here[:count])(
-            *[jax.tree.map(divide, arg) for arg, one in zip(args, same, strict=True) if not one]
-        )
-        return total, jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), kept)
-
-    return mapped, count
+    return Mesh(np.array(here[:count]), ("clients",), axis_types=(AxisType.Auto,))
 
 
 def _pad(x: jax.Array, count: int) -> jax.Array:
