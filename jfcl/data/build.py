@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jfcl.core import Clients, aligned_zeros, check, check_at_most_clients, check_choice, check_count
+from jfcl.core import Clients, aligned_zeros, check, check_at_most_clients, check_choice, check_count, free_host_memory
 from jfcl.data import pools
 from jfcl.data.dataset import Dataset
 from jfcl.data.drift import Drift, check_pattern, drift_pattern
@@ -168,6 +168,9 @@ def build(
     if drift_window is not None:
         check_count("drift_window", drift_window)
         check(drift is not None, "drift_window", drift_window, "left out without drift")
+    needed, free = num_clients * (dataset.train["x"][:1].nbytes + 256), free_host_memory()  # 256: for its list of rows
+    accepted = f"at most what memory holds, of which {free / 1e9:.1f} GB are free; use fewer clients, or generate_store"
+    check(needed < free, "num_clients", num_clients, accepted)
 
     # Which client has which rows of the data set.
     cluster = (np.arange(num_clients) % num_clusters).astype(np.int32)
