@@ -314,6 +314,16 @@ def test_fedavg_has_the_accuracy_of_a_fesem_that_begins_with_equal_models():
 # Tables of methods' papers.
 
 
+def test_clusters_of_two_labels_are_found():
+    for row in rows("clove.labels-small"):
+        assert row["adjusted Rand"] == 1 and abs(row["difference"]) < 2
+
+
+def test_two_labels_are_easy_for_each_client_alone():
+    pacfl, ifca, local = (one("pacfl.labels-small", "accuracy %", method=m) for m in ("PACFL", "IFCA", "local"))
+    assert ifca < pacfl < local and abs(local - one("pacfl.labels-small", "paper %", method="PACFL")) < 2
+
+
 def test_learning_together_is_worth_points_on_shared_groups_of_labels():
     fedem, fedavg, local = (one("fedem.readme-small", "accuracy %", method=m) for m in ("FedEM", "FedAvg", "local"))
     assert min(fedem, fedavg) > local + 5
