@@ -19,7 +19,6 @@ from jfcl.core import (
     Task,
     check,
     check_at_most_clients,
-    client_keys,
     is_finite,
     is_number,
     mask,
@@ -34,12 +33,12 @@ from jfcl.core.options import MOST_REPEATED, Interval, OneOf, Range, Real
 from jfcl.kernels import cut, cut_by_silhouette, linkage_tree, pairwise_cosine, principal_vectors, profile_distances
 from jfcl.kernels.base import rows_of
 from jfcl.methods import round as phases
-from jfcl.methods.assigned import UNSEEN, Assignment, assigned, embedded
+from jfcl.methods.assigned import UNSEEN, Assignment, assigned, embedded, embedded_again
 from jfcl.methods.averaging import Averaging, AveragingState, with_models
 from jfcl.methods.number import Most, Number, clusters_of, of_scores
 from jfcl.methods.once import labels_of, with_first_costs
 from jfcl.methods.options import AVERAGING, SCOPES, Options, factory
-from jfcl.robust.aggregate import cluster_mean, ravel_clients, shared_means, where_rows
+from jfcl.robust.aggregate import cluster_mean, filled_means, ravel_clients
 from jfcl.training import local
 from jfcl.training.losses import indexable
 
@@ -137,24 +136,10 @@ def fedgroup(
     cold = training._replace(num_steps=pretrain_steps, num_epochs=None, keep="nothing")
     how = Grouping(Averaging(task, training, k, **options), auto, cold, wanted, measure, migrate)
     rules = how.rules._replace(init_params=None)
-    grouped = assigned(rules, partial(_assign, how), remember=partial(_remember, how))
-    grouped = grouped._replace(adopt=partial(_adopt, how))
-    in_groups = grouped.step
-
-    def step(key: jax.Array, state: AveragingState, clients: Clients):
-        state, metrics = in_groups(key, state, clients)
-        cohort = phases.select_cohort(key, clients, rules.cohort)
-        real = jnp.asarray(cohort.clients.size) > 0
-        trained = phases.rows_in_use(phases.take_rows(cohort, state.cluster), real, k)
-        mixed = _mixed(task, state.params, trained, mixing)
-        if rules.shared is not None:
-            flags = path_flags(rules.shared, mixed)
-            mixed = jax.tree.map(lambda f, p, m: p if f else m, flags, state.params, mixed)
-        return state._replace(params=mixed), metrics
-
     if not is_number(mixing) or mixing > 0:
-        grouped = grouped._replace(step=step)
-    return with_first_costs(grouped, cold, messages=1, rounds=1, cohort=wanted)
+        rules = rules._replace(learn=partial(_mix, rules, mixing))
+    grouped = assigned(rules, partial(_assign, how), remember=partial(_remember, how))
+    return with_first_costs(grouped._replace(adopt=partial(_adopt, how)), cold, messages=1, rounds=1, cohort=wanted)
 
 
 class Grouping(NamedTuple):
@@ -176,19 +161,14 @@ def _first_update(how: Grouping, start: PyTree, key, examples, size, own) -> tup
     return update, is_finite(update) & (size > 0)
 
 
-def _cosines(how: Grouping, memory: Groups, key, examples, size, own, is_cold) -> jax.Array:
+def _cosines(how: Grouping, memory: Groups, key, examples, size, own) -> jax.Array:
     """Returns the cosines `[K]` of one client's first update to the groups' directions; `NONE` where there is none."""
-    none = jnp.full(how.rules.num_clusters, NONE)
-
-    def train():
-        update, usable = _first_update(how, memory.start, key, examples, size, own)
-        update = ravel_clients(jax.tree.map(lambda u: u[None], trained_part(how.rules.task, update)))
-        similar = pairwise_cosine(jnp.concatenate([update, memory.directions.astype(update.dtype)]))[0, 1:]
-        has_one = (memory.directions != 0).any(axis=1)
-        open_ = has_one | ~has_one.any()  # without directions, all groups are alike
-        return jnp.where(usable & open_, similar.astype(none.dtype), none)
-
-    return jax.lax.cond(is_cold, train, lambda: none)
+    update, usable = _first_update(how, memory.start, key, examples, size, own)
+    update = ravel_clients(jax.tree.map(lambda u: u[None], trained_part(how.rules.task, update)))
+    similar = pairwise_cosine(jnp.concatenate([update, memory.directions.astype(update.dtype)]))[0, 1:]
+    has_one = (memory.directions != 0).any(axis=1)
+    open_ = has_one | ~has_one.any()  # without directions, all groups are alike
+    return jnp.where(usable & open_, similar.astype(jnp.float32), NONE)
 
 
 def _remember(how: Grouping, key: jax.Array, clients: Clients, state: AveragingState) -> AveragingState:
@@ -214,11 +194,8 @@ def _remember(how: Grouping, key: jax.Array, clients: Clients, state: AveragingS
 
     # A group without clients starts at the mean of all.
     counts, in_order = usable.astype(jnp.float32), mapping.chunked(1)
-    mean = cluster_mean(updates, group, counts, k, in_order)
-    of_all = cluster_mean(updates, jnp.zeros_like(group), counts, 1, in_order)
-    of_all = jax.tree.map(lambda a, m: jnp.broadcast_to(a, m.shape), of_all, mean)
-    mean = where_rows(jax.ops.segment_sum(counts, group, k) > 0, mean, of_all)
-    mean = shared_means(rules.shared, mean, updates, counts, in_order)
+    still = jax.tree.map(lambda u: jnp.zeros_like(u[:1]), updates)
+    mean = filled_means(rules.shared, updates, group, counts, k, in_order, still)
     models = jax.tree.map(lambda s, m: s[None] + m, start, mean)
 
     state = with_models(rules, state, models, first.at[rows].set(jnp.where(usable, group, 0)), own)
@@ -237,9 +214,8 @@ def _assign(how: Grouping, key: jax.Array, cohort: Cohort, state: AveragingState
         change = jnp.abs(shares - before).sum(axis=1) / 2
         moved = (size > 0) & (unchanged != UNSEEN) & (change > how.migrate)
     is_cold = ((size > 0) & (unchanged == UNSEEN)) | moved
-    compare = partial(embedded, how.rules, partial(_cosines, how, memory), cohort)
     none = jnp.full((len(size), how.rules.num_clusters), NONE)
-    similar = jax.lax.cond(is_cold.any(), lambda: compare(own, is_cold), lambda: none)
+    similar = embedded_again(how.rules, partial(_cosines, how, memory), cohort, is_cold, none, own)
     joins = is_cold & (similar.max(axis=1) > NONE)
     cluster = jnp.where(joins, jnp.argmax(similar, axis=1).astype(jnp.int32), last)
     if how.migrate is not None:
@@ -256,11 +232,10 @@ def _assign(how: Grouping, key: jax.Array, cohort: Cohort, state: AveragingState
 
 def _adopt(how: Grouping, state: AveragingState, clients: Clients) -> Served:
     """Lets clients start cold that were not in training; their personal parameters are the mean of the others'."""
-    n, size = num_clients(clients), jnp.asarray(clients.size)
+    n, new = num_clients(clients), Cohort(clients, None, jax.random.key(0))
     own = jax.tree.map(lambda x: jnp.broadcast_to(x.mean(axis=0), (n, *x.shape[1:])), state.personal)
-    keys = client_keys(jax.random.key(0), clients)
-    cosines = how.rules.client_axis(partial(_cosines, how, state.memory))
-    similar = cosines(keys, clients.examples, size, own, size > 0)
+    compare, none = partial(_cosines, how, state.memory), jnp.full((n, how.rules.num_clusters), NONE)
+    similar = embedded_again(how.rules, compare, new, jnp.asarray(clients.size) > 0, none, own)
     to = jnp.argmax(similar, axis=1).astype(jnp.int32)
     return Served(state.params, to, None if how.rules.personal is None else own)
 
@@ -289,19 +264,17 @@ def _shares(clients: Clients, task: Task) -> jax.Array:
     return counts / jnp.maximum(counts.sum(axis=1), 1)[:, None]
 
 
-def _mixed(task: Task, params: PyTree, trained: jax.Array, mixing) -> PyTree:
-    """Returns the models of groups that have trained, each mixed with the others, scaled to length 1, by `mixing`."""
-    norms = jnp.sqrt(sum(jnp.square(x).sum(axis=1) for x in rows_of(trained_part(task, params))))
-    counts = trained & (norms > 0)
-    scale = jnp.where(counts, mixing / jnp.where(norms > 0, norms, 1.0), 0.0)
-    others = jnp.where(jnp.eye(len(scale), dtype=bool), 0.0, scale[None, :]) * trained[:, None].astype(scale.dtype)
-    total = 1 + others.sum(axis=1)
+def _mix(rules: Averaging, mixing, state: AveragingState, metrics, cohort: Cohort, report, clients):
+    """Mixes each model that was trained with the others, scaled to length 1, by `mixing`: `Averaging.learn`."""
+    params, k = state.params, rules.num_clusters
+    trained = phases.rows_in_use(report.cluster, jnp.asarray(cohort.clients.size) > 0, k)
+    norms = jnp.sqrt(sum(jnp.square(x).sum(axis=1) for x in rows_of(trained_part(rules.task, params))))
+    scale = jnp.where(trained & (norms > 0), mixing / jnp.where(norms > 0, norms, 1.0), 0.0)
+    weights = jnp.where(jnp.eye(k, dtype=bool), 1.0, jnp.where(trained[:, None], scale[None, :], 0.0))
+    weights = weights / weights.sum(axis=1, keepdims=True)
 
-    def mix(x):
-        rows = x.reshape(len(x), -1)
-        mixed = (rows + jnp.matmul(others.astype(x.dtype), rows, precision=jax.lax.Precision.HIGHEST)) / total[
-            :, None
-        ].astype(x.dtype)
-        return mixed.reshape(x.shape)
+    def mix(is_shared, p):
+        return p if is_shared else jnp.tensordot(weights.astype(p.dtype), p, 1, precision=jax.lax.Precision.HIGHEST)
 
-    return jax.tree.map(mix, params)
+    flags = path_flags(rules.shared or (lambda path: False), params)
+    return state._replace(params=jax.tree.map(mix, flags, params)), metrics

@@ -17,7 +17,7 @@ from jfcl.methods.once import clustered_once, clusters_in_use
 from jfcl.methods.options import AVERAGING, SCOPES, Options, Rounds, factory
 from jfcl.methods.personal import initial_state, train_alone
 from jfcl.methods.round import weights_of
-from jfcl.robust.aggregate import attacked_models, cluster_mean, ravel_clients, shared_means, where_rows
+from jfcl.robust.aggregate import attacked_models, filled_means, ravel_clients
 from jfcl.training import local
 
 
@@ -117,10 +117,7 @@ def cluster_local_models(
     cluster = jnp.maximum(cluster, 0)
     counts = weights_of(rules.weights, clients) * usable.astype(jnp.float32)
     in_order = client_axis if isinstance(client_axis, mapping.sharded) else mapping.chunked(1)
-    means = cluster_mean(models, cluster, counts, num_clusters, in_order)
     # A cluster that k-means left empty starts at the mean of all, or where all started.
-    everyone = cluster_mean(models, jnp.zeros_like(cluster), counts, 1, in_order)
-    everyone = jax.tree.map(lambda m, b: jnp.where((counts > 0).any(), m, b[:1]), everyone, begin)
-    filled = jax.ops.segment_sum((counts > 0).astype(jnp.int32), cluster, num_clusters) > 0
-    means = where_rows(filled, means, jax.tree.map(lambda e, m: jnp.broadcast_to(e, m.shape), everyone, means))
-    return shared_means(rules.shared, means, models, counts, in_order), cluster, own, scores
+    first = jax.tree.map(lambda b: b[:1], begin)
+    means = filled_means(rules.shared, models, cluster, counts, num_clusters, in_order, first)
+    return means, cluster, own, scores

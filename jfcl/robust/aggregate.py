@@ -110,6 +110,29 @@ def shared_means(
     return jax.tree.map(lambda f, own, all_: jnp.broadcast_to(all_, own.shape) if f else own, flags, means, of_all)
 
 
+def filled_means(
+    shared: Callable[[str], bool] | None,
+    tree: PyTree,
+    cluster: jax.Array,
+    weights: jax.Array,
+    num_clusters: int,
+    client_axis: mapping.Mapping,
+    default: PyTree,
+) -> PyTree:
+    """Returns `cluster_mean`, with the mean over all rows for clusters without weight and for shared parameters.
+
+    `default` `[1, ...]` is that mean where no row has weight; `shared` as in `shared_means`.
+    """
+    means = cluster_mean(tree, cluster, weights, num_clusters, client_axis)
+    of_all = cluster_mean(tree, jnp.zeros_like(cluster), weights, 1, client_axis)
+    of_all = jax.tree.map(lambda a, d: jnp.where((weights > 0).any(), a, d), of_all, default)
+    of_all = jax.tree.map(lambda a, m: jnp.broadcast_to(a, m.shape), of_all, means)
+    means = where_rows(jax.ops.segment_sum(weights, cluster, num_clusters) > 0, means, of_all)
+    if shared is None:
+        return means
+    return jax.tree.map(lambda f, own, all_: all_ if f else own, path_flags(shared, means), means, of_all)
+
+
 def check_aggregator(aggregator: Callable[..., PyTree] | None) -> None:
     """Raises `ValueError` unless `aggregator` is None, or can be called as `aggregator(updates, mask=...)`."""
     accepted = "a function (updates, mask=...) -> update, such as jfcl.kernels.make_aggregator returns for a name"
