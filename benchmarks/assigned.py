@@ -14,6 +14,7 @@ cohorts of 40 until all clients have been seen.
 from __future__ import annotations
 
 import argparse
+from functools import partial
 from typing import Any
 
 import flax.linen as nn
@@ -31,7 +32,7 @@ COLUMNS = ["setting", "method", "seed", "round", "seen", "adjusted_rand", "clust
 
 
 def linear(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """The adjusted Rand index after each of five rounds, of CLoVE and of IFCA."""
+    """The adjusted Rand index after each of five rounds, of CLoVE (also of the roots of losses) and of IFCA."""
     rows, dim, k = [], 20, 5
     task = jfcl.models.task(
         lambda key: {"w": jax.random.normal(key, (dim,)) / jnp.linalg.norm(jax.random.normal(key, (dim,)))},
@@ -39,15 +40,19 @@ def linear(args: argparse.Namespace) -> list[dict[str, Any]]:
         kind="regression",
     )
     training = jfcl.local_training(optax.adam(1e-3), num_epochs=25, batch_size=100)
+    clove = partial(jfcl.clove, task, training, num_clusters=k, first="losses", stable_rounds=None)
+    makes = {
+        "clove": clove(),
+        "clove, square roots": clove(square_root=True),
+        "ifca": jfcl.ifca(task, training, num_clusters=k, weights="size"),
+    }
+    programs = {name: (jax.jit(algorithm.init), jax.jit(algorithm.step)) for name, algorithm in makes.items()}
     for gap in (1.0, 0.1):
         for seed in range(args.seeds):
             clients, cluster = regression(gap, seed, dim, k)
-            for name, algorithm in {
-                "clove": jfcl.clove(task, training, num_clusters=k, first="losses", stable_rounds=None),
-                "ifca": jfcl.ifca(task, training, num_clusters=k, weights="size"),
-            }.items():
+            for name, (init, step) in programs.items():
                 key = jax.random.key(seed)
-                state, step = algorithm.init(jax.random.fold_in(key, 0), clients), jax.jit(algorithm.step)
+                state = init(jax.random.fold_in(key, 0), clients)
                 for t in range(1, 6):
                     state, _ = step(jax.random.fold_in(key, t), state, clients)
                     found = np.asarray(state.cluster)

@@ -35,6 +35,17 @@ def test_is_as_good_as_scikit_learn(seed, offset):
         np.testing.assert_allclose(c[k], z[np.asarray(ours.cluster) == k].mean(0), atol=2e-3)
 
 
+def test_many_starts_find_the_optimum_of_a_few_points():
+    points = np.random.default_rng(3).normal(size=(8, 3))
+    labels = np.stack(np.meshgrid(*[np.arange(3)] * 8), -1).reshape(-1, 8)  # of all partitions
+    members = (labels[:, None] == np.arange(3)[:, None]).astype(float)
+    sums, sizes = members @ points, np.maximum(members.sum(-1, keepdims=True), 1)
+    best = ((points**2).sum() - (sums**2 / sizes).sum((1, 2))).min()
+    keys = jax.random.split(KEY, 30)
+    found = jax.vmap(lambda key: kmeans(np.float32(points), 3, key=key, num_restarts=100).inertia)(keys)
+    np.testing.assert_allclose(found, best, rtol=1e-5)
+
+
 @pytest.mark.slow
 def test_digits():
     points = load_digits().data.astype(np.float32)

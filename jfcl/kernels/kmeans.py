@@ -14,6 +14,8 @@ from jfcl.kernels import blocks
 from jfcl.kernels.base import COLUMNS, is_computable, shares_columns, sum_dtype
 from jfcl.kernels.distances import central_origin
 
+AT_ONCE = 2**20  # distances and numbers of centres, of all runs that are made at once
+
 
 class KMeans(NamedTuple):
     """`centers` `[K, D]`; `cluster` `[N]` int32, -1 for masked points; `inertia` `[]`, the sum of squared distances."""
@@ -50,7 +52,8 @@ def kmeans(
     Returns:
       `KMeans(centers [K, D], cluster [N] int32, inertia [])`.
 
-    Cost: `2 N K D` operations a step, twice; `N D` numbers of memory (the points around an origin among them).
+    Cost: `2 N K D` operations a step, twice; `N D` numbers of memory (the points around an origin among them). As many
+    runs are made at once as have `2^20` distances and numbers of centres together.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -134,7 +137,10 @@ def _kmeans(points, key, tol, mask, *, num_clusters, num_iters, num_restarts):
         cluster = jnp.argmin(distances(centers), axis=1).astype(jnp.int32)
         return KMeans(centers, cluster, inertia(centers, cluster))
 
-    runs = jax.lax.map(run, jax.random.split(key, num_restarts))
+    # Few numbers are clustered by many runs at once, which an accelerator does in the time of one.
+    at_once = AT_ONCE // (len(z) * num_clusters + num_clusters * z.shape[1])
+    lot = None if in_coefficients or at_once < 2 else min(at_once, num_restarts)
+    runs = jax.lax.map(run, jax.random.split(key, num_restarts), batch_size=lot)
     best = jax.tree.map(lambda x: x[jnp.argmin(runs.inertia)], runs)
     centers = blocks.matmul(best.centers, moved) if in_coefficients else best.centers
     return best._replace(centers=centers + origin[None, :], cluster=jnp.where(usable, best.cluster, -1))

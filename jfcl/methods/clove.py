@@ -25,7 +25,7 @@ from jfcl.core.options import MOST_ADDED, OneOf, Range
 from jfcl.kernels import least_cost_assignment
 from jfcl.methods.assigned import Assignment, assigned, embedded
 from jfcl.methods.averaging import Averaging, AveragingState, bytes_sent
-from jfcl.methods.number import Most, Number, clusters_of, of_scores
+from jfcl.methods.number import MANY, Most, Number, clusters_of, of_scores
 from jfcl.methods.options import AVERAGING, SCOPES, Options, factory
 from jfcl.methods.round import rows_in_use, take_rows
 from jfcl.training import local
@@ -140,7 +140,8 @@ def _found(losses, real, last, key, *, num_clusters, auto, square_root):
     vectors = jnp.sqrt(losses) if square_root else losses
     known = real & jnp.isfinite(vectors).all(axis=1)
     vectors = jnp.where(known[:, None], vectors, 0.0)
-    cluster, scores = clusters_of(vectors, key, known, num_clusters=num_clusters, auto=auto)
+    how = {"num_clusters": num_clusters, "auto": auto, "num_restarts": MANY}
+    cluster, scores = clusters_of(vectors, key, known, **how)
     return _matched(losses, cluster, known, last), scores, (real & ~known).sum().astype(jnp.int32)
 
 

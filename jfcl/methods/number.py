@@ -13,11 +13,12 @@ from jfcl.kernels import cut_by_silhouette, kmeans, squared_distances
 
 Number = Annotated[int | Literal["auto"], Range(1)]
 Most = Annotated[int, Range(2, 1000)]  # clusters that "auto" may choose, and so the number of models
+MANY = 30  # starts of k-means: ten may miss the optimum of points that hardly form clusters
 
 
-@partial(jax.jit, static_argnames=("num_clusters", "auto"))
+@partial(jax.jit, static_argnames=("num_clusters", "auto", "num_restarts"))
 def clusters_of(
-    points: jax.Array, key: jax.Array, usable: jax.Array, *, num_clusters: int, auto: bool
+    points: jax.Array, key: jax.Array, usable: jax.Array, *, num_clusters: int, auto: bool, num_restarts: int = 10
 ) -> tuple[jax.Array, Any]:
     """Clusters points by k-means, or with `auto` by Ward's dendrogram in as many clusters as silhouettes choose.
 
@@ -28,13 +29,14 @@ def clusters_of(
       key: of k-means.
       usable: `[N]` bool, points that count.
       num_clusters: `K`; with `auto` the most there may be.
+      num_restarts: of k-means; `MANY` where points have few coordinates.
 
     Returns:
       `(cluster [N], scores)`, of points that do not count -1, or with `auto` that of the first one that does. `scores`
       `[K + 1]` are the mean silhouettes by the number of clusters, NaN where it is not tried; `()` without `auto`.
     """
     if not auto:
-        return kmeans(points, num_clusters, key=key, mask=usable).cluster, ()
+        return kmeans(points, num_clusters, key=key, mask=usable, num_restarts=num_restarts).cluster, ()
     distances = jnp.sqrt(squared_distances(points, mask=usable))
     chosen = cut_by_silhouette(distances, most=num_clusters, mask=usable)
     return chosen.cluster, chosen.scores
