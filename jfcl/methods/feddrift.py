@@ -10,7 +10,20 @@ import jax.numpy as jnp
 import numpy as np
 
 from jfcl import mapping
-from jfcl.core import Algorithm, Batch, Clients, Entries, PyTree, Served, Task, check, mask, num_bytes, num_clients
+from jfcl.core import (
+    Algorithm,
+    Batch,
+    Clients,
+    Entries,
+    PyTree,
+    Served,
+    Task,
+    check,
+    client_keys,
+    mask,
+    num_bytes,
+    num_clients,
+)
 from jfcl.core.checks import INT32_MAX
 from jfcl.core.options import Interval, OneOf, Range, Real, Search
 from jfcl.core.platforms import at_most
@@ -134,12 +147,17 @@ def feddrift(
         made, more = (1, MODELS) if start == "one" else (n, n + MODELS)
         k = more if max_models is None else max_models
         check(k >= made, "max_models", k, f"at least {n}, the number of clients, with start='each'")
-        first = inner.init(rules._replace(num_clusters=made), key, clients)
+        of_first = rules._replace(num_clusters=made)
+        if start == "each" and rules.init_params is None:  # by the clients' ids
+            drawn = mapping.chunked(1)(task.init)(client_keys(key, clients))
+            of_first = of_first._replace(init_params=drawn)
+        first = inner.init(of_first, key, clients)
         rows = jnp.arange(k, dtype=jnp.int32)
-        params, server = jax.tree.map(lambda x: x[jnp.minimum(rows, made - 1)], (first.params, first.server))
         active = rows < 1 if start == "one" else jnp.zeros(k, bool).at[:n].set(size > 0)
+        params, server = jax.tree.map(lambda x: x[jnp.where(active, rows, 0)], (first.params, first.server))
         none = jnp.full_like(steps_of(clients), -1)
-        cells = Cells(none, none, jnp.full(n, -jnp.inf, jnp.float32), none[0, 0], active, jnp.full((), made, jnp.int32))
+        scores, taken = jnp.full(n, -jnp.inf, jnp.float32), active.sum().astype(jnp.int32)
+        cells = Cells(none, none, scores, none[0, 0], active, taken)
         cluster = first.cluster if start == "one" else rows[:n]
         opt_states = optimizers(rules, params, n)
         return first._replace(params=params, server=server, client=opt_states, cluster=cluster, memory=cells)
@@ -213,47 +231,41 @@ def _look(task: Task, compare: str, models: PyTree, active: jax.Array, examples:
       last: `(step, model)` `[M]` of the examples in the last round.
 
     Returns:
-      `((scores [K, K], examples [K], cells [K]), (model [M], new [M] bool, scores [K], examples [], cells []))`: sums
-      over its earlier examples by their model (of scores, under each model), and over those of new steps.
+      `(sums [K, K + 2], (model [M], new [M] bool, of_new [K + 2]))`: sums over its earlier examples by their model, and
+      over those of new steps, of their scores under each model, of 1, and of 1 for the first of each cell.
     """
     k, m, real = len(active), len(step), step >= 0
-    place = jnp.searchsorted(jnp.where(last[0] < 0, INT32_MAX, last[0]), step)
-    known = real & (last[0][jnp.minimum(place, m - 1)] == step)
-    model, new = jnp.where(known, last[1][jnp.minimum(place, m - 1)], -1), real & ~known
-    begins = real & (step != jnp.concatenate([jnp.full(1, -1), step[:-1]]))  # the first example of a cell
+    place = jnp.minimum(jnp.searchsorted(jnp.where(last[0] < 0, INT32_MAX, last[0]), step), m - 1)
+    known = real & (last[0][place] == step)
+    model, new = jnp.where(known, last[1][place], -1), real & ~known
+    begins = real & (step != jnp.concatenate([jnp.full(1, -1), step[:-1]]))
     examples, models = blank_padding(examples, size), indexable(models)
-
-    def by_model(values):
-        """Returns the sums `[K + 1]` of `values` `[M]` by model, of new examples last."""
-        into = jnp.where(real, jnp.where(new, k, model), k + 1)
-        return jax.ops.segment_sum(values.astype(jnp.float32), into, k + 2)[: k + 1]
 
     def score(j, scores):
         params = jax.tree.map(lambda p: p[order[j]], models)
         values = task.scores(task.correct, params, examples) if compare == "accuracy" else -task.loss(params, examples)
-        values = jnp.where(jnp.isfinite(values), values, -jnp.inf)
-        return scores.at[:, order[j]].set(by_model(values))
+        return scores.at[order[j]].set(jnp.where(jnp.isfinite(values), values, -jnp.inf).astype(jnp.float32))
 
     order = jnp.argsort(~active, stable=True)
     with at_most(k):
-        scores = jax.lax.fori_loop(0, active.sum(), score, jnp.zeros((k + 1, k)))
-    sums = scores, by_model(real), by_model(begins)
-    return tuple(s[:k] for s in sums), (model, new, *(s[k] for s in sums))
+        scores = jax.lax.fori_loop(0, active.sum(), score, jnp.zeros((k, m)))
+    values = jnp.concatenate([scores, jnp.stack([real, begins]).astype(jnp.float32)]).T
+    sums = jax.ops.segment_sum(values, jnp.where(real, jnp.where(new, k, model), k + 1), k + 2)
+    return sums[:k], (model, new, sums[k])
 
 
 def _begin(rules: Averaging, limits: tuple, compare: str, eager: bool, state: AveragingState, clients: Clients, step):
     """Returns `(state, events)` at the beginning of a time step: which clients have drifted, and which models merge."""
     cells, k = state.memory, len(state.memory.active)
     look = partial(_look, rules.task, compare, state.params, cells.active)
-    zero = jnp.zeros((k, k)), jnp.zeros(k), jnp.zeros(k)
-    add = lambda total, sent: jax.tree.map(lambda t, s: t + s.sum(axis=0), total, sent)  # noqa: E731
+    add = lambda total, sent: total + sent.sum(axis=0)  # noqa: E731
     data = clients.examples, jnp.asarray(clients.size), step, cells.step, cells.model
-    sums, (model, new, *of_new) = mapping.map_reduce(rules.client_axis, look, add, zero)(*data)
+    sums, (model, new, of_new) = mapping.map_reduce(rules.client_axis, look, add, jnp.zeros((k, k + 2)))(*data)
     of_new, cluster, last = on_every_device(rules.client_axis, (of_new, state.cluster, cells.score))
 
     # Find each client's best model for its new examples, and the clients that have drifted.
-    has, first, newest = of_new[1] > 0, cells.newest < 0, jnp.maximum(step.max(), cells.newest)
-    scores = of_new[0] / jnp.maximum(of_new[1], 1)[:, None]
+    count, first, newest = of_new[:, k], cells.newest < 0, jnp.maximum(step.max(), cells.newest)
+    has, scores = count > 0, of_new[:, :k] / jnp.maximum(count, 1)[:, None]
     ranked = jnp.where(cells.active[None, :], jnp.maximum(scores, jnp.finfo(scores.dtype).min), -jnp.inf)
     chosen = jnp.where(first, cluster, jnp.argmax(ranked, axis=1)).astype(jnp.int32)
     score = jnp.take_along_axis(scores, chosen[:, None], axis=1)[:, 0]
@@ -274,10 +286,9 @@ def _begin(rules: Averaging, limits: tuple, compare: str, eager: bool, state: Av
     # Merge the models from before this step.
     root = rows
     if not eager:
-        into = jnp.where(has, target, k)
-        totals = [s + jax.ops.segment_sum(x, into, k + 1)[:k] for s, x in zip(sums, of_new, strict=True)]
-        compared = cells.active & (totals[1] > 0) & ~first & (newest > cells.newest)
-        root, params = _merged(params, *totals, compared, limits[1])
+        sums = sums + jax.ops.segment_sum(of_new, jnp.where(has, target, k), k + 1)[:k]
+        compared = cells.active & (sums[:, k] > 0) & ~first & (newest > cells.newest)
+        root, params = _merged(params, sums, compared, limits[1])
     active = (cells.active | made) & (root == rows)
     events = drifted.sum(), (cells.active & (root != rows)).sum(), (drifted & ~fits).sum()
     model = jnp.where(new, target[:, None], model)
@@ -295,20 +306,19 @@ def _begin(rules: Averaging, limits: tuple, compare: str, eager: bool, state: Av
     return state, {name: value.astype(jnp.int32) for name, value in zip(EVENTS, events, strict=True)}
 
 
-def _merged(params: PyTree, scores, examples, cells, compared, threshold) -> tuple[jax.Array, PyTree]:
+def _merged(params: PyTree, sums: jax.Array, compared: jax.Array, threshold) -> tuple[jax.Array, PyTree]:
     """Merges models by complete linkage.
 
     Args:
       params: `[K, ...]`.
-      scores: `[K, K]`, row `b`: the sums of all models' scores on the examples of model `b`.
-      examples, cells: `[K]`, the numbers of its examples and cells.
+      sums: `[K, K + 2]`, of `_look`, over the examples of each model.
       compared: `[K]` bool, the models that may merge.
 
     Returns:
       `(root [K], params)`: the model that each one is part of, the first of its cluster, and the models after it.
     """
-    k = len(compared)
-    means = scores / jnp.maximum(examples, 1)[:, None]
+    k, cells = len(compared), sums[:, -1]
+    means = sums[:, :k] / jnp.maximum(sums[:, k], 1)[:, None]
     lost = jnp.diagonal(means)[None, :] - means  # of model a (column) on the examples of b (row)
     distances = jnp.maximum(jnp.maximum(lost, lost.T), 0.0)
     label = cut(linkage_tree(distances, "complete", mask=compared), threshold=threshold)
