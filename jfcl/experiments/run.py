@@ -74,7 +74,7 @@ def run(
     hosts.check_alike(config.values | {"out": out is not None, "resume": resume}, "options")
     check(out is not None or not resume, "out", out, "the folder of the run to resume")
     if out is not None:
-        hosts.by_first(lambda: _check_out(Path(out), config, resume))
+        hosts.by_first(lambda: _check_out(out, config, resume))
     with contextlib.ExitStack() as opened:
         opened.enter_context(jax.default_matmul_precision(matmul_precision(config.precision)))
         opened.enter_context(renamed(names_of_method(config)))
@@ -122,11 +122,11 @@ def _open_clients(config: Config, data_dir: str | None, *_: Any) -> Iterator[tup
     yield config, parts, parts.federation
 
 
-def _check_out(out: Path, config: Config, resume: bool) -> None:
+def _check_out(out: str | Path, config: Config, resume: bool) -> None:
     """Raises `ValueError`, before data are loaded, where another run is in `out`."""
     check_folder(out, resume, "run")
-    if (out / "config.json").exists() and not config.of_population:  # whose store has options, too
-        check_same(out, to_saved(config, ""), OF_DATA)
+    if (Path(out) / "config.json").exists() and not config.of_population:  # whose store has options, too
+        check_same(Path(out), to_saved(config, ""), OF_DATA)
 
 
 def _write_report(out: str | Path, records: list[dict[str, Any]]) -> None:
