@@ -266,7 +266,7 @@ def _in_steps(rows: Rows, examples: pools.Examples, count: int, seed: int) -> tu
     check(least >= count, "the examples of a client", least, f"at least {count}, one for each step of the drift")
     check("step" not in examples, "dataset", sorted(examples), "without an array 'step', which drift adds")
     rows = [np.random.default_rng((seed, STEPS, i)).permutation(part) for i, part in enumerate(rows)]
-    step = np.zeros(len(examples["y"]), np.int32)
+    step = np.zeros(len(examples["y"]), np.int32)  # a row is of one client (`reuse="none"`), and so of one step
     for part in rows:
         for t, of_step in enumerate(np.array_split(part, count)):
             step[of_step] = t
