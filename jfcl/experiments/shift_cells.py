@@ -19,7 +19,7 @@ import jax
 import numpy as np
 
 from jfcl import mapping
-from jfcl.core import Algorithm, max_examples
+from jfcl.core import Algorithm, max_examples, num_clients
 from jfcl.core.names import flag_of
 from jfcl.core.options import Search
 from jfcl.data import Dataset, Federation
@@ -28,7 +28,7 @@ from jfcl.experiments import setups
 from jfcl.experiments.config import Config
 from jfcl.experiments.lookup import find_method
 from jfcl.experiments.options import all_options, takes
-from jfcl.simulation.evaluation import choices_among
+from jfcl.simulation.evaluation import choices_among, evaluate_rows
 from jfcl.simulation.loop import History
 from jfcl.simulation.progress import DivergedError
 from jfcl.simulation.results import finds_clusters
@@ -227,9 +227,10 @@ def run_once(
             known = all_options(cell.method) | find_method(cell.method).declared
             traced = {name: config.values.get(name) for name in searched(cell) if known[name].traced}
             traced = {name: np.float32(value) for name, value in traced.items() if value is not None}
+            make = _maker(config, clients, (*traced,))
             history = simulate(
-                _maker(config, clients, (*traced,)),
-                clients,
+                make,
+                clients._replace(newcomers=None),
                 key=jax.random.key(seed),
                 num_rounds=config.rounds,
                 true_cluster=_true_cluster(config, clients),
@@ -238,7 +239,8 @@ def run_once(
                 seeds=[seed],
                 client_axis=mapping.auto(),
             )
-        result |= measured(history, clients, _true_cluster(config, clients), cell) | {"joules": joules()}
+        result |= measured(history, _true_cluster(config, clients), cell) | {"joules": joules()}
+        result["newcomers"] = newcomer_accuracy(make, traced, history, clients)
     except DivergedError as error:
         result |= {"status": "diverged", "reason": str(error).partition(";")[0]}
     except Exception as error:
@@ -252,7 +254,7 @@ MEASURED = ("accuracy", "worst_tenth", "newcomers", "adjusted_rand", "clusters_f
 MEASURED += ("client_steps", "seconds", "compile_seconds", "joules", "curve", "per_client")
 
 
-def measured(history: History, clients: Federation, true_cluster: np.ndarray, cell: Cell) -> dict[str, Any]:
+def measured(history: History, true_cluster: np.ndarray, cell: Cell) -> dict[str, Any]:
     """Returns the results of a run."""
     records, last = history.records, history.records[-1]
     near = next(record for record in records if record["accuracy"] >= NEAR * last["accuracy"])
@@ -266,7 +268,6 @@ def measured(history: History, clients: Federation, true_cluster: np.ndarray, ce
         "reason": f"all clients use one of the {choices} models" if collapsed else "",
         "accuracy": last["accuracy"],
         "worst_tenth": last["worst_decile_accuracy"],
-        "newcomers": last.get("newcomer_accuracy"),
         "adjusted_rand": last.get("adjusted_rand") if finds and len({*true_cluster.tolist()} - {-1}) > 1 else None,
         "clusters_found": last["clusters_in_use"] if finds else None,
         "rounds_to_95": near["round"],
@@ -277,6 +278,23 @@ def measured(history: History, clients: Federation, true_cluster: np.ndarray, ce
         "curve": [[record["round"], round(record["accuracy"], 6)] for record in records],
         "per_client": [None if np.isnan(x) else float(x) for x in each],
     }
+
+
+def newcomer_accuracy(
+    make: Callable[..., Algorithm], hyperparams: dict[str, Any], history: History, clients: Federation
+) -> float | None:
+    """Returns the mean accuracy of the newcomers after the last round, or None where there are none.
+
+    Only then: of methods with a model for each client, newcomers try all of them, which takes longer than training.
+    """
+    if clients.newcomers is None:
+        return None
+    rows = jax.tree.map(lambda x: x[None], (history.state, hyperparams))
+    models = len(jax.tree.leaves(history.served.models)[0])
+    axis, of_newcomers = mapping.auto(), (num_clients(clients.train), models)
+    options = {"algorithm": make, "row_axis": mapping.chunked(1), "client_axis": axis, "of_newcomers": of_newcomers}
+    results = jax.device_get(evaluate_rows(*rows, clients.newcomers, None, **options))
+    return float(results["accuracy"][0][clients.newcomers.size > 0].astype(np.float64).mean())
 
 
 def _true_cluster(config: Config, clients: Federation) -> np.ndarray:
