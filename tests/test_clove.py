@@ -222,6 +222,7 @@ def test_it_has_no_privacy_and_others_choose_no_number():
         jfcl.ifca(task, training, num_clusters="auto")
 
 
+@pytest.mark.slow
 def test_in_one_process_clove_and_ifca_are_evaluated_each_in_its_way():
     clients = regression(0)
     how = {"key": jax.random.key(0), "num_rounds": 1, "test_clients": clients}

@@ -116,7 +116,7 @@ def test_means_of_float64_losses_stay_so():
         assert [mean.dtype for mean in means] == ["float64"] * 2
 
 
-@pytest.mark.slow_cases("float16")
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
 def test_kernels_of_sixteen_bits_add_up_in_more(dtype):
     rng = np.random.default_rng(0)
@@ -217,6 +217,7 @@ def test_momentum_outlives_a_round_without_a_finite_update(method):
     assert failed == [0, 1, 0, 0]
 
 
+@pytest.mark.slow
 def test_a_client_that_comes_late_begins_its_momentum_with_its_first_gradient():
     algorithm = jfcl.momentum_clustering(BIAS, ONE_STEP, num_clusters=1, momentum=0.9, radius=1e3)
     state = jax.jit(algorithm.init)(KEY, people(1.0, 6.0))
@@ -226,6 +227,7 @@ def test_a_client_that_comes_late_begins_its_momentum_with_its_first_gradient():
     np.testing.assert_allclose(state.momentum["b"][1], before[1] - 6.0)  # equation 29
 
 
+@pytest.mark.slow
 def test_restarts_do_not_take_a_model_that_has_failed_for_the_best():
     def init(key):
         return {"b": jnp.where(jax.random.bernoulli(key), 1e25, 1.0)}
@@ -237,6 +239,7 @@ def test_restarts_do_not_take_a_model_that_has_failed_for_the_best():
         assert np.abs(state.params["b"][state.cluster]).max() <= 1
 
 
+@pytest.mark.slow
 def test_ditto_trains_on_where_the_global_model_has_no_loss():
     # The loss is no number left of the data, where the common model goes because of the others.
     root = Task(
@@ -284,14 +287,9 @@ SCHEDULE_FREE = optax.contrib.schedule_free_sgd(0.5)  # whose state holds parame
 DRAWN = BIAS._replace(init=lambda key: {"b": 9 * jax.random.normal(key)})
 
 
-@pytest.mark.slow_cases("make0")
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    "make",
-    [
-        partial(jfcl.one_shot, local_rounds=5),
-        pytest.param(jfcl.flhc, marks=pytest.mark.slow),
-        partial(jfcl.hypcluster, warm_rounds=3),
-    ],
+    "make", [partial(jfcl.one_shot, local_rounds=5), jfcl.flhc, partial(jfcl.hypcluster, warm_rounds=3)]
 )
 def test_optimisers_begin_at_the_models_that_init_has_found(make):
     clients = people(1.0, 5.0, 1.0, 5.0, 1.0, 5.0)
@@ -303,6 +301,7 @@ def test_optimisers_begin_at_the_models_that_init_has_found(make):
     np.testing.assert_array_equal(state.client.z["b"], of_clients["b"])
 
 
+@pytest.mark.slow
 def test_each_client_begins_at_its_own_model():
     training = jfcl.local_training(SCHEDULE_FREE, num_steps=1, keep="everything")
     start = {"init_params": {"b": np.float32([1, 5])}}

@@ -227,6 +227,7 @@ def test_order_does_not_matter(name, seed):
 
 
 # Not for DnC: of two liars with different lies, one may be in the middle of the direction of most variance.
+@pytest.mark.slow_cases("sign_guard")
 @pytest.mark.parametrize("name", [name for name in AGGREGATORS if name != "dnc"])
 @given(SEEDS, st.sampled_from([10.0, 1e6]))
 def test_two_liars_of_eleven_are_bounded(name, seed, size):

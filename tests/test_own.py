@@ -344,6 +344,7 @@ def test_own_attacks_and_aggregators_are_as_those_of_the_library(own, known):
     assert np.abs(models[0]).max() > 0.01
 
 
+@pytest.mark.slow
 def test_own_attacks_and_aggregators_on_the_command_line(folder, capsys):
     command = ["run", "fedavg", "--clients", "8", "--rounds", "1", "--model", "linear", "--malicious", "0.25"]
     command += ["--quiet"]
@@ -423,6 +424,7 @@ def test_an_own_method_in_a_sweep(folder, capsys):
     assert "grid: unknown option 'bta': did you mean 'beta'?" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_an_own_method_in_a_bench(folder, capsys):
     measured = ["--models", "linear", "--clients", "2", "--mappings", "vmap", "--examples", "2", "--quiet"]
     assert cli.main(["bench", "--methods", "mine_factories:needs", *measured]) == 2

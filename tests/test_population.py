@@ -101,6 +101,7 @@ def test_the_state_says_whom_a_method_serves_whose_clients_do_not_choose_by_loss
         assert history.clients["model"].tolist() == history.clients["cluster"].tolist() == [CLUSTER.tolist()]
 
 
+@pytest.mark.slow
 def test_models_of_clients_are_their_own_with_the_default_of_serve_too():
     """Rows of `cluster` are places in a cohort, and say nothing of the clients evaluated."""
     alone, given = METHODS["local"], {"num_rounds": 4, "eval_every": 4}

@@ -47,6 +47,7 @@ def sim(**options):
     return jfcl.simulate(options.pop("algorithm", IFCA), options.pop("clients", CLIENTS), **options)
 
 
+@pytest.mark.slow
 def test_simulate_is_rollout():
     state, metrics = jax.jit(lambda: jfcl.rollout(IFCA, CLIENTS, key=jax.random.key(3), num_rounds=6))()
     history = sim()

@@ -153,6 +153,7 @@ def test_what_clients_are_served_is_computed_by_one_program():
     assert len(traced.eqns) == 1
 
 
+@pytest.mark.slow
 def test_clients_beyond_the_capacity_wait_with_the_common_model():
     clients = regression(2, n=9, m=40)
     algorithm = jfcl.stocfl(LINEAR, TWO, merge_threshold=0.8, max_clusters=2, observe_epochs=SEE, init_params=START)
