@@ -55,7 +55,7 @@ def check_shape(argument: str, shape: Any) -> tuple[int, ...]:
 
 
 def is_number(value: Any) -> bool:
-    """Returns whether `value` is a real number that is known; a bool is none."""
+    """Returns whether `value` is a real number and no tracer; a bool is not a number."""
     return isinstance(value, (float, np.floating)) or _is_integer(value)
 
 
@@ -123,10 +123,10 @@ def check_apart(name: str, columns: Any) -> None:
             )
 
 
-def check_held(name: str, array: np.ndarray, real: np.ndarray | None = None, *, each: int | None = None) -> None:
+def check_held(name: str, array: np.ndarray, real: np.ndarray | None = None, *, per_client: int | None = None) -> None:
     """Raises `ValueError` unless numbers `[rows, ...]` are finite and in the range of their type in JAX.
 
-    `real` `[rows]` bool are those that count; with `each`, the rows of one client, an error names the client.
+    `real` `[rows]` bool are those that count. With `per_client` rows for each client, an error names the client.
     """
     floats = jnp.issubdtype(array.dtype, jnp.floating)
     if not array.size or not (floats or jnp.issubdtype(array.dtype, jnp.integer)):
@@ -137,7 +137,7 @@ def check_held(name: str, array: np.ndarray, real: np.ndarray | None = None, *, 
         with np.errstate(over="ignore", invalid="ignore"):
             bad = np.flatnonzero(~np.isfinite(rows.sum(axis=1, dtype=np.float64)) & real)
         if len(bad) and not np.isfinite(rows[bad]).all():
-            first = bad[0] if each is None else f"client {bad[0] // each}"
+            first = bad[0] if per_client is None else f"client {bad[0] // per_client}"
             raise ValueError(f"{name}: NaN or infinity in {len(bad)} example(s), first at {first}; drop or fill them")
     held = jax.dtypes.canonicalize_dtype(array.dtype)
     if array.dtype.itemsize > held.itemsize and real.any():
@@ -147,7 +147,7 @@ def check_held(name: str, array: np.ndarray, real: np.ndarray | None = None, *, 
 
 
 def check_unmasked(name: str, values: Any) -> None:
-    """Raises `ValueError` for a masked array of NumPy with missing values, which its numbers would stand for."""
+    """Raises `ValueError` for a masked array of NumPy with missing values: its numbers there are no data."""
     if np.ma.is_masked(values):
         raise ValueError(
             f"{name}: a masked array has missing values; fill them (values.filled), or leave out their rows"
@@ -155,14 +155,14 @@ def check_unmasked(name: str, values: Any) -> None:
 
 
 def held_type(dtype: np.dtype) -> np.dtype:
-    """Returns the type of NumPy, as JAX knows it, for a type: in the machine's byte order, float64 for float128."""
+    """Returns the type that JAX accepts for a type of NumPy: in the machine's byte order, float64 for float128."""
     return np.dtype(np.float64) if dtype == np.longdouble else dtype if dtype.isnative else dtype.newbyteorder("=")
 
 
 def check_key(key: Any) -> None:
-    """Raises `ValueError` for other than a typed key, as from `jax.random.key`, or a vector of at least one."""
-    made = isinstance(key, jax.Array) and jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
-    check(made, "key", key, "a key of jax.random.key(seed)")
+    """Raises `ValueError` unless `key` is a typed key, as from `jax.random.key`, or a vector of at least one."""
+    is_key = isinstance(key, jax.Array) and jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
+    check(is_key, "key", key, "a key of jax.random.key(seed)")
     check(key.ndim <= 1 and key.size > 0, "key", f"keys of shape {key.shape}", "one key, or a vector of keys")
 
 

@@ -82,8 +82,8 @@ def take_clients(clients: Clients, rows: jax.Array) -> Clients:
     )
 
 
-def check_made(clients: Any, name: str) -> None:
-    """Raises `ValueError` unless `clients` are `Clients`."""
+def check_stacked(clients: Any, name: str) -> None:
+    """Raises `ValueError` unless `clients` are `Clients`, with arrays of sizes and ids."""
     accepted = "Clients, as from jfcl.stack_clients (of dicts of arrays) or jfcl.data.from_arrays (of (x, y) pairs)"
     check(isinstance(clients, Clients), name, type(clients), accepted)
     for part, values in {"size": clients.size, "id": clients.id}.items():
@@ -99,15 +99,15 @@ def check_clients(clients: Clients, *, name: str = "clients", allow_empty: bool 
     `allow_empty`, any client without one); NaN or infinite values in real examples; 64-bit integers that JAX would
     truncate; ids that are not `[N]` different integers, 0 or more.
     """
-    check_made(clients, name)
+    check_stacked(clients, name)
     leaves = jax.tree.leaves(clients.examples)
     check(len(leaves) > 0, f"{name}.examples", clients.examples, "a pytree with at least one array")
     for where, leaf in named_leaves(clients.examples).items():
-        kind = getattr(leaf, "dtype", None)
-        if kind is None or not any(jnp.issubdtype(kind, real) for real in (jnp.bool_, jnp.integer, jnp.floating)):
-            found = type(leaf).__name__ if kind is None else f"{kind}"
+        dtype = getattr(leaf, "dtype", None)
+        if dtype is None or not any(jnp.issubdtype(dtype, real) for real in (jnp.bool_, jnp.integer, jnp.floating)):
+            actual = type(leaf).__name__ if dtype is None else f"{dtype}"
             advice = "give real and imaginary parts as two features, or see jfcl.data.from_arrays"
-            raise ValueError(f"{name}.examples{where} must be an array of real numbers ({advice}), got {found}")
+            raise ValueError(f"{name}.examples{where} must be an array of real numbers ({advice}), got {actual}")
     shapes = [np.shape(leaf) for leaf in leaves]
     agree = all(len(s) >= 2 and s[:2] == shapes[0][:2] for s in shapes)
     check(agree, f"{name}.examples", shapes, "arrays that share their leading axes [N, M]")
@@ -138,7 +138,7 @@ def check_clients(clients: Clients, *, name: str = "clients", allow_empty: bool 
         accepted = f"of {held_type(leaf.dtype)}, a type that JAX knows (array.astype)"
         check(leaf.dtype == held_type(leaf.dtype), here, leaf.dtype.str, accepted)
         rows = np.asarray(leaf).reshape(n * m, *leaf.shape[2:])
-        check_held(here, rows, real, each=m)
+        check_held(here, rows, real, per_client=m)
         if leaf.dtype == np.float64 and jax.dtypes.canonicalize_dtype(np.float64) == np.float32 and leaf.ndim <= 3:
             check_apart(here, rows[real])
 
@@ -166,13 +166,13 @@ def check_examples(clients: Clients, task: Task, *, name: str = "clients") -> No
     if not task.reads:
         return
     if not isinstance(examples, dict):
-        found = f"{type(examples).__name__} of {len(jax.tree.leaves(examples))} array(s)"
-        raise ValueError(f"{name}.examples must be a dict with {names}, got {found}; jfcl.data.from_arrays makes one")
+        actual = f"{type(examples).__name__} of {len(jax.tree.leaves(examples))} array(s)"
+        raise ValueError(f"{name}.examples must be a dict with {names}, got {actual}; jfcl.data.from_arrays makes one")
     missing = [key for key in task.reads if key not in examples]
     if missing:
-        others = [key for key in examples if key not in task.reads]
-        rename = " and ".join(f"{old!r} to {new!r}" for old, new in zip(others, missing, strict=False))
-        hint = f"; rename {rename}" if len(others) == len(missing) else ""
+        unread = [key for key in examples if key not in task.reads]
+        rename = " and ".join(f"{old!r} to {new!r}" for old, new in zip(unread, missing, strict=False))
+        hint = f"; rename {rename}" if len(unread) == len(missing) else ""
         raise ValueError(f"{name}.examples must be a dict with {names}, got {list(examples)}{hint}")
     shape, wanted = np.shape(examples["x"])[2:], task.input_shape if task.inputs is None else None
     if wanted is None or shape in (wanted, (math.prod(wanted),)):

@@ -105,8 +105,8 @@ def new_folder(path: Path) -> Iterator[Path]:
         path.parent.mkdir(parents=True, exist_ok=True)
     except (FileExistsError, NotADirectoryError):
         raise ValueError(f"path must be in a folder, got {str(path)!r}, which is below a file") from None
-    scratch, held = (path.with_name(f".{path.name}{ending}") for ending in (SUFFIX, ".lock"))
-    with lock(held):
+    scratch, lock_path = (path.with_name(f".{path.name}{ending}") for ending in (SUFFIX, ".lock"))
+    with lock(lock_path):
         check_new()  # another process may have made it meanwhile
         shutil.rmtree(scratch, ignore_errors=True)
         scratch.mkdir()
@@ -117,7 +117,7 @@ def new_folder(path: Path) -> Iterator[Path]:
             sync(path.parent)
         finally:
             shutil.rmtree(scratch, ignore_errors=True)
-            held.unlink(missing_ok=True)
+            lock_path.unlink(missing_ok=True)
 
 
 def replace_together(folder: Path, contents: dict[str, Any]) -> None:
@@ -218,8 +218,8 @@ def read_json(path: Path, *, sealed: bool = True, check_format: int | None = Non
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is damaged: {error}") from None
     if check_format is not None:
-        found = value.get("format")
-        check(found == check_format, f"format of {path}", found, f"{check_format}, as jfcl writes it")
+        version = value.get("format")
+        check(version == check_format, f"format of {path}", version, f"{check_format}, as jfcl writes it")
     if sealed and value.get("sha256") != _digest_of(value):
         why = "its content differs from its digest" if "sha256" in value else "it lacks its digest"
         raise ValueError(f"{path} is damaged: {why}")
@@ -251,14 +251,14 @@ def lock(path: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _taken(path: Path) -> Iterator[None]:
-    found = os.path.lexists(path)
+    existed = os.path.lexists(path)
     descriptor = open_plain(path, os.O_RDWR | os.O_CREAT)
     try:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             # The last owner may have removed the file.
-            is_there = os.path.lexists(path) and os.lstat(path).st_ino == os.fstat(descriptor).st_ino
-            if not is_there:
+            is_same = os.path.lexists(path) and os.lstat(path).st_ino == os.fstat(descriptor).st_ino
+            if not is_same:
                 raise ValueError(f"{path.parent} is in use by another process; try again")
         except BlockingIOError:
             last = os.pread(descriptor, 200, 0).decode(errors="replace").strip()  # of `sign`
@@ -269,7 +269,7 @@ def _taken(path: Path) -> Iterator[None]:
         try:
             yield
         finally:
-            if not found and not os.fstat(descriptor).st_size:  # nothing was written, so nothing is left
+            if not existed and not os.fstat(descriptor).st_size:  # nothing was written, so nothing stays
                 path.unlink(missing_ok=True)
     finally:
         os.close(descriptor)

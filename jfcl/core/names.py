@@ -17,13 +17,13 @@ from typing import Any
 
 @functools.cache
 def _table() -> dict[str, Any]:
-    """Returns the content of `names.toml`, each section as a dict from a name of others to what it is here."""
+    """Returns the content of `names.toml`, each section as a dict from a name in other libraries to what it is here."""
 
     def by_name(section: dict[str, str]) -> dict[str, str]:
         return {name: ours for ours, names in section.items() for name in names.split()}
 
     read = tomllib.loads(files("jfcl.core").joinpath("names.toml").read_text())
-    values = {what: by_name(section) for what, section in read["values"].items()}
+    values = {kind: by_name(section) for kind, section in read["values"].items()}
     return {"notes": read["notes"], "values": values} | {key: by_name(read[key]) for key in ("options", "sentences")}
 
 
@@ -34,7 +34,7 @@ def flag_of(name: str) -> str:
 
 @contextlib.contextmanager
 def renamed(names: Mapping[str, str]) -> Iterator[None]:
-    """Changes the name at the beginning of a refusal, such as that of a factory's argument, to what the user knows."""
+    """Replaces the argument that begins a refusal, such as that of a factory, by the name that the user knows."""
     try:
         yield
     except ValueError as error:
@@ -45,12 +45,12 @@ def renamed(names: Mapping[str, str]) -> Iterator[None]:
 
 
 def note_on(option: str) -> str:
-    """Returns a note, in brackets, on the unit of an option that others give in another one; else an empty text."""
+    """Returns a note in brackets on an option that has another unit in other libraries; else an empty text."""
     note = _table()["notes"].get(option)
     return f" ({note})" if note else ""
 
 
-def option_hint(name: str, known: Iterable[str], form: Callable[[str], str] = repr) -> str:
+def option_hint(name: str, options: Iterable[str], form: Callable[[str], str] = repr) -> str:
     """Returns `": did you mean 'rounds'?"` for a wrong name of an option, or an empty text where none is near.
 
     `form` writes an option: `flag_of` for flags.
@@ -59,17 +59,17 @@ def option_hint(name: str, known: Iterable[str], form: Callable[[str], str] = re
       >>> option_hint("participation", ["rounds", "cohort"], flag_of), option_hint("ronds", ["rounds", "cohort"])
       (': did you mean --cohort (a number of clients, not a share)?', ": did you mean 'rounds'?")
     """
-    known, name, table = list(known), name[:100].replace("-", "_").lower(), _table()
-    if name in table["sentences"] and name not in known:
+    options, name, table = list(options), name[:100].replace("-", "_").lower(), _table()
+    if name in table["sentences"] and name not in options:
         return f": {_filled(table['sentences'][name], form)}"
-    if table["options"].get(name) == "method" and "method" not in known:  # on the command line
+    if table["options"].get(name) == "method" and "method" not in options:  # on the command line
         return ": METHOD comes first, as in jfcl run ifca"
-    near = near_option(name, known)
+    near = near_option(name, options)
     note = note_on(near) if near and name in table["options"] else ""
     return f": did you mean {form(near)}{note}?" if near else ""
 
 
-def value_hint(what: str, value: str, known: Iterable[str]) -> str:
+def value_hint(kind: str, value: str, choices: Iterable[str]) -> str:
     """Returns `": did you mean 'ifca'?"` for a wrong name of a method, an attack, ..., or a full stop.
 
     Names of other libraries are answered by what they are here.
@@ -78,12 +78,12 @@ def value_hint(what: str, value: str, known: Iterable[str]) -> str:
       >>> [value_hint("method", name, ["fedavg", "ifca"]) for name in ("FedProx", "IFCA", "x")]
       [': it is fedavg with --prox.', ": did you mean 'ifca'?", '.']
     """
-    known, plain = {_plain(name): name for name in known}, _plain(value)
-    found = _table()["values"].get(what, {}).get(plain)
-    if found and plain not in known:
-        return f": {_filled(found, flag_of)}" + "." * (not found.endswith("?"))
-    near = [plain] if plain in known else difflib.get_close_matches(plain, known, n=1, cutoff=0.5)
-    return f": did you mean {known[near[0]]!r}?" if near else "."
+    choices, plain = {_plain(name): name for name in choices}, _plain(value)
+    answer = _table()["values"].get(kind, {}).get(plain)
+    if answer and plain not in choices:
+        return f": {_filled(answer, flag_of)}" + "." * (not answer.endswith("?"))
+    near = [plain] if plain in choices else difflib.get_close_matches(plain, choices, n=1, cutoff=0.5)
+    return f": did you mean {choices[near[0]]!r}?" if near else "."
 
 
 def _plain(name: str) -> str:
@@ -91,21 +91,21 @@ def _plain(name: str) -> str:
 
 
 def _filled(text: str, form: Callable[[str], str]) -> str:
-    return re.sub(r"\{(\w+)\}", lambda found: form(found[1]), text)
+    return re.sub(r"\{(\w+)\}", lambda match: form(match[1]), text)
 
 
-def near_option(name: str, known: Iterable[str]) -> str | None:
-    """Returns the option in `known` that a wrong name means: by its name in other libraries, or the nearest.
+def near_option(name: str, options: Iterable[str]) -> str | None:
+    """Returns the one of `options` that a wrong name means: by its name in other libraries, or the nearest.
 
     Example:
       >>> near_option("num-epochs", ["rounds", "local_epochs"]), near_option("ronds", ["rounds", "local_epochs"])
       ('local_epochs', 'rounds')
     """
-    name, ours = name[:100].replace("-", "_").lower(), {option: option for option in known}
-    others = {other: option for other, option in _table()["options"].items() if option in ours}
-    if name in others:
-        return others[name]
-    for names in (ours, others):
+    name, ours = name[:100].replace("-", "_").lower(), {option: option for option in options}
+    foreign = {other: option for other, option in _table()["options"].items() if option in ours}
+    if name in foreign:
+        return foreign[name]
+    for names in (ours, foreign):
         if near := difflib.get_close_matches(name, names, n=1):
             return names[near[0]]
     return None

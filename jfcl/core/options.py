@@ -69,14 +69,14 @@ class OneOf(NamedTuple):
 
 
 class Joined(NamedTuple):
-    """The names in `choices`, also several with "+" between them; `split` raises `ValueError` for others."""
+    """The names in `choices`, also several with "+" between them; `parse` raises `ValueError` for others."""
 
     choices: Collection[str]
-    split: Callable[[str], Any]
+    parse: Callable[[str], Any]
 
     def check(self, name: str, value: Any) -> None:
         """Raises `ValueError` for an unknown name, and for names that do not fit together."""
-        self.split(value)
+        self.parse(value)
 
 
 class Search(NamedTuple):
@@ -99,10 +99,10 @@ class Needs(NamedTuple):
     option: str | tuple[str, ...]
     values: tuple = ()
 
-    def are_met(self, given: Mapping[str, Any]) -> bool:
-        """Returns whether the options `given` have what is needed: one of the values, or any but 0, False and None."""
-        found = [given.get(name) for name in self.names]
-        return any(value in self.values if self.values else not is_concrete(value) or bool(value) for value in found)
+    def are_met(self, options: Mapping[str, Any]) -> bool:
+        """Returns whether `options` have what is needed: one of the values, or any but 0, False and None."""
+        needed = [options.get(name) for name in self.names]
+        return any(value in self.values if self.values else not is_concrete(value) or bool(value) for value in needed)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -147,8 +147,8 @@ class Option(NamedTuple):
             return
         name, kind = self.name, self.kind
         fits = isinstance(value, CLASSES[kind]) and (kind is bool or not isinstance(value, bool))
-        others = "".join(f" or {word!r}" for word in self.words) + " or an array" * self.arrays
-        check(fits, name, value, f"of type {kind.__name__}" + others + note_on(name))
+        alternatives = "".join(f" or {word!r}" for word in self.words) + " or an array" * self.arrays
+        check(fits, name, value, f"of type {kind.__name__}" + alternatives + note_on(name))
         if kind is str:
             check(is_text(value), name, value, f"text of 1 to {LONGEST_TEXT} characters in UTF-8, none of them NUL")
         accepted = [accepts for accepts in self.metadata if hasattr(accepts, "check")]
@@ -167,7 +167,7 @@ def is_text(value: str) -> bool:
 
 
 def check_real(name: str, value: Any, *, infinite: bool = False) -> None:
-    """Raises `ValueError` for a number that float32, in which it is computed with, does not hold."""
+    """Raises `ValueError` for a number outside the range of float32, in which models compute."""
     if infinite and value == math.inf:
         return
     largest, smallest = float(np.finfo(np.float32).max), float(np.finfo(np.float32).tiny)
@@ -197,7 +197,7 @@ def options_of(function: Callable) -> dict[str, Option]:
     else:
         parameters = inspect.signature(function).parameters.values()
         defaults = {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
-    found = {}
+    options = {}
     for name, default in defaults.items():
         members, metadata = _members(hints.get(name)), getattr(hints.get(name), "__metadata__", ())
         kind = next((kind for kind in CLASSES if kind in members), None)
@@ -205,16 +205,16 @@ def options_of(function: Callable) -> dict[str, Option]:
         if kind is None or {*members} - {*CLASSES, *literals, type(None), jax.Array, Path}:
             continue
         default = None if default is inspect.Parameter.empty else default
-        arrays, of_text = jax.Array in members, kind is str
-        of_arrays = arrays and not of_text, arrays and of_text
+        takes_arrays = jax.Array in members
+        traced, arrays = takes_arrays and kind is not str, takes_arrays and kind is str
         words = tuple(word for literal in literals for word in typing.get_args(literal))
         optional, text = type(None) in members, texts.get(name, "")
-        found[name] = Option(name, kind, optional, default, text, metadata, *of_arrays, words, Path in members)
-    return found
+        options[name] = Option(name, kind, optional, default, text, metadata, traced, arrays, words, Path in members)
+    return options
 
 
-def check_options(function: Callable, given: Mapping[str, Any]) -> None:
-    """Checks the options of `function` among its arguments `given`: its `locals()`, before it sets any.
+def check_options(function: Callable, arguments: Mapping[str, Any]) -> None:
+    """Checks the options of `function` among its `arguments`: its `locals()`, before it sets any.
 
     Tracers pass. All numbers of an array are checked where the annotation names arrays.
 
@@ -229,7 +229,7 @@ def check_options(function: Callable, given: Mapping[str, Any]) -> None:
       ValueError: momentum must be in [0, 1), got 1.0
     """
     for name, option in options_of(function).items():
-        value = given[name]
+        value = arguments[name]
         is_array = isinstance(value, (np.ndarray, jax.Array)) and is_concrete(value)
         if option.paths or (option.arrays and is_array):
             continue

@@ -49,17 +49,17 @@ def set_parameter(params: PyTree, name: str, value: Any) -> PyTree:
 def is_finite(tree: PyTree) -> jax.Array:
     """Returns `[]` bool: `tree` (of one client; vmap it for many) holds no NaN and no infinity."""
 
-    def each(leaf):
+    def by_entries(leaf):
         return jnp.isfinite(leaf).all()
 
-    def largest(leaf):  # NaN is not below infinity; a TPU has no fast conjunction
-        return jnp.abs(leaf).max(initial=0) < jnp.inf if jnp.issubdtype(leaf.dtype, jnp.floating) else each(leaf)
+    def by_maximum(leaf):  # NaN is not below infinity; a TPU has no fast conjunction
+        return jnp.abs(leaf).max(initial=0) < jnp.inf if jnp.issubdtype(leaf.dtype, jnp.floating) else by_entries(leaf)
 
     def of_all(check):
         return lambda leaves: jnp.stack(list(map(check, leaves))).all()
 
-    every = of_all(each)
-    return by_platform(jax.tree.leaves(tree), cpu=every, accelerator=every, tpu=of_all(largest))
+    entries = of_all(by_entries)
+    return by_platform(jax.tree.leaves(tree), cpu=entries, accelerator=entries, tpu=of_all(by_maximum))
 
 
 def num_bytes(tree: PyTree) -> int:
@@ -102,7 +102,7 @@ def part_like(part: PyTree, tree: PyTree) -> PyTree:
 
 
 def divided(predicate: Callable[[str], bool] | None, params: PyTree) -> tuple[PyTree, PyTree]:
-    """Returns the parameters for which `predicate(path)` is false, and the others; those are `()` without one."""
+    """Returns the parameters for which `predicate(path)` is false, and the others; `()` without a predicate."""
     if predicate is None:
         return params, ()
     chosen, others = parts(path_flags(predicate, params), params)
@@ -119,8 +119,8 @@ def in_head(task: Task) -> Callable[[str], bool]:
     accepted = "given: the last dense layer of this task's model is not known (that of flax.linen modules is)"
     check(task.head is not None, "personal", None, accepted)
     names = parameter_names(jax.eval_shape(task.init, jax.random.key(0)))
-    several = not all(name.startswith(f"{task.head}/") for name in names)
-    check(several, "task", f"a model of one layer, {task.head}", "a model with a body before its last dense layer")
+    has_body = not all(name.startswith(f"{task.head}/") for name in names)
+    check(has_body, "task", f"a model of one layer, {task.head}", "a model with a body before its last dense layer")
     return lambda path: path.startswith(f"{task.head}/")
 
 

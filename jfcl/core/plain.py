@@ -18,7 +18,7 @@ KINDS = {stat.S_IFREG: "a file", stat.S_IFDIR: "a folder", stat.S_IFLNK: "a symb
 KINDS |= {stat.S_IFSOCK: "a socket"}
 FOLDERS = ("cells", "checkpoints", "client_rows", "plots", "store", "test", "train")
 FILES = re.compile(r"lock|.+\.(csv|html|json|jsonl|lock|npy|npz|png|toml|txt)")
-OWN = re.compile(rf"{'|'.join(FOLDERS)}|{FILES.pattern}|.+\.tmp")  # names of jfcl
+NAMES = re.compile(rf"{'|'.join(FOLDERS)}|{FILES.pattern}|.+\.tmp")  # of jfcl
 
 
 def _check_kind(path: str | os.PathLike, mode: int) -> None:
@@ -32,9 +32,9 @@ def open_plain(path: str | os.PathLike, flags: int = os.O_RDONLY) -> int:
         _check_kind(path, os.lstat(path).st_mode)  # first, since a device may notice that it is opened
     descriptor = os.open(path, flags | FLAGS, 0o666)
     try:
-        found = os.fstat(descriptor)
-        _check_kind(path, found.st_mode)
-        if flags & (os.O_WRONLY | os.O_RDWR) and found.st_nlink > 1:
+        status = os.fstat(descriptor)
+        _check_kind(path, status.st_mode)
+        if flags & (os.O_WRONLY | os.O_RDWR) and status.st_nlink > 1:
             raise ValueError(f"{path} must have one name, but is a hard link: copy the folder, and work on the copy")
     except BaseException:
         os.close(descriptor)
@@ -65,7 +65,7 @@ def check_plain(folder: str | os.PathLike) -> None:
 
     `folder` itself may be a symbolic link: its name is the user's own.
     """
-    _check_entries(Path(folder), OWN)
+    _check_entries(Path(folder), NAMES)
 
 
 def _check_entries(folder: Path, names: re.Pattern | None) -> None:

@@ -28,8 +28,8 @@ def by_platform(
     its form alone. All forms are traced (`cuda` only where JAX can compile for an NVIDIA GPU), so they should be small.
     """
     forms = ("cpu", cpu), ("tpu", tpu), ("cuda", cuda if compiles_for_cuda() else None)
-    others = {name: form for name, form in forms if form not in (None, accelerator)}
-    return jax.lax.platform_dependent(*args, default=accelerator, **others)
+    special = {name: form for name, form in forms if form not in (None, accelerator)}
+    return jax.lax.platform_dependent(*args, default=accelerator, **special)
 
 
 @cache
@@ -61,19 +61,19 @@ def in_parts(function: Callable[[Any, Any], Any], rows: Any, most: int | None) -
     if most is None or total <= most:
         return function(rows, 0)
     count = -(-total // most)
-    each = -(-total // count)
+    size = -(-total // count)
 
     def divide(x):
-        padded = jnp.pad(x, ((0, count * each - total), *[(0, 0)] * (x.ndim - 1)))
-        return padded.reshape(count, each, *x.shape[1:])
+        padded = jnp.pad(x, ((0, count * size - total), *[(0, 0)] * (x.ndim - 1)))
+        return padded.reshape(count, size, *x.shape[1:])
 
-    again = jax.checkpoint(function, prevent_cse=False)
+    recomputed = jax.checkpoint(function, prevent_cse=False)
     numbered = jax.tree.map(divide, rows), jnp.arange(count, dtype=jnp.int32)
-    found = jax.lax.scan(lambda carry, part: (carry, again(*part)), (), numbered)[1]
-    for x in jax.tree.leaves(found):
-        accepted = f"({each}, ...), one row for each of the {each} examples at once"
-        check(x.shape[1:2] == (each,), "the shape of what is computed of a batch", x.shape[1:], accepted)
-    return jax.tree.map(lambda x: x.reshape(count * each, *x.shape[2:])[:total], found)
+    results = jax.lax.scan(lambda carry, part: (carry, recomputed(*part)), (), numbered)[1]
+    for x in jax.tree.leaves(results):
+        accepted = f"({size}, ...), one row for each of the {size} examples at once"
+        check(x.shape[1:2] == (size,), "the shape of what is computed of a batch", x.shape[1:], accepted)
+    return jax.tree.map(lambda x: x.reshape(count * size, *x.shape[2:])[:total], results)
 
 
 def at_most(trips: int) -> contextlib.AbstractContextManager:
@@ -88,5 +88,5 @@ def most_trips(attributes: str) -> int | None:
       >>> most_trips('%w = (s32[]) while(%t), metadata={op_name="jit(power)/at_most_8_trips/while"}')
       8
     """
-    found = re.search(r'op_name="[^"]*at_most_(\d+)_trips\)*/while"', attributes)
-    return int(found[1]) if found else None
+    match = re.search(r'op_name="[^"]*at_most_(\d+)_trips\)*/while"', attributes)
+    return int(match[1]) if match else None

@@ -11,12 +11,12 @@ FORMULAS = tuple("=+-@\t\r\n＝＋－＠")  # a spreadsheet computes a cell that
 
 
 def printable(text: object) -> str:
-    """Returns a text in which control characters and other invisible ones are written as escapes, but line breaks."""
+    """Returns a text with control characters and other invisible ones as escapes, except for line breaks."""
     text = str(text)
     if text.isprintable():
         return text
-    kept = (c if c.isprintable() or c in "\n\u00a0" else c.encode("unicode_escape").decode() for c in text)
-    return "".join(kept)
+    characters = (c if c.isprintable() or c in "\n\u00a0" else c.encode("unicode_escape").decode() for c in text)
+    return "".join(characters)
 
 
 def first_line(error: Exception) -> str:

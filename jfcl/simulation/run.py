@@ -21,7 +21,7 @@ from jfcl.core import (
     check_examples,
     check_key,
     check_labels,
-    check_made,
+    check_stacked,
     num_clients,
 )
 from jfcl.core.options import Interval, OneOf, Range, check_options
@@ -259,7 +259,7 @@ def _check_data(client_axis: mapping.Mapping, parts: dict[str, Clients], true_cl
     spread = isinstance(client_axis, mapping.sharded)
     check(spread or not hosts.several(), "client_axis", client_axis, "jfcl.sharded, with several processes")
     for name, part in parts.items():
-        check_made(part, name)
+        check_stacked(part, name)
     n = hosts.total(num_clients(parts["clients"]))
     check(n >= jax.process_count(), "clients", n, f"at least one for each of the {jax.process_count()} processes")
     rows = mapping.own_rows(client_axis, n)
