@@ -149,13 +149,13 @@ Parts = str | Sequence[str | Callable[..., Any]]
 
 def _parts(named: Parts) -> list[Callable[..., Any]]:
     """Returns the functions of the names that are joined by `+`, or listed."""
-    known = AGGREGATORS | PRE_AGGREGATORS
+    functions = AGGREGATORS | PRE_AGGREGATORS
     parts = []
     for part in named.split("+") if isinstance(named, str) else named:
         if not callable(part):
             part = SHORT_NAMES.get(part, part)
-            check_choice("aggregator", part, [*known, *SHORT_NAMES])
-        parts.append(part if callable(part) else known[part])
+            check_choice("aggregator", part, [*functions, *SHORT_NAMES])
+        parts.append(part if callable(part) else functions[part])
     in_order = bool(parts) and parts[-1] not in PRE_AGGREGATORS.values()
     in_order = in_order and not any(part in AGGREGATORS.values() for part in parts[:-1])
     accepted = (

@@ -30,7 +30,7 @@ def is_computable(*values: Any) -> bool:
 
 
 def check_whole(argument: str, value: Any, least: int, most: int, why: str) -> None:
-    """Raises `ValueError` unless a number, where it is known, is whole and from `least` to `most`, because of `why`."""
+    """Raises `ValueError` unless a number, if concrete, is whole and from `least` to `most`, because of `why`."""
     if is_computable(value):
         fits = bool(np.ndim(value) == 0 and least <= value <= most and value == int(value))
         check(fits, argument, value, f"a whole number from {least} to {most} ({why})")

@@ -109,24 +109,24 @@ def bipartitions_of_clusters(
     `cluster` is `[N]` int32 in `0..K-1`, or None: one cluster of all. The result is
     `Bipartition(side [N] bool, cross_similarity [K])`.
     """
-    of = jnp.zeros(len(active), jnp.int32) if cluster is None else cluster
+    labels = jnp.zeros(len(active), jnp.int32) if cluster is None else cluster
 
-    def by_prim(similarity, active, of):
-        step, joined_at = join_order(similarity, active, None if cluster is None else of)
+    def by_prim(similarity, active, labels):
+        step, joined_at = join_order(similarity, active, None if cluster is None else labels)
         joined_at = jnp.where(active, joined_at[step], jnp.iinfo(joined_at.dtype).max)  # by client now
-        weakest = jax.ops.segment_min(joined_at, of, num_clusters)
+        weakest = jax.ops.segment_min(joined_at, labels, num_clusters)
         # The first weakest: the clients before it are connected by larger similarities.
-        cut = jax.ops.segment_min(jnp.where(joined_at == weakest[of], step, len(step)), of, num_clusters)
-        return (step >= cut[of]) & active, weakest
+        first = jax.ops.segment_min(jnp.where(joined_at == weakest[labels], step, len(step)), labels, num_clusters)
+        return (step >= first[labels]) & active, weakest
 
     if min_size > 1:
         tree = spanning_tree(similarity, active, cluster)
-        side, weakest, exists = cut_with_size(tree, active, of, num_clusters, min_size)
+        side, weakest, exists = cut_with_size(tree, active, labels, num_clusters, min_size)
     else:
         by_boruvka = partial(weakest_joins, num_clusters=num_clusters)
-        side, weakest = by_platform(similarity, active, of, cpu=by_prim, accelerator=by_boruvka)
-        exists = jax.ops.segment_sum(active.astype(jnp.int32), of, num_clusters) >= 2
-        side = side & exists[of]
+        side, weakest = by_platform(similarity, active, labels, cpu=by_prim, accelerator=by_boruvka)
+        exists = jax.ops.segment_sum(active.astype(jnp.int32), labels, num_clusters) >= 2
+        side = side & exists[labels]
     cross = float_of_key(weakest)
     return Bipartition(side, jnp.where(exists, cross, jnp.inf).astype(cross.dtype))
 

@@ -78,21 +78,21 @@ def _best_outsiders(problem: _Rows, chosen: jax.Array, group: jax.Array, width: 
     count, dtype = len(group), sum_dtype(*problem.rows)
     places = jnp.arange(count, dtype=jnp.int32)
     usable, scale = (problem.active & problem.finite)[chosen], tuple(s[chosen] for s in problem.scale)
-    left = [scaled_rows(x[chosen], usable, scale) for x in problem.rows]
+    scaled = [scaled_rows(x[chosen], usable, scale) for x in problem.rows]
 
     def tile(start, length, best):
         cut = partial(jax.lax.dynamic_slice_in_dim, start_index=start, slice_size=length)
-        product = sum(product_of_rows(a, cut(x), dtype) for a, x in zip(left, problem.rows, strict=True))
+        product = sum(product_of_rows(a, cut(x), dtype) for a, x in zip(scaled, problem.rows, strict=True))
         for factor in problem.scale:
             product = product * cut(factor).astype(product.dtype)[None, :]
-        known = problem.finite[chosen][:, None] & cut(problem.finite)[None, :]
-        similarity = jnp.where(known, jnp.clip(product, -1.0, 1.0), -1.0).astype(jnp.float32)
+        both_finite = problem.finite[chosen][:, None] & cut(problem.finite)[None, :]
+        similarity = jnp.where(both_finite, jnp.clip(product, -1.0, 1.0), -1.0).astype(jnp.float32)
         outside = cut(problem.active)[None, :] & (group[chosen][:, None] != cut(group)[None, :])
         keys = jnp.where(outside, order_key(similarity), NOTHING)
         highest = keys.max(axis=1)
-        names = jnp.where(keys == highest[:, None], cut(places)[None, :], count).min(axis=1)
+        outsiders = jnp.where(keys == highest[:, None], cut(places)[None, :], count).min(axis=1)
         put = partial(jax.lax.dynamic_update_slice, start_indices=(0, start // width))
-        return tuple(put(array, column[:, None]) for array, column in zip(best, (highest, names), strict=True))
+        return tuple(put(array, column[:, None]) for array, column in zip(best, (highest, outsiders), strict=True))
 
     empty = jnp.zeros((len(chosen), -(-count // width)), jnp.int32)
     return fold_blocks(tile, (empty, empty), count, width)
@@ -115,10 +115,10 @@ def _bipartition_of_updates(rows, active, block_size):
         sure_keys = jnp.where(sure, state.best, NOTHING)
         bound = jnp.where(sure, NOTHING, state.best).max(axis=1)
         best = sure_keys.max(axis=1)
-        of_group = jax.ops.segment_max(best, state.group, count)
+        group_best = jax.ops.segment_max(best, state.group, count)
         sizes = jax.ops.segment_sum(active.astype(jnp.int32), state.group, count)
         joins = active & (state.group != jnp.argmax(sizes))
-        return sure_keys, best, of_group, joins, joins & (bound > of_group[state.group])
+        return sure_keys, best, group_best, joins, joins & (bound > group_best[state.group])
 
     def compute(state, unsure):
         """Computes the similarities of `height` clients with unknown best outsiders."""
@@ -129,9 +129,9 @@ def _bipartition_of_updates(rows, active, block_size):
             outsider=state.outsider.at[chosen].set(jnp.where(best == NOTHING, chosen[:, None], outsider), mode="drop"),
         )
 
-    def join(state, sure_keys, best, of_group, joins):
+    def join(state, sure_keys, best, group_best, joins):
         """Joins every group but the largest to that of its best outsider."""
-        wins = joins & (best == of_group[state.group]) & (best != NOTHING)
+        wins = joins & (best == group_best[state.group]) & (best != NOTHING)
         client = jax.ops.segment_min(jnp.where(wins, places, count), state.group, count)
         joined = client < count
         client = jnp.where(joined, client, 0)
@@ -139,13 +139,13 @@ def _bipartition_of_updates(rows, active, block_size):
         outsider = state.outsider[client, block]
         return state._replace(
             group=_connect(state.group, client, outsider, joined),
-            joins=state.joins.at[state.round].set([client, outsider, jnp.where(joined, of_group, NOTHING)]),
+            joins=state.joins.at[state.round].set([client, outsider, jnp.where(joined, group_best, NOTHING)]),
             round=state.round + 1,
         )
 
     def step(state):
-        *known, unsure = prospects(state)
-        return jax.lax.cond(unsure.any(), lambda: compute(state, unsure), lambda: join(state, *known))
+        *candidates, unsure = prospects(state)
+        return jax.lax.cond(unsure.any(), lambda: compute(state, unsure), lambda: join(state, *candidates))
 
     def several_groups(state):
         return (active & (state.group != state.group[jnp.argmax(active)])).any() & (state.round < num_rounds)

@@ -67,11 +67,11 @@ def squared_distances(points: PyTree, centers: PyTree | None = None, *, mask: ja
     rows, mask = blocks.checked_rows(points, mask)
     if centers is None:
         return squared_row_distances(rows, mask)
-    others = rows_of(centers, name="centers")
-    widths = [x.shape[1] for x in rows], [x.shape[1] for x in others]
+    center_rows = rows_of(centers, name="centers")
+    widths = [x.shape[1] for x in rows], [x.shape[1] for x in center_rows]
     check(widths[0] == widths[1], "centers", widths[1], f"as wide as the points, {widths[0]}")
-    blocks.refuse_nonfinite(others, "centers")
-    return _squared_distances_to(rows, others, mask)
+    blocks.refuse_nonfinite(center_rows, "centers")
+    return _squared_distances_to(rows, center_rows, mask)
 
 
 @jax.jit
@@ -82,31 +82,31 @@ def squared_row_distances(rows: list[jax.Array], mask: jax.Array) -> jax.Array:
     norms = jnp.diagonal(products)
     squares = jnp.maximum(norms[:, None] + norms[None, :] - 2.0 * products, 0.0)
     same = jnp.eye(len(usable), dtype=bool)
-    known = usable[:, None] & usable[None, :] & ~jnp.isnan(squares)  # NaN: the difference of two that overflow
-    return jnp.where(same, 0.0, jnp.where(known, squares, jnp.inf)).astype(squares.dtype)
+    valid = usable[:, None] & usable[None, :] & ~jnp.isnan(squares)  # NaN: the difference of two that overflow
+    return jnp.where(same, 0.0, jnp.where(valid, squares, jnp.inf)).astype(squares.dtype)
 
 
 @jax.jit
-def _squared_distances_to(rows, others, mask):
+def _squared_distances_to(rows, centers, mask):
     usable = mask & blocks.finite_rows(rows)
     origin = central_origin(rows, usable)
     shifted = [blocks.usable_rows(x - o[None, :], usable) for x, o in zip(rows, origin, strict=True)]
-    others = [y - o[None, :] for y, o in zip(others, origin, strict=True)]
+    centers = [y - o[None, :] for y, o in zip(centers, origin, strict=True)]
     dtype = sum_dtype(*rows)
-    products = sum_over_columns(sum(blocks.product_of_rows(x, y, dtype) for x, y in zip(shifted, others, strict=True)))
-    norms, of_others = blocks.squared_norms(shifted), blocks.squared_norms(others)
-    squares = jnp.maximum(norms[:, None] - 2.0 * products + of_others[None, :], 0.0)
+    products = sum_over_columns(sum(blocks.product_of_rows(x, y, dtype) for x, y in zip(shifted, centers, strict=True)))
+    norms, center_norms = blocks.squared_norms(shifted), blocks.squared_norms(centers)
+    squares = jnp.maximum(norms[:, None] - 2.0 * products + center_norms[None, :], 0.0)
     return jnp.where(usable[:, None] & ~jnp.isnan(squares), squares, jnp.inf)
 
 
 def centred(origin: list[jax.Array], usable: jax.Array) -> Callable[[jax.Array, int, Any], jax.Array]:
     """Returns a function `(part, leaf, start)` of blocks of columns: rows minus `origin`, zero for unusable rows."""
 
-    def moved(part, leaf, start):
-        by = jax.lax.dynamic_slice_in_dim(origin[leaf], start, part.shape[1])
-        return blocks.usable_rows(part - by[None, :], usable)
+    def shift(part, leaf, start):
+        offset = jax.lax.dynamic_slice_in_dim(origin[leaf], start, part.shape[1])
+        return blocks.usable_rows(part - offset[None, :], usable)
 
-    return moved
+    return shift
 
 
 def central_origin(rows: list[jax.Array], usable: jax.Array) -> list[jax.Array]:

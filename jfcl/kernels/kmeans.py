@@ -57,13 +57,13 @@ def kmeans(
 
     Example:
       >>> import jax, jax.numpy as jnp
-      >>> found = kmeans(jnp.array([[0.0], [1.0], [8.0], [9.0]]), 2, key=jax.random.key(0))
-      >>> sorted(found.centers[:, 0].tolist()), float(found.inertia)
+      >>> best = kmeans(jnp.array([[0.0], [1.0], [8.0], [9.0]]), 2, key=jax.random.key(0))
+      >>> sorted(best.centers[:, 0].tolist()), float(best.inertia)
       ([0.5, 8.5], 1.0)
     """
     (points,), mask = blocks.checked_rows(jnp.asarray(points), mask)
-    counted = int(mask.sum()) if is_computable(mask) else len(points)
-    check(1 <= num_clusters <= counted, "num_clusters", num_clusters, f"from 1 to the number of points, {counted}")
+    total = int(mask.sum()) if is_computable(mask) else len(points)
+    check(1 <= num_clusters <= total, "num_clusters", num_clusters, f"from 1 to the number of points, {total}")
     check(num_iters >= 1, "num_iters", num_iters, "at least 1")
     check(num_restarts >= 1, "num_restarts", num_restarts, "at least 1")
     return _kmeans(points, key, tol, mask, num_clusters=num_clusters, num_iters=num_iters, num_restarts=num_restarts)
@@ -74,7 +74,7 @@ def _kmeans(points, key, tol, mask, *, num_clusters, num_iters, num_restarts):
     points = points.astype(sum_dtype(points))
     usable = mask & blocks.finite_rows([points])
     (origin,) = central_origin([points], usable)
-    z = moved = blocks.usable_rows(points - origin[None, :], usable)
+    z = shifted = blocks.usable_rows(points - origin[None, :], usable)
     dim, norms, products = z.shape[1], blocks.squared_norms([z]), blocks.product_of_rows
     squares_of = lambda x: blocks.squared_norms([x])  # noqa: E731
     in_coefficients = shares_columns()
@@ -139,10 +139,10 @@ def _kmeans(points, key, tol, mask, *, num_clusters, num_iters, num_restarts):
 
     # Few numbers are clustered by many runs at once, which an accelerator does in the time of one.
     at_once = AT_ONCE // (len(z) * num_clusters + num_clusters * z.shape[1])
-    lot = None if in_coefficients or at_once < 2 else min(at_once, num_restarts)
-    runs = jax.lax.map(run, jax.random.split(key, num_restarts), batch_size=lot)
+    batch_size = None if in_coefficients or at_once < 2 else min(at_once, num_restarts)
+    runs = jax.lax.map(run, jax.random.split(key, num_restarts), batch_size=batch_size)
     best = jax.tree.map(lambda x: x[jnp.argmin(runs.inertia)], runs)
-    centers = blocks.matmul(best.centers, moved) if in_coefficients else best.centers
+    centers = blocks.matmul(best.centers, shifted) if in_coefficients else best.centers
     return best._replace(centers=centers + origin[None, :], cluster=jnp.where(usable, best.cluster, -1))
 
 

@@ -67,14 +67,14 @@ def _linkage_tree(distances, mask, linkage):
     largest = jnp.where(pairs & jnp.isfinite(distances), distances, 0.0).max()
     unit = jnp.ldexp(jnp.ones((), distances.dtype), jnp.frexp(largest)[1])
     power = 2 if linkage == "ward" else 1
-    known = jnp.where(jnp.isnan(distances), jnp.inf, distances / unit)
-    merged, heights = _chains(jnp.where(pairs, jnp.minimum(known, FARTHEST) ** power, jnp.inf), mask, linkage)
+    scaled = jnp.where(jnp.isnan(distances), jnp.inf, distances / unit)
+    merged, heights = _chains(jnp.where(pairs, jnp.minimum(scaled, FARTHEST) ** power, jnp.inf), mask, linkage)
 
-    # Points that do not count join the first one that does, before all others.
+    # Points that do not count join the first one that does, before all merges.
     place = jnp.arange(count - 1, dtype=jnp.int32)
     behind = place >= mask.sum() - 1  # rows of the merges without any
-    others = jnp.argsort(mask, stable=True).astype(jnp.int32)[place - (mask.sum() - 1).astype(jnp.int32)]
-    joined = jnp.stack([others, jnp.full_like(others, jnp.argmax(mask))], axis=1)
+    uncounted = jnp.argsort(mask, stable=True).astype(jnp.int32)[place - (mask.sum() - 1).astype(jnp.int32)]
+    joined = jnp.stack([uncounted, jnp.full_like(uncounted, jnp.argmax(mask))], axis=1)
     merged = jnp.where(behind[:, None], joined, merged)
     order = jnp.argsort(jnp.where(behind, -1.0, heights), stable=True)
     heights = jnp.minimum((jnp.sqrt(heights) if linkage == "ward" else heights) * unit, jnp.finfo(heights.dtype).max)

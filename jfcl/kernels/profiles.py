@@ -43,10 +43,10 @@ def _profile_distances(similarity, mask):
 
     def to_all(i):
         apart = jnp.abs(similarity - similarity[i][None, :]) * counts[None, :]  # [j, z]
-        own = jnp.diagonal(apart) + apart[:, i]  # z is neither of the two
-        others = counts.sum() - counts - counts[i]
-        distance = (apart.sum(axis=1) - own) / jnp.maximum(others, 1)
-        return jnp.where(mask & mask[i] & (others > 0) & (jnp.arange(len(counts)) != i), distance, 0.0)
+        pair = jnp.diagonal(apart) + apart[:, i]  # z is neither of the two
+        num_others = counts.sum() - counts - counts[i]
+        distance = (apart.sum(axis=1) - pair) / jnp.maximum(num_others, 1)
+        return jnp.where(mask & mask[i] & (num_others > 0) & (jnp.arange(len(counts)) != i), distance, 0.0)
 
     distances = jax.lax.map(to_all, jnp.arange(len(similarity)))
     return jnp.maximum((distances + distances.T) / 2, 0.0)

@@ -24,7 +24,7 @@ def counted(updates: PyTree, mask: jax.Array | None) -> tuple[list[jax.Array], j
 
 
 def minority(num_malicious: Any, usable: jax.Array) -> jax.Array:
-    """Returns `f`, at most what is fewer than half of the usable rows; refuses half of all rows and more."""
+    """Returns `f`, lowered to less than half of the usable rows; `ValueError` from half of all rows on."""
     check_whole("num_malicious", num_malicious, 0, (len(usable) - 1) // 2, "2 f < N")
     return jnp.minimum(jnp.asarray(num_malicious, jnp.int32), jnp.maximum(usable.sum() - 1, 0) // 2)
 
@@ -119,9 +119,9 @@ def _column_trimmed_mean(part: jax.Array, usable: jax.Array, trimmed: jax.Array)
     ordered = sort_columns(jnp.where(usable[:, None], part, jnp.full((), jnp.inf, part.dtype)))
     places = jnp.arange(len(usable))
     keep = (places >= trimmed) & (places < usable.sum() - trimmed)
-    kept = jnp.where(keep[:, None], ordered, jnp.zeros((), part.dtype))
+    middle = jnp.where(keep[:, None], ordered, jnp.zeros((), part.dtype))
     dtype = sum_dtype(part)
-    return (kept.sum(axis=0, dtype=dtype) / jnp.maximum(keep.sum(), 1).astype(dtype)).astype(part.dtype)
+    return (middle.sum(axis=0, dtype=dtype) / jnp.maximum(keep.sum(), 1).astype(dtype)).astype(part.dtype)
 
 
 @jax.jit
@@ -164,26 +164,26 @@ def trimmed_mean(updates: PyTree, *, num_malicious: int, mask: jax.Array | None 
 
 
 @jax.jit
-def means_around_median(rows: list[jax.Array], usable: jax.Array, num_kept: jax.Array) -> list[jax.Array]:
-    """Returns, for every column of every matrix, the mean of the `num_kept` usable numbers nearest to their median."""
-    num_kept = jnp.minimum(num_kept, usable.sum())
+def means_around_median(rows: list[jax.Array], usable: jax.Array, count: jax.Array) -> list[jax.Array]:
+    """Returns, for every column of every matrix, the mean of the `count` usable numbers nearest to their median."""
+    count = jnp.minimum(count, usable.sum())
 
     def of_columns(part):
         median = _column_trimmed_mean(part, usable, jnp.maximum(usable.sum() - 1, 0) // 2)
         away = jnp.where(usable[:, None], jnp.abs(part - median[None, :]), jnp.full((), jnp.inf, part.dtype))
-        reach = sort_columns(away)[jnp.maximum(num_kept - 1, 0)][None, :]
+        reach = sort_columns(away)[jnp.maximum(count - 1, 0)][None, :]
         dtype = sum_dtype(part)
 
         def sums(which):
             numbers = jnp.where(which, part, jnp.zeros((), part.dtype))
             return numbers.sum(axis=0, dtype=dtype), which.sum(axis=0).astype(dtype)
 
-        # Numbers at exactly the largest distance that is kept, on either side, share the remaining places.
+        # Numbers at exactly the largest distance that counts, on either side, share the remaining places.
         inner, num_inner = sums((away < reach) & usable[:, None])
         edge, num_edge = sums((away == reach) & usable[:, None])
-        kept = num_kept.astype(dtype)
-        total = inner + jnp.where(num_edge > 0, edge * (kept - num_inner) / jnp.maximum(num_edge, 1.0), 0.0)
-        return (total / jnp.maximum(kept, 1.0)).astype(part.dtype)
+        places = count.astype(dtype)
+        total = inner + jnp.where(num_edge > 0, edge * (places - num_inner) / jnp.maximum(num_edge, 1.0), 0.0)
+        return (total / jnp.maximum(places, 1.0)).astype(part.dtype)
 
     return by_columns(of_columns, rows)
 

@@ -114,11 +114,11 @@ def smea(updates: PyTree, *, num_malicious: int, mask: jax.Array | None = None) 
 def _least_spread(rows, usable, left_out, f):
     products = inner_products(rows, None, usable)
 
-    def without(some):
-        return usable.at[some].set(False)
+    def without(subset):
+        return usable.at[subset].set(False)
 
-    def spread(some):
-        members = without(some)
+    def spread(subset):
+        members = without(subset)
         value = _leading(products.points, members.astype(products.points.dtype))[0]
         value = jnp.where((members & products.far).any(), jnp.finfo(value.dtype).max, value)
         # With rows that do not count, f may be smaller: those that leave out f of the others are all its subsets.
@@ -142,8 +142,8 @@ def monna(updates: PyTree, *, num_malicious: int, trusted: int = 0, mask: jax.Ar
     """
     rows, usable = counted(updates, mask)
     check_whole("trusted", trusted, 0, len(usable) - 1, "a row")
-    kept = usable.sum() - minority(num_malicious, usable)
-    return like(updates, _nearest_to(rows, usable, jnp.asarray(trusted), kept))
+    count = usable.sum() - minority(num_malicious, usable)
+    return like(updates, _nearest_to(rows, usable, jnp.asarray(trusted), count))
 
 
 @jax.jit
@@ -201,8 +201,8 @@ def _divided(rows, usable, f, key, *, num_draws, num_coordinates):
         return usable & (lowest(scores, usable, usable.sum() - f) == 0)
 
     times = jax.lax.map(left_out, jax.random.split(key, 1 if all_fit else num_draws)).sum(axis=0)
-    kept = usable & (times == jnp.where(usable, times, num_draws).min())
-    return combine(rows, shares(kept.astype(jnp.float32), usable), usable)
+    chosen = usable & (times == jnp.where(usable, times, num_draws).min())
+    return combine(rows, shares(chosen.astype(jnp.float32), usable), usable)
 
 
 def _some_columns(rows: list[jax.Array], key: jax.Array, count: int) -> jax.Array:

@@ -23,8 +23,8 @@ def _krum_scores(squares: jax.Array, usable: jax.Array, num_malicious: jax.Array
 
     Unusable rows have `inf`; a sum that overflows counts as the largest finite number, before them.
     """
-    others = usable[:, None] & usable[None, :] & ~jnp.eye(len(usable), dtype=bool)
-    nearest = jnp.sort(jnp.where(others & ~jnp.isnan(squares), squares, jnp.inf), axis=1)
+    pairs = usable[:, None] & usable[None, :] & ~jnp.eye(len(usable), dtype=bool)
+    nearest = jnp.sort(jnp.where(pairs & ~jnp.isnan(squares), squares, jnp.inf), axis=1)
     few = jnp.minimum(jnp.maximum(usable.sum() - num_malicious - 2, 1), usable.sum() - 1)
     scores = jnp.where(jnp.arange(len(usable)) < few, nearest, 0.0).sum(axis=1)
     return jnp.where(usable, jnp.minimum(scores, jnp.finfo(scores.dtype).max), jnp.inf)
@@ -102,10 +102,10 @@ def _chosen_by_bulyan(squares, usable, f):
     """Returns `[N]` bool: the `n - 2 f` rows, at least one, that Krum selects one at a time without replacement."""
 
     def take(i, carry):
-        left, chosen = carry
-        best = jnp.argmin(_krum_scores(squares, left, f))
-        go = (i < jnp.maximum(usable.sum() - 2 * f, 1)) & left.any()
-        return left.at[best].set(left[best] & ~go), chosen.at[best].set(chosen[best] | go)
+        remaining, chosen = carry
+        best = jnp.argmin(_krum_scores(squares, remaining, f))
+        go = (i < jnp.maximum(usable.sum() - 2 * f, 1)) & remaining.any()
+        return remaining.at[best].set(remaining[best] & ~go), chosen.at[best].set(chosen[best] | go)
 
     return jax.lax.fori_loop(0, len(usable), take, (usable, jnp.zeros_like(usable)))[1]
 
@@ -287,8 +287,8 @@ def _clip_by_products(rows, usable, start, radius, weights, *, num_iters):
     starts = [v[None, :] for v in start]
     products = inner_products(rows, starts, usable)
 
-    def iterate(_, at):
-        return moved(at, weights[None, :] * _pull(center_distances(products, at)[0], radius))
+    def iterate(_, center):
+        return moved(center, weights[None, :] * _pull(center_distances(products, center)[0], radius))
 
-    at = jax.lax.fori_loop(0, num_iters, iterate, at_start(products, 1))
-    return [v[0] for v in positions(at, rows, starts, usable)]
+    center = jax.lax.fori_loop(0, num_iters, iterate, at_start(products, 1))
+    return [v[0] for v in positions(center, rows, starts, usable)]

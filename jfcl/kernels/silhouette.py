@@ -60,11 +60,11 @@ def _silhouette(distances, clusters, mask, num_clusters):
     members = jax.nn.one_hot(clusters, num_clusters, dtype=distances.dtype) * mask[:, None].astype(distances.dtype)
     counted = jnp.where(mask[:, None] & mask[None, :], distances, jnp.zeros_like(distances))
     sums, sizes = jnp.matmul(counted, members, precision=HIGHEST), members.sum(axis=0)
-    own = clusters[:, None] == jnp.arange(num_clusters)[None, :]
-    size = jnp.where(own, sizes[None, :], 0.0).sum(axis=1)
-    inside = jnp.where(own, sums, 0.0).sum(axis=1) / jnp.maximum(size - 1, 1)
-    others = jnp.where(own | (sizes == 0)[None, :], jnp.inf, sums / jnp.maximum(sizes, 1)[None, :])
-    outside = others.min(axis=1)
+    is_own = clusters[:, None] == jnp.arange(num_clusters)[None, :]
+    size = jnp.where(is_own, sizes[None, :], 0.0).sum(axis=1)
+    inside = jnp.where(is_own, sums, 0.0).sum(axis=1) / jnp.maximum(size - 1, 1)
+    means = jnp.where(is_own | (sizes == 0)[None, :], jnp.inf, sums / jnp.maximum(sizes, 1)[None, :])
+    outside = means.min(axis=1)
     widest = jnp.maximum(inside, outside)
     defined = mask & (size > 1) & jnp.isfinite(widest) & (widest > 0)
     return jnp.where(defined, (outside - inside) / jnp.where(defined, widest, 1.0), 0.0)
@@ -113,8 +113,8 @@ def cut_by_silhouette(
     cuts = jax.vmap(lambda number: cut(tree, num_clusters=number))(numbers)  # [most + 1, N]
 
     def score(cluster):
-        each = _silhouette(distances, cluster, mask, most)
-        return each.sum() / jnp.maximum(points, 1).astype(each.dtype)
+        values = _silhouette(distances, cluster, mask, most)
+        return values.sum() / jnp.maximum(points, 1).astype(values.dtype)
 
     tried = (numbers >= 2) & (numbers < points)
     scores = jnp.where(tried, jax.vmap(score)(cuts), jnp.nan)

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -51,10 +51,10 @@ def first_max(key: jax.Array) -> tuple[jax.Array, jax.Array]:
     return largest, jnp.where(key == largest, places, len(key)).min()
 
 
-def key_limits(kind) -> tuple[jax.Array, jax.Array, jax.Array]:
+def key_limits(dtype: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns three keys: below that of any float, the next one, which stands between clusters, and above."""
-    limits = jnp.iinfo(kind)
-    return tuple(jnp.array(key, kind) for key in (limits.min, limits.min + 1, limits.max))
+    limits = jnp.iinfo(dtype)
+    return tuple(jnp.array(key, dtype) for key in (limits.min, limits.min + 1, limits.max))
 
 
 def _keys_of(client: jax.Array, similarity: jax.Array, cluster: jax.Array | None) -> jax.Array:
@@ -74,8 +74,8 @@ def join_order(
     count = len(similarity)
     first = jnp.argmax(active).astype(jnp.int32)
     num_active = active.sum()
-    kind = order_key(similarity[0]).dtype
-    out, apart, largest = key_limits(kind)
+    dtype = order_key(similarity[0]).dtype
+    out, apart, largest = key_limits(dtype)
     # `best` is each client's largest similarity to the tree, and at most `limit`, which is the lowest key for clients
     # that are in the tree already, or inactive.
     limit = jnp.where(active, largest, out).at[first].set(out)
@@ -113,8 +113,8 @@ def spanning_tree(similarity: jax.Array, active: jax.Array, cluster: jax.Array |
     places = jnp.arange(count, dtype=jnp.int32)
     root = jnp.argmax(active).astype(jnp.int32)
 
-    def lowest(values, among):
-        return jnp.where(among, values, count).min()
+    def lowest(values, mask):
+        return jnp.where(mask, values, count).min()
 
     def join(t, carry):
         best, parent, outside, newest, order = carry
@@ -156,7 +156,7 @@ def cut_with_size(
         client = order[i]
         return side.at[client].set(side[client] | (real[client] & side[parent[client]]))
 
-    def among(usable, value):
+    def highest(usable, value):
         """Returns the `usable` edges with the highest value of their cluster."""
         value = jnp.where(usable, value, jnp.iinfo(value.dtype).min)
         return usable & (value == jax.ops.segment_max(value, cluster, num_clusters)[cluster])
@@ -166,7 +166,7 @@ def cut_with_size(
     usable = real & (below >= min_size) & (members[cluster] - below >= min_size)
     weakest = usable
     for value in (~key, jnp.minimum(places, parent), jnp.maximum(places, parent)):  # `~` reverses the order
-        weakest = among(weakest, value)
+        weakest = highest(weakest, value)
     side = jax.lax.fori_loop(0, count, mark, weakest)
     first = jax.ops.segment_min(jnp.where(active, places, count - 1), cluster, num_clusters)
     exists = jax.ops.segment_sum(usable.astype(jnp.int32), cluster, num_clusters) > 0

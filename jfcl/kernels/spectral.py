@@ -14,7 +14,7 @@ from jfcl.kernels.dendrogram import number_by_first
 from jfcl.kernels.silhouette import ChosenCut
 from jfcl.kernels.similarity import as_similarity
 
-WORST = 1.0  # measure of Davies and Bouldin, that a division is to be below
+WORST = 1.0  # a division is taken only below this measure of Davies and Bouldin
 ABSENT = -2.0  # eigenvalue of points that do not count: below all others, which are from -1 to 1
 
 
@@ -95,14 +95,14 @@ def pivoted_clusters(vectors: jax.Array, mask: jax.Array) -> jax.Array:
     The axes are those nearest to `K` vectors in directions as different as there are (`cluster_qr` of scikit-learn).
     """
     vectors = jnp.where(mask[:, None], vectors.astype(sum_dtype(vectors)), 0.0)
-    rest, pivots = vectors, []
+    residual, pivots = vectors, []
     for _ in range(vectors.shape[1]):
-        lengths = jnp.where(mask, jnp.square(rest).sum(axis=1), -1.0)
+        lengths = jnp.where(mask, jnp.square(residual).sum(axis=1), -1.0)
         pivots.append(jnp.argmax(lengths))
-        direction = rest[pivots[-1]] / jnp.sqrt(jnp.maximum(lengths.max(), jnp.finfo(rest.dtype).tiny))
-        rest = rest - jnp.matmul(rest, direction, precision=HIGHEST)[:, None] * direction[None, :]
-    left, _, right = jnp.linalg.svd(vectors[jnp.stack(pivots)].T)
-    turned = jnp.matmul(vectors, jnp.matmul(left, right, precision=HIGHEST), precision=HIGHEST)
+        direction = residual[pivots[-1]] / jnp.sqrt(jnp.maximum(lengths.max(), jnp.finfo(residual.dtype).tiny))
+        residual = residual - jnp.matmul(residual, direction, precision=HIGHEST)[:, None] * direction[None, :]
+    u, _, vh = jnp.linalg.svd(vectors[jnp.stack(pivots)].T)
+    turned = jnp.matmul(vectors, jnp.matmul(u, vh, precision=HIGHEST), precision=HIGHEST)
     return jnp.where(mask, jnp.abs(turned).argmax(axis=1), -1).astype(jnp.int32)
 
 

@@ -129,8 +129,8 @@ def _subspace_angles(bases, others, measure):
     if measure != "absolute":
         (bases, ranks), (others, other_ranks) = jax.vmap(_orthonormal)(bases), jax.vmap(_orthonormal)(others)
 
-    def to_all(one):  # its vectors [P, D], and their rank
-        basis = one if measure == "absolute" else one[0]
+    def to_all(subspace):  # its vectors [P, D], and their rank
+        basis = subspace if measure == "absolute" else subspace[0]
         products = jnp.einsum("pd,nqd->npq", basis, others, precision=HIGHEST)
         if measure == "absolute":
             return jnp.rad2deg(jnp.arccos(jnp.minimum(jnp.abs(products).max(axis=(1, 2)), 1.0)))
@@ -138,7 +138,7 @@ def _subspace_angles(bases, others, measure):
         angles = jnp.rad2deg(jnp.arccos(cosines))
         if measure == "smallest":
             return angles[:, 0]
-        common = jnp.minimum(one[1], other_ranks)
+        common = jnp.minimum(subspace[1], other_ranks)
         counts = jnp.arange(angles.shape[1])[None, :] < common[:, None]
         return jnp.where(common == 0, 90.0, jnp.where(counts, angles, 0.0).sum(axis=1))
 

@@ -111,18 +111,18 @@ def center_from_row(
     norms, share = jnp.diagonal(products), shares(weights, mask).astype(limits.dtype)
 
     def move(carry, limit):
-        at, rough = carry
-        to_points = blocks.matmul(products, at)
-        norm = blocks.matmul(at, to_points)
+        coefficients, rough = carry
+        to_points = blocks.matmul(products, coefficients)
+        norm = blocks.matmul(coefficients, to_points)
         distances = jnp.sqrt(jnp.maximum(norms - 2.0 * to_points + norm, 0.0))
         distances = jnp.where(mask, distances, jnp.inf)
         inside, radius = _inside(distances[None, :], mask, limit, rule)
         inside = inside[0] * share
         rough = rough | is_rough(distances, norms, norm, radius[0])
-        return (inside + (1.0 - inside.sum()) * at, rough), None
+        return (inside + (1.0 - inside.sum()) * coefficients, rough), None
 
     start = (jnp.arange(len(mask)) == row).astype(limits.dtype), ~jnp.isfinite(norms).all()
-    (at, rough), _ = jax.lax.scan(move, start, limits)
+    (coefficients, rough), _ = jax.lax.scan(move, start, limits)
 
     def direct():
         rows = rows_of(points)
@@ -130,7 +130,7 @@ def center_from_row(
         return like(points, _direct(rows, starts, limits, weights, usable, rule=rule))
 
     def combined():
-        sums = [jnp.tensordot(at, x.astype(at.dtype), 1, precision=blocks.HIGHEST) for x in leaves]
+        sums = [jnp.tensordot(coefficients, x.astype(coefficients.dtype), 1, precision=blocks.HIGHEST) for x in leaves]
         return jax.tree.unflatten(structure, [s.astype(x.dtype)[None] for s, x in zip(sums, leaves, strict=True)])
 
     return if_rare(rough, direct, combined)
@@ -262,17 +262,17 @@ def _by_products(rows, starts, limits, weights, usable, rule):
     norms = jnp.diagonal(products.points)
 
     def move(carry, limit):
-        at, rough = carry
-        distances, of_centers = center_distances(products, at)
+        centers, rough = carry
+        distances, center_norms = center_distances(products, centers)
         distances = jnp.where(usable[None, :], distances, jnp.inf)
         inside, radii = _inside(distances, usable, limit, rule)
-        known = jnp.isfinite(distances).any(axis=1)
-        rough |= (jax.vmap(is_rough, (0, None, 0, 0))(distances, norms, of_centers, radii) & known).any()
-        return (moved(at, inside * share[None, :]), rough), None
+        finite = jnp.isfinite(distances).any(axis=1)
+        rough |= (jax.vmap(is_rough, (0, None, 0, 0))(distances, norms, center_norms, radii) & finite).any()
+        return (moved(centers, inside * share[None, :]), rough), None
 
     start = at_start(products, limits.shape[1]), jnp.zeros((), bool)
-    (at, rough), _ = jax.lax.scan(move, start, limits)
-    return positions(at, rows, starts, usable), rough
+    (centers, rough), _ = jax.lax.scan(move, start, limits)
+    return positions(centers, rows, starts, usable), rough
 
 
 @partial(jax.jit, static_argnames="rule")
