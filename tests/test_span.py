@@ -228,9 +228,9 @@ def test_costs():
     assert span.plain_cost(200, 200, 10, 784, 200) == 10 * (2 * 200 * 784 * 200 + one_pass)
     assert span.span_cost(200, 200, 10, 784, 200) == ends + 200 * 200 * 784 + 10 * 200 * 200 * 200
     given = ends - 200 * 784 * 200
-    assert span.span_cost(200, 20, 30, 784, 200, given=True) == given + 200 * 200 * 784 + 30 * 20 * 200 * 200
+    assert span.span_cost(200, 20, 30, 784, 200, has_products=True) == given + 200 * 200 * 784 + 30 * 20 * 200 * 200
     assert span.span_cost(200, 200, 1, 784, 200) == ends  # one step on all examples needs no X X^T
-    assert span.span_cost(200, 200, 1, 784, 200, given=True) == given
+    assert span.span_cost(200, 200, 1, 784, 200, has_products=True) == given
 
 
 @pytest.mark.parametrize(
@@ -255,7 +255,7 @@ def test_auto_takes_what_costs_less(m, options, given, wanted):
     task = jfcl.models.classification(jfcl.models.MLP(10), (28, 28, 1), 10)
     params = jax.eval_shape(task.init, jax.random.key(0))
     training = jfcl.local_training(optax.sgd(0.1, momentum=0.9), **options)
-    assert local.trains_in_span(task, training, params, m, given=given) is wanted
+    assert local.trains_in_span(task, training, params, m, has_products=given) is wanted
 
 
 @pytest.mark.slow
@@ -470,7 +470,9 @@ def test_ifca_ends_the_same_with_and_without(steps, client_axis, options):
         ("span", task, "auto"),
     ):
         training = jfcl.local_training(optax.sgd(0.1), num_steps=steps, span=how)
-        assert local.trains_in_span(of, training, task.init(jax.random.key(0)), m, given=True) is (name == "span")
+        assert local.trains_in_span(of, training, task.init(jax.random.key(0)), m, has_products=True) is (
+            name == "span"
+        )
         algorithm = jfcl.ifca(of, training, num_clusters=4, client_axis=client_axis, init_params=start, **options)
         ends[name] = jax.jit(partial(jfcl.rollout, algorithm, num_rounds=3))(clients, key=jax.random.key(0))
     for name in ("looked", "span"):

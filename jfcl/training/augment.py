@@ -42,8 +42,8 @@ def window(key: jax.Array, image: jax.Array, height: int, width: int) -> jax.Arr
     down_key, right_key = jax.random.split(key)
     down = jax.random.randint(down_key, (), 0, image.shape[0] - height + 1)
     right = jax.random.randint(right_key, (), 0, image.shape[1] - width + 1)
-    rest = image.shape[2:]
-    return jax.lax.dynamic_slice(image, (down, right, *[0] * len(rest)), (height, width, *rest))
+    trailing = image.shape[2:]
+    return jax.lax.dynamic_slice(image, (down, right, *[0] * len(trailing)), (height, width, *trailing))
 
 
 def flip(key: jax.Array, batch: Batch) -> Batch:
@@ -51,8 +51,8 @@ def flip(key: jax.Array, batch: Batch) -> Batch:
 
     Example:
       >>> batch = {"x": jnp.arange(6.0).reshape(1, 2, 3, 1)}
-      >>> found = [flip(jax.random.key(i), batch)["x"][0, 0, :, 0].tolist() for i in range(20)]
-      >>> sorted(set(map(tuple, found)))
+      >>> images = [flip(jax.random.key(i), batch)["x"][0, 0, :, 0].tolist() for i in range(20)]
+      >>> sorted(set(map(tuple, images)))
       [(0.0, 1.0, 2.0), (2.0, 1.0, 0.0)]
     """
     return of_images(flipped, key, batch)

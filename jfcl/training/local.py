@@ -24,7 +24,7 @@ from jfcl.training.optimizer import check_optimizer, optimizer_step
 
 KEEP = ("nothing", "schedule", "everything")
 SPAN = ("auto", "never", "always")
-MODEL_STREAM = zlib.crc32(b"randomness of the model")  # folded into a client's key, of which training splits off others
+MODEL_STREAM = zlib.crc32(b"randomness of the model")  # folded into a client's key, which training splits, too
 
 
 class LocalTraining(NamedTuple):
@@ -107,8 +107,8 @@ def local_training(
       10
     """
     check_options(local_training, locals())
-    made = hasattr(optimizer, "init") and hasattr(optimizer, "update")
-    check(made, "optimizer", optimizer, "an optax optimiser, such as optax.sgd(0.1)")
+    is_optimizer = hasattr(optimizer, "init") and hasattr(optimizer, "update")
+    check(is_optimizer, "optimizer", optimizer, "an optax optimiser, such as optax.sgd(0.1)")
     if (num_steps is None) == (num_epochs is None):
         raise ValueError(f"give exactly one of num_steps and num_epochs, got {num_steps!r} and {num_epochs!r}")
     if is_concrete(prox):
@@ -262,11 +262,11 @@ def trains_in_span(
     max_examples: int,
     *,
     anchor: PyTree | None = None,
-    given: bool = False,
+    has_products: bool = False,
 ) -> bool:
-    """Returns whether `train` uses the span of the client's examples; `given`: the first layer's products are known.
+    """Returns whether `train` uses the span of the client's examples; `ValueError` for `span="always"` if it cannot.
 
-    `ValueError` for `span="always"` where it cannot.
+    With `has_products`, those of the first layer and the examples are known.
     """
     if training.span == "always":
         reason = outside_span(task, training, params, anchor)
@@ -276,7 +276,7 @@ def trains_in_span(
         return False
     steps = examples_per_step(training, max_examples), most_steps(training, max_examples)
     counts = (max_examples, *steps, *spans.size_of(dense_start(task), params))
-    less = spans.span_cost(*counts, given=given) < spans.plain_cost(*counts)
+    less = spans.span_cost(*counts, has_products=has_products) < spans.plain_cost(*counts)
     return less and outside_span(task, training, params, anchor) is None
 
 
@@ -343,7 +343,7 @@ def train(
     if rounds is not None:
         opt_state = optimizer_at(training, params, opt_state, rounds, size, m)
     opt_state = rekeyed(training, key, params, opt_state)
-    in_span = trains_in_span(task, training, params, m, anchor=anchor, given=products is not None)
+    in_span = trains_in_span(task, training, params, m, anchor=anchor, has_products=products is not None)
     begin, start, anchor = params, None, params if anchor is None else anchor
     if full_batch or in_span:
         examples = blank_padding(examples, size)
@@ -399,12 +399,12 @@ def train(
         def epoch(e, carry):
             order = shuffled_rows(jax.random.fold_in(order_key, e), size, m)
 
-            def one(b, c):
+            def batch_step(b, c):
                 positions = b * batch_size + slots
                 return step(e * batches + b, c, order[jnp.minimum(positions, m - 1)], positions < size)
 
             with at_most(-(-m // batch_size)):
-                return jax.lax.fori_loop(0, batches, one, carry)
+                return jax.lax.fori_loop(0, batches, batch_step, carry)
 
         carry = jax.lax.fori_loop(0, training.num_epochs, epoch, carry)
     params, statistics, opt_state, losses = carry

@@ -25,8 +25,8 @@ def masked_mean(values: jax.Array, mask: jax.Array) -> jax.Array:
     accepted = f"{mask.shape}, one number for each example"
     check(jnp.shape(values) == mask.shape, "the shape of a task's losses", jnp.shape(values), accepted)
     dtype = sum_dtype(values)
-    kept = jnp.where(mask, values, jnp.zeros_like(values))
-    return kept.sum(dtype=dtype) / jnp.maximum(mask.sum(), 1).astype(dtype)
+    masked = jnp.where(mask, values, jnp.zeros_like(values))
+    return masked.sum(dtype=dtype) / jnp.maximum(mask.sum(), 1).astype(dtype)
 
 
 def blank_rows(batch: Batch, real: jax.Array) -> Batch:
@@ -138,8 +138,8 @@ def lowest_loss(
     """
     of_all = None if jax.tree.leaves(personal) else under_all(task, params)
 
-    def client(examples, size, own):
-        compare = of_all or under_all(of_rest(task, own), params)
+    def client(examples, size, own_params):
+        compare = of_all or under_all(of_rest(task, own_params), params)
         return jnp.argmin(compare(examples, size)[0]).astype(jnp.int32)
 
     return client_axis(client)(clients.examples, jnp.asarray(clients.size), personal)

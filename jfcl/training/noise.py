@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from jfcl.core import PyTree, path_name
 
-STREAM = zlib.crc32(b"noise of the optimiser")  # folded into a client's key, of which training splits off others
+STREAM = zlib.crc32(b"noise of the optimiser")  # folded into a client's key, which training splits, too
 FIELDS = ("key", "rng", "rng_key")  # names that optax gives to keys of `jax.random.PRNGKey`, which are plain integers
 
 
@@ -52,15 +52,15 @@ def rekeyed(key: jax.Array, opt_state: PyTree, like: PyTree) -> PyTree:
         return opt_state
     key = jax.random.fold_in(key, STREAM)
 
-    def one(path, wanted, kept):
+    def one(path, wanted, leaf):
         if not _is_key(path, wanted):
-            return kept
-        own = jax.random.fold_in(key, zlib.crc32(path_name(path).encode()))
+            return leaf
+        leaf_key = jax.random.fold_in(key, zlib.crc32(path_name(path).encode()))
         if _is_typed(wanted):
             impl = jax.random.key_impl(jnp.empty((0,), wanted.dtype))
             shape = jax.eval_shape(jax.random.key_data, wanted).shape
-            return jax.random.wrap_key_data(jax.random.bits(own, shape, jnp.uint32), impl=impl)
-        return jax.random.bits(own, wanted.shape, jnp.uint32)
+            return jax.random.wrap_key_data(jax.random.bits(leaf_key, shape, jnp.uint32), impl=impl)
+        return jax.random.bits(leaf_key, wanted.shape, jnp.uint32)
 
     return jax.tree_util.tree_map_with_path(one, like, opt_state)
 

@@ -59,8 +59,8 @@ def plain_cost(m: int, batch_size: int, steps: int, d: int, h: int) -> int:
     return steps * (2 * batch_size + PASS) * d * h
 
 
-def span_cost(m: int, batch_size: int, steps: int, d: int, h: int, *, given: bool = False) -> int:
-    """Returns the cost in the span of `m` examples, with one pass over the weights; `given`: `Z` is known already.
+def span_cost(m: int, batch_size: int, steps: int, d: int, h: int, *, has_products: bool = False) -> int:
+    """Returns the cost in the span of `m` examples, with one pass over the weights; `has_products`: `Z` is known.
 
     Example:
       >>> plain_cost(200, 200, 10, 784, 200) / span_cost(200, 200, 10, 784, 200)
@@ -68,7 +68,7 @@ def span_cost(m: int, batch_size: int, steps: int, d: int, h: int, *, given: boo
       >>> plain_cost(200, 20, 10, 784, 200) / span_cost(200, 20, 10, 784, 200)  # one epoch does not quite repay `G`
       0.9...
     """
-    ends = ((1 if given else 2) * m + PASS) * d * h
+    ends = ((1 if has_products else 2) * m + PASS) * d * h
     return ends if one_full_step(m, batch_size, steps) else ends + m * m * d + steps * batch_size * m * h
 
 
@@ -118,8 +118,8 @@ def loss_and_gradient(
     def mean_loss(p, z):
         return masked_mean(task.cost(start.apply(p, z, task.inputs_of(batch)), batch), real)
 
-    at = params, products(start, span, params, rows)
-    loss, (grads, d) = jax.value_and_grad(mean_loss, argnums=(0, 1))(*at)
+    z = products(start, span, params, rows)
+    loss, (grads, d) = jax.value_and_grad(mean_loss, argnums=(0, 1))(params, z)
     a = get_parameter(params, start.kernel)
     d = d.astype(a.dtype)
     of_all = d if rows is None else jnp.zeros_like(a).at[rows].add(d)  # rows drawn twice count twice
@@ -149,7 +149,7 @@ def start_optimizer(optimizer: optax.GradientTransformation, opt_state: PyTree, 
 # Optimisers that stay in the span. A trial decides, since an optax optimiser has no such property.
 
 # Results of trials, by the optimiser's `update`, kept as long as the optimiser exists.
-_found: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
+_trials: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 
 
 def stays_in_span(
@@ -168,14 +168,14 @@ def stays_in_span(
     """
     ranks = jax.tree.map(jnp.ndim, params)
     leaves, structure = jax.tree.flatten(ranks)
-    about = (structure, tuple(leaves), kernel, bias)
+    case = (structure, tuple(leaves), kernel, bias)
     try:
-        known = _found.setdefault(optimizer.update, {})
+        results = _trials.setdefault(optimizer.update, {})
     except TypeError:  # a callable without weak references
-        known = {}
-    if about not in known:
-        known[about] = _try(optimizer, ranks, kernel, bias)
-    return known[about]
+        results = {}
+    if case not in results:
+        results[case] = _try(optimizer, ranks, kernel, bias)
+    return results[case]
 
 
 def _try(optimizer: optax.GradientTransformation, ranks: PyTree, kernel: str, bias: str | None) -> bool:
