@@ -189,14 +189,14 @@ def map_reduce(
 
     Args:
       mapping: `jax.vmap`, one of this file, or any function with their interface.
-      fn: function of ONE client that returns `(sent, kept)`.
+      fn: function of ONE client that returns `(sent, result)`.
       fold: `(total, sent stacked over some clients [c, ...]) -> total`. It must be a sum: folding two parts in
         sequence, or separately with an addition of the totals, equals folding all at once.
       zero: the total of no clients.
       in_axes: as in `jax.vmap`: 0 or None for every argument, or a tuple of them.
 
     Returns:
-      A function of stacked arguments that returns `(total, kept stacked [N, ...])`.
+      A function of stacked arguments that returns `(total, results stacked [N, ...])`.
 
     Example:
       >>> import jax.numpy as jnp
@@ -211,8 +211,8 @@ def map_reduce(
         return _over_devices(mapping, fn, fold, zero, in_axes)
 
     def whole(*args):
-        sent, kept = mapping(fn, in_axes=in_axes)(*args)
-        return fold(zero, sent), kept
+        sent, results = mapping(fn, in_axes=in_axes)(*args)
+        return fold(zero, sent), results
 
     return whole
 
@@ -242,7 +242,7 @@ def _in_chunks(most: int, fn, fold, zero, in_axes):
         axes, n = _axes_of(args, in_axes)
         size = min(most, n)
 
-        def some(first, count):
+        def run(first, count):
             """Returns the results of `count` clients from row `first` on, stacked."""
 
             def row(x):  # one client has no client axis, so that XLA compiles plain matrix products and convolutions
@@ -255,32 +255,32 @@ def _in_chunks(most: int, fn, fold, zero, in_axes):
             return jax.vmap(fn, in_axes=axes)(*taken)
 
         def one_chunk(total, first):
-            sent, kept = some(first, size)
-            return fold(total, sent), kept
+            sent, results = run(first, size)
+            return fold(total, sent), results
 
         def in_turn(step, total, first, count, stride):
             # A scan over row numbers, not over rows: the data are not reshaped, and so not copied into the loop.
-            total, kept = jax.lax.scan(step, total, first + jnp.arange(count) * stride)
-            return total, jax.tree.map(lambda x: x.reshape(x.shape[0] * x.shape[1], *x.shape[2:]), kept)
+            total, results = jax.lax.scan(step, total, first + jnp.arange(count) * stride)
+            return total, jax.tree.map(lambda x: x.reshape(x.shape[0] * x.shape[1], *x.shape[2:]), results)
 
         def one_block(total, first):
-            part, kept = in_turn(one_chunk, nothing, first, BLOCK, size)
-            return jax.tree.map(jnp.add, total, part), kept
+            part, results = in_turn(one_chunk, nothing, first, BLOCK, size)
+            return jax.tree.map(jnp.add, total, part), results
 
         nothing = jax.tree.map(jnp.asarray, zero)
         total, parts, chunks = nothing, [], n // size
         blocks = chunks // BLOCK if chunks > 8 * BLOCK and jax.tree.leaves(zero) else 0
         if blocks:
-            total, kept = in_turn(one_block, nothing, 0, blocks, BLOCK * size)
-            parts.append(kept)
+            total, results = in_turn(one_block, nothing, 0, blocks, BLOCK * size)
+            parts.append(results)
         if chunks > blocks * BLOCK:
-            part, kept = in_turn(one_chunk, nothing, blocks * BLOCK * size, chunks - blocks * BLOCK, size)
+            part, results = in_turn(one_chunk, nothing, blocks * BLOCK * size, chunks - blocks * BLOCK, size)
             total = jax.tree.map(jnp.add, total, part) if blocks else part
-            parts.append(kept)
+            parts.append(results)
         if n % size:
-            sent, kept = some(n - n % size, n % size)
+            sent, results = run(n - n % size, n % size)
             total = fold(total, sent)
-            parts.append(kept)
+            parts.append(results)
         return total, parts[0] if len(parts) == 1 else jax.tree.map(lambda *x: jnp.concatenate(x), *parts)
 
     return reduced
@@ -297,8 +297,8 @@ def _over_devices(mapping: sharded | pmapped, fn, fold, zero, in_axes):
         divided = PartitionSpec(mesh.axis_names)
 
         def on_device(zero, *args):
-            total, kept = map_reduce(mapping.inner, fn, fold, zero, axes)(*args)
-            return jax.lax.psum(total, mesh.axis_names), kept
+            total, results = map_reduce(mapping.inner, fn, fold, zero, axes)(*args)
+            return jax.lax.psum(total, mesh.axis_names), results
 
         # With check_vma=True, a gradient inside with respect to parameters that all devices share would silently be
         # summed over devices: clients would train on each other's data.
@@ -312,8 +312,8 @@ def _over_devices(mapping: sharded | pmapped, fn, fold, zero, in_axes):
         nothing = jax.tree.map(jnp.asarray, zero)
         if not n % mesh.size:
             return mapped(nothing, *args)
-        total, kept = mapped(nothing, *_of_clients(lambda x: _pad(x, -n % mesh.size), args, axes))
-        return total, jax.tree.map(lambda x: x[:n], kept)
+        total, results = mapped(nothing, *_of_clients(lambda x: _pad(x, -n % mesh.size), args, axes))
+        return total, jax.tree.map(lambda x: x[:n], results)
 
     return reduced
 

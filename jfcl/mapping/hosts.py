@@ -76,9 +76,9 @@ def connect(
             f"coordinator: the host {host!r} is not known on this machine ({error}); give the name or the address of"
             " the machine of process 0"
         ) from None
-    options = {"local_device_ids": _own_gpus(), "cluster_detection_method": "deactivate"}
+    options = {"local_device_ids": _local_gpus(), "cluster_detection_method": "deactivate"}
     if process_id == 0:
-        options["coordinator_bind_address"] = _own_address(host, int(port))
+        options["coordinator_bind_address"] = _bind_address(host, int(port))
     _initialize(coordinator, num_processes, process_id, timeout, options)
 
 
@@ -126,7 +126,7 @@ def _surroundings(timeout: float) -> tuple[str, int, int]:
     return place
 
 
-def _own_gpus() -> list[int] | None:
+def _local_gpus() -> list[int] | None:
     """Returns which of the GPUs that this process sees are its own; None for all.
 
     Left alone, `jax.distributed.initialize` gives a task of Slurm or Open MPI the one GPU with the task's number on its
@@ -164,7 +164,7 @@ def _slurm_tasks() -> int:
     return of_nodes[min(int(os.environ.get("SLURM_NODEID", 0)), len(of_nodes) - 1)]
 
 
-def _own_address(host: str, port: int) -> str | None:
+def _bind_address(host: str, port: int) -> str | None:
     """Returns `host:port` if `host` is an address of this machine, else None; `ValueError` if the port is in use."""
     bare = host.strip("[]")
     is_address = bare == "localhost" or ":" in bare or bare.replace(".", "").isdigit()

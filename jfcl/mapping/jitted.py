@@ -27,13 +27,13 @@ def strong(tree: Any) -> Any:
     return jax.tree.map(lambda x: jax.lax.convert_element_type(x, x.dtype), tree)
 
 
-@partial(jax.jit, static_argnames=("jaxpr", "is_large", "donated", "structure"), donate_argnames="given")
-def _run(large, given, kept, small, *, jaxpr, is_large, donated, structure):
+@partial(jax.jit, static_argnames=("jaxpr", "is_large", "is_donated", "structure"), donate_argnames="donated")
+def _run(large, donated, retained, small, *, jaxpr, is_large, is_donated, structure):
     def together(flags, yes, no):
         yes, no = iter(yes), iter(no)
         return [next(yes if flag else no) for flag in flags]
 
-    results = jax.core.eval_jaxpr(jaxpr, together(is_large, large, small), *together(donated, given, kept))
+    results = jax.core.eval_jaxpr(jaxpr, together(is_large, large, small), *together(is_donated, donated, retained))
     return jax.tree.unflatten(structure, results)
 
 
@@ -103,13 +103,13 @@ class jitted:
         if not any(is_large):
             return None
         leaves = jax.tree.leaves((args, self._arrays(options)))
-        donated = tuple(info.donated for info in jax.tree.leaves(traced.args_info))
-        (large, small), (given, kept) = _divided(is_large, arrays), _divided(donated, leaves)
-        static = {"jaxpr": jaxpr, "is_large": is_large, "donated": donated, "structure": traced.out_tree}
+        is_donated = tuple(info.donated for info in jax.tree.leaves(traced.args_info))
+        (large, small), (donated, retained) = _divided(is_large, arrays), _divided(is_donated, leaves)
+        static = {"jaxpr": jaxpr, "is_large": is_large, "is_donated": is_donated, "structure": traced.out_tree}
         shardings = (getattr(x, "sharding", None) for x in leaves)
         meshes = (s.mesh for s in shardings if isinstance(s, NamedSharding) and s.mesh.size > 1)
         everywhere = next((NamedSharding(mesh, PartitionSpec()) for mesh in meshes), None)
-        return ([place(x, everywhere) for x in large], given, kept, small), static
+        return ([place(x, everywhere) for x in large], donated, retained, small), static
 
     def _on_devices(self, x: Any, everywhere: NamedSharding | None) -> jax.Array:
         """Returns an array on every device, or one of NumPy on the default device; it is copied there once."""
@@ -142,11 +142,11 @@ def traced_once(fn: Callable[..., Any], *args: Any) -> tuple[Callable[..., Any],
     program, shapes = jax.make_jaxpr(fn, return_shape=True)(*args)
     structure = jax.tree.structure(shapes)
 
-    def again(*args):
+    def evaluate(*args):
         results = jax.core.eval_jaxpr(program.jaxpr, program.consts, *jax.tree.leaves(args))
         return jax.tree.unflatten(structure, results)
 
-    return again, shapes
+    return evaluate, shapes
 
 
 def clear_programs() -> None:

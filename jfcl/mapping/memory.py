@@ -172,11 +172,11 @@ def check_memory(
     check(needed < free, "memory", f"{needed / 1e9:.1f} GB of data, models and states", f"{at_most}; {advice}")
 
     # What a round needs beside.
-    each = -(-n // parts)
-    at_once = min(inner.size, each) if isinstance(inner, mapping.chunked) else each
+    per_part = -(-n // parts)
+    at_once = min(inner.size, per_part) if isinstance(inner, mapping.chunked) else per_part
     model, example = size(state.params, 2), size(clients.examples, 1)  # of `[R, K, ...]` and `[N, ...]`
     training = at_once * (model + example) if at_once > 1 or kind != "cpu" else 0
-    if TEMPORARIES.get(kind, TEMPORARIES["gpu"]) * seeds_at_once * max(training, each * model) < free:
+    if TEMPORARIES.get(kind, TEMPORARIES["gpu"]) * seeds_at_once * max(training, per_part * model) < free:
         return
     needed = seeds_at_once * sharing * needed_memory(algorithm, clients, client_axis)
     fits = int(at_once * (free - data) / max(needed, 1))  # at most: the results of all clients do not shrink

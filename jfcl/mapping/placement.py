@@ -60,11 +60,11 @@ def place(client_axis: Mapping, clients: Clients, count: int | None = None) -> C
     rows = own_rows(client_axis, total)  # of the padded rows
     missing = rows.stop - rows.start - num_clients(clients)
 
-    def put(x, behind=None):
+    def put(x, padding=None):
         x = np.asarray(x)
         if missing:
-            behind = np.zeros((missing, *x.shape[1:]), x.dtype) if behind is None else behind
-            x = np.concatenate([x, behind])
+            padding = np.zeros((missing, *x.shape[1:]), x.dtype) if padding is None else padding
+            x = np.concatenate([x, padding])
         if jax.process_count() == 1:
             return jax.device_put(x, sharding)
         return jax.make_array_from_process_local_data(sharding, x, (total, *x.shape[1:]))
