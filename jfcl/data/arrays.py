@@ -87,12 +87,12 @@ def _columns(where: str, rows: list[Any]) -> Any:
 
 def _stacked(clients: Iterable[dict[str, Any]], channels_first: bool | None) -> Clients:
     """Stacks clients, of which some may have integers where others have float32: float64 holds both, and is undone."""
-    others, columns = [], []
+    beside, columns = [], []
 
     def inputs() -> Iterator[tuple[str, Any]]:
         for i, parts in enumerate(clients):
             x = parts.pop("x")
-            others.append(parts)
+            beside.append(parts)
             columns.append(list(x.columns) if is_table(x) else None)
             check(columns[i] == columns[0], f"client {i}: x: columns", columns[i], f"{columns[0]}, as in client 0")
             yield f"client {i}: x", x
@@ -101,7 +101,7 @@ def _stacked(clients: Iterable[dict[str, Any]], channels_first: bool | None) -> 
     if columns and columns[0]:
         numbers = row_numbers({name: [values] for name, values in zip(columns[0], np.concatenate(xs).T, strict=True)})
         check(not numbers, "x: columns", numbers, "of inputs: these number the rows of all clients; drop them")
-    parts = [_client(f"client {i}", x, parts, moved) for i, (x, parts) in enumerate(zip(xs, others, strict=True))]
+    parts = [_client(f"client {i}", x, parts, moved) for i, (x, parts) in enumerate(zip(xs, beside, strict=True))]
     stacked = stack_clients(parts)
     as_float32 = jax.tree.map(lambda x: x.astype(np.float32) if x.dtype == np.float64 else x, stacked.examples)
     return stacked._replace(examples=as_float32)

@@ -155,7 +155,7 @@ def build(
     if num_clients is None:
         num_clients = len(pools.clients_of(split))
         check_at_most_clients("num_clusters", num_clusters, num_clients)
-    for name in (name for name, given in {"drift": drift, "mixture": mixture}.items() if given is not None):
+    for name in (name for name, value in {"drift": drift, "mixture": mixture}.items() if value is not None):
         check(reuse != "cluster", "reuse", reuse, f"none (or auto) with {name}")
         check(newcomer_examples is None, "newcomer_examples", newcomer_examples, f"left out with {name}")
         pools.check_transforms(rules, name)
@@ -189,9 +189,9 @@ def build(
     here = slice(None) if rows is None else rows(num_clients)
     writer = split.train.kind[[part[0] for part in train]] if partition == "writer" else None
     named = writer is not None and dataset.writer_names is not None
-    each = " to ".join(map(str, sorted({min(map(len, train)), max(map(len, train))})))
+    sizes = " to ".join(map(str, sorted({min(map(len, train)), max(map(len, train))})))
     description = (
-        f"{dataset.name}: {num_clients} clients of {each} examples ({partition}), {num_clusters} cluster(s)"
+        f"{dataset.name}: {num_clients} clients of {sizes} examples ({partition}), {num_clusters} cluster(s)"
         f" ({split.rules.differs_by}), {split.tested_on}{split.left_out and f'; left out: {split.left_out}'}"
     )
     settings = [dataset.name, heterogeneity, num_clusters, seed, *_beyond_rows(dataset, split.rules)]
@@ -203,9 +203,9 @@ def build(
         train, examples = _in_steps(train, dataset.train, len(pattern), seed)
         cells = [(pattern + variant)[examples["step"][part], i] for i, part in enumerate(train)]
         of_train = _stacked(train, cells, transform, examples, here)
-        each = [_stacked(test, k + variant, transform, split.test.examples, here) for k in range(num_clusters)]
-        stacked = jax.tree.map(lambda *leaves: np.stack(leaves), *(part.examples for part in each))
-        steps = Drift(pattern, each[0]._replace(examples=stacked), drift_window)
+        tests = [_stacked(test, k + variant, transform, split.test.examples, here) for k in range(num_clusters)]
+        stacked = jax.tree.map(lambda *leaves: np.stack(leaves), *(part.examples for part in tests))
+        steps = Drift(pattern, tests[0]._replace(examples=stacked), drift_window)
         of_test, cluster = steps.tests(len(pattern) - 1), pattern[-1]
         description += f", drift in {len(pattern)} steps"
         settings.append(pattern.tolist())
@@ -277,8 +277,8 @@ def _divided(split: pools.Split, cluster: np.ndarray, reuse: str) -> tuple[Rows,
     """Returns the rows of every client's training and test examples."""
     rules, num_clients = split.rules, len(cluster)
     if reuse == "auto":
-        each = rules.examples_per_client
-        enough = each is None or num_clients * each <= len(split.train.rows)
+        count = rules.examples_per_client
+        enough = count is None or num_clients * count <= len(split.train.rows)
         reuse = "none" if enough or rules.partition == "writer" else "cluster"
     # The clients of a group divide one pool among themselves.
     per_cluster = reuse == "cluster" or bool(rules.selects)
@@ -302,10 +302,10 @@ def _newcomers(split: pools.Split, count: int, shared: Rows) -> tuple[Rows, np.n
         check(
             dataset.test is not None, "newcomer_examples", count, "left out without a test split with further writers"
         )
-        known = np.isin(dataset.writer["test"], dataset.writer["train"])
-        check(not known.all(), "newcomer_examples", count, "left out: all writers of the test split are in training")
+        seen = np.isin(dataset.writer["test"], dataset.writer["train"])
+        check(not seen.all(), "newcomer_examples", count, "left out: all writers of the test split are in training")
         rng = np.random.default_rng((rules.seed, pools.NEWCOMERS))
-        parts = by_writer(np.where(known, -1, dataset.writer["test"]), seed=0)
+        parts = by_writer(np.where(seen, -1, dataset.writer["test"]), seed=0)
         parts = [np.sort(rng.permutation(part)[:count]) for part in parts]
         cluster = np.arange(len(parts)) % rules.num_clusters
         return parts, cluster.astype(np.int32), dataset.test

@@ -15,7 +15,7 @@ from jfcl.data.targets import KINDS, numbered, targets_of
 from jfcl.data.text import TOKENS
 from jfcl.data.values import array_beside, inputs_of, side_by_side
 
-INPUTS = ("x", "image", "img", "text", "features")  # names of columns that are found
+INPUTS = ("x", "image", "img", "text", "features")  # usual names of columns
 TARGETS = ("y", "label", "labels", "target", "character", "fine_label")
 Columns = Mapping[str, Any]  # of each name a sequence with an entry per example
 SPLITS = ("train", "test")
@@ -173,9 +173,9 @@ def _choose(names: list[Any], by: Any, x: Any, y: Any, *, all_columns: bool) -> 
 
     With `all_columns`, the inputs are then all columns that are left.
     """
-    ys, xs = ([one] if isinstance(one, str | int) else list(() if one is None else one) for one in (y, x))
-    for argument, given, columns in [("by", None, [by] if by is not None else []), ("y", y, ys), ("x", x, xs)]:
-        check(given is None or columns, argument, given, "one column at least")
+    ys, xs = ([value] if isinstance(value, str | int) else list(() if value is None else value) for value in (y, x))
+    for argument, value, columns in [("by", None, [by] if by is not None else []), ("y", y, ys), ("x", x, xs)]:
+        check(value is None or columns, argument, value, "one column at least")
         for column in columns:
             check_choice(f"column for {argument}", column, names)
         check(len(set(columns)) == len(columns), argument, columns, "of different columns")
@@ -186,8 +186,8 @@ def _choose(names: list[Any], by: Any, x: Any, y: Any, *, all_columns: bool) -> 
         ys = ys[:1]
     check(by not in ys, "y", ys, "another column than by")
     if x is None:
-        left = [name for name in names if name not in (by, *ys)]
-        xs = left if all_columns else [name for name in INPUTS if name in left][:1]
+        unused = [name for name in names if name not in (by, *ys)]
+        xs = unused if all_columns else [name for name in INPUTS if name in unused][:1]
         check(xs, "x", None, f"given: none of the columns {names} has a usual name ({', '.join(INPUTS)})")
     both = [name for name in xs if name in (by, *ys)]
     check(not both, "x", xs, f"of other columns than by and y, without {both}")
@@ -235,8 +235,8 @@ def as_dataset(
         arrays[column], first = inputs_of([(where, part) for part in parts], channels_first)
         moved = moved or first
     inputs = fit_inputs(arrays, categorical, scale, "" if tokens == "characters" else " ")
-    for one in inputs:
-        one |= {"channels_first": channels_first} if "shape" in one else {}
+    for entry in inputs:
+        entry |= {"channels_first": channels_first} if "shape" in entry else {}
     read = {s: {"x": read_inputs([arrays[c][i] for c in xs], inputs)} for i, s in enumerate(splits)}
 
     # Targets, further arrays and clients.
@@ -254,9 +254,9 @@ def as_dataset(
     table |= {"num_classes": num_classes, "left_out": left_out}
     words = [name if by is None else f"{name}, by {by}", described(table)]
     if num_classes is not None and "test" in read:
-        known, where = np.isin(labels["test"], labels["train"]), f"column {target!r} of the split 'test'"
-        check(known.any(), where, np.unique(labels["test"])[:8].tolist(), "labels of which some occur in training")
-        new = [str(names[label] if names else label) for label in np.unique(labels["test"][~known])[:8].tolist()]
+        seen, where = np.isin(labels["test"], labels["train"]), f"column {target!r} of the split 'test'"
+        check(seen.any(), where, np.unique(labels["test"])[:8].tolist(), "labels of which some occur in training")
+        new = [str(names[label] if names else label) for label in np.unique(labels["test"][~seen])[:8].tolist()]
         words += [f"labels that only the test split has: {', '.join(new)}"] if new else []
     return Dataset(name, read["train"], read.get("test"), num_classes, writer, "; ".join(words), keys, tokens, table)
 

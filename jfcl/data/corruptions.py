@@ -16,8 +16,8 @@ from jfcl.core import check
 
 def noise(x, level, draws):
     """Adds Gaussian noise of standard deviation `level`, drawn for each example from its entry in `draws`."""
-    each = [np.random.default_rng(draw).standard_normal(x.shape[1:], np.float32) for draw in draws.tolist()]
-    return x + level * np.array(each, np.float32).reshape(x.shape)
+    normals = [np.random.default_rng(draw).standard_normal(x.shape[1:], np.float32) for draw in draws.tolist()]
+    return x + level * np.array(normals, np.float32).reshape(x.shape)
 
 
 def blur(x, level, draws):

@@ -53,9 +53,9 @@ def normalised(dataset: Any, *, texts: bool = False) -> Dataset:
     name, count, writer = f"data set {dataset.name!r}", dataset.num_classes, dataset.writer
     if count is not None:
         check_count(f"{name}: num_classes (None for a regression)", count)
-    wheres = {of: f"{name} ({of})" for of in ("train", "test")[: 1 if dataset.test is None else 2]}
-    splits = {of: _split(getattr(dataset, of), where, count, texts) for of, where in wheres.items()}
-    shapes = [{of: values.shape[1:] for of, values in named_leaves(split).items()} for split in splits.values()]
+    wheres = {split: f"{name} ({split})" for split in ("train", "test")[: 1 if dataset.test is None else 2]}
+    splits = {split: _checked(getattr(dataset, split), where, count, texts) for split, where in wheres.items()}
+    shapes = [{path: values.shape[1:] for path, values in named_leaves(part).items()} for part in splits.values()]
     check(
         shapes[-1] == shapes[0],
         f"{name} (test): the shapes of its arrays",
@@ -63,31 +63,31 @@ def normalised(dataset: Any, *, texts: bool = False) -> Dataset:
         f"those of training, {shapes[0]}",
     )
     if writer is not None:
-        fits = isinstance(writer, dict) and all(of in writer for of in wheres)
+        fits = isinstance(writer, dict) and all(split in writer for split in wheres)
         check(fits, f"{wheres['train']}: writer", type(writer).__name__, "a dict with the writer ids of each split")
-        writer = {of: as_numpy(ids, f"{name}: writer") for of, ids in writer.items()}
-        for of, where in wheres.items():
-            ids, n = np.asarray(writer[of]), len(splits[of]["x"])
+        writer = {split: as_numpy(ids, f"{name}: writer") for split, ids in writer.items()}
+        for split, where in wheres.items():
+            ids, n = np.asarray(writer[split]), len(splits[split]["x"])
             fits = ids.shape == (n,) and ids.dtype.kind in "iu"
             check(fits, f"{where}: writer", f"{ids.dtype} {ids.shape}", f"a vector of {n} integers, one for each input")
     return dataset._replace(**splits, writer=writer)
 
 
-def _split(split: Any, where: str, num_classes: int | None, texts: bool) -> dict[str, Any]:
+def _checked(split: Any, where: str, num_classes: int | None, texts: bool) -> dict[str, Any]:
     """Returns a split as `normalised` does."""
 
     def array(path: Any, values: Any) -> Any:
-        of = f"{where}: {jax.tree_util.keystr(path, simple=True, separator='/')}"
+        name = f"{where}: {jax.tree_util.keystr(path, simple=True, separator='/')}"
         if not (is_table(values) or is_sparse(values)):
-            values = as_numpy(values, of)
+            values = as_numpy(values, name)
             objects = isinstance(values, np.ndarray) and values.dtype == object
             if not objects or all(isinstance(value, str) for value in values.flat):
                 return values
-        return array_of(values, of)
+        return array_of(values, name)
 
     split = jax.tree_util.tree_map_with_path(array, split) if isinstance(split, dict) else {}
-    whole = all(getattr(split.get(of), "ndim", 0) > 0 for of in ("x", "y"))
-    kinds = {of: type(values).__name__ for of, values in split.items()}
+    whole = all(getattr(split.get(name), "ndim", 0) > 0 for name in ("x", "y"))
+    kinds = {name: type(values).__name__ for name, values in split.items()}
     check(whole, where, kinds, "a dict with arrays 'x' and 'y', with an entry for each example")
     x, y = split["x"], split["y"]
     check(len(x) > 0 and x.size > 0, f"{where}: the shape of the inputs", list(x.shape), "without a 0")
@@ -105,14 +105,14 @@ def _split(split: Any, where: str, num_classes: int | None, texts: bool) -> dict
         check(texts and x.dtype.kind in "OSU", f"{where}: inputs", str(x.dtype), accepted)
 
     # All arrays.
-    for of, values in named_leaves(split).items():
-        values, of = np.asarray(values), {"['x']": "inputs", "['y']": "targets"}.get(of, of)
-        fits = values.ndim > 0 and len(values) == len(x) and (values.dtype.kind in "biuf" or of == "inputs")
-        accepted = f"an array of numbers [{len(x)}, ...]{_NUMBERS_TEXTS if of == 'targets' else ''}"
-        check(fits, f"{where}: {of}", f"{values.dtype} {list(values.shape)}", accepted)
-        check_held(f"{where}: {of}", values)
-        if values.ndim <= 2 and (values.dtype.kind == "f" or (of == "inputs" and values.ndim == 1)):
-            check_apart(f"{where}: {of}", values)
+    for name, values in named_leaves(split).items():
+        values, name = np.asarray(values), {"['x']": "inputs", "['y']": "targets"}.get(name, name)
+        fits = values.ndim > 0 and len(values) == len(x) and (values.dtype.kind in "biuf" or name == "inputs")
+        accepted = f"an array of numbers [{len(x)}, ...]{_NUMBERS_TEXTS if name == 'targets' else ''}"
+        check(fits, f"{where}: {name}", f"{values.dtype} {list(values.shape)}", accepted)
+        check_held(f"{where}: {name}", values)
+        if values.ndim <= 2 and (values.dtype.kind == "f" or (name == "inputs" and values.ndim == 1)):
+            check_apart(f"{where}: {name}", values)
     if num_classes is not None:
         accepted = (
             "a vector of integers, a label for each input (y.astype(np.int32)); a regression has num_classes=None"

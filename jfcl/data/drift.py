@@ -94,11 +94,11 @@ def drift_pattern(
     if name == "swap":
         rows = [np.arange(num_clients) % num_clusters]
         for _ in range(num_steps - 1):
-            order, here = rng.permutation(num_clients), rows[-1].copy()
+            order, cluster = rng.permutation(num_clients), rows[-1].copy()
             pairs = order[: num_clients // 2 * 2].reshape(-1, 2)
             a, b = pairs[rng.uniform(size=len(pairs)) < SWAPS].T
-            here[a], here[b] = here[b], here[a]
-            rows.append(here)
+            cluster[a], cluster[b] = cluster[b], cluster[a]
+            rows.append(cluster)
         return np.array(rows, np.int32)
     group = np.searchsorted(GROUPS, (np.arange(num_clients) + 0.5) / num_clients)
     begin = num_steps // 2 + (group if name == "incremental" else 0)
@@ -163,8 +163,8 @@ class Drift(NamedTuple):
     def tests(self, step: int) -> Clients:
         """Returns each client's test examples in its cluster at a step; after the last step nothing changes."""
         ids = np.asarray(client_ids(self.test._replace(examples=())))
-        cluster, here = self.cluster[min(step, self.num_steps - 1), ids], np.arange(len(ids))
-        return self.test._replace(examples=jax.tree.map(lambda x: np.asarray(x)[cluster, here], self.test.examples))
+        cluster, clients = self.cluster[min(step, self.num_steps - 1), ids], np.arange(len(ids))
+        return self.test._replace(examples=jax.tree.map(lambda x: np.asarray(x)[cluster, clients], self.test.examples))
 
     def ends(self, num_rounds: int) -> list[int]:
         """Returns `[T]`, the last round of each step, where `num_rounds` are divided among the steps."""

@@ -83,7 +83,7 @@ def generate_store(
     check(not nested, "dataset", nested, "of single arrays, since each is a file of the store")
     _check_room(Path(path), split)
     settings = {name: value for name, value in rules._asdict().items() if name != "distribution"}
-    known = {
+    content = {
         "num_classes": dataset.num_classes,
         "num_clusters": rules.num_clusters,
         **({} if dataset.table is None else {"table": dataset.table}),
@@ -96,13 +96,13 @@ def generate_store(
     accepted = f"at most {fewest}, the training examples of cluster {k}"
     check(examples_per_client <= fewest, "examples_per_client", examples_per_client, accepted)
     with new_folder(Path(path)) as folder:
-        cluster = _write(folder, "train", splits, known, progress)
-        _write(folder, "test", splits, known, progress, cluster)
+        cluster = _write(folder, "train", splits, content, progress)
+        _write(folder, "test", splits, content, progress, cluster)
     return open_stores(path)
 
 
 def _write(
-    folder: Path, part: str, splits: list[pools.Split], known: dict[str, Any], progress: bool, cluster: Any = None
+    folder: Path, part: str, splits: list[pools.Split], content: dict[str, Any], progress: bool, cluster: Any = None
 ) -> np.ndarray:
     """Writes the store `part`: the pool of every cell, transformed, and clients as rows of it; returns the clusters."""
     rules, transform = splits[0].rules, pools.transform_of(splits[0])
@@ -134,7 +134,7 @@ def _write(
     console = Console(stderr=True)
     bar = {"console": console, "transient": True, "disable": not (progress and console.is_interactive)}
     tracked = track(rows(), f"building the {part} store", total=num_clients, **bar)
-    ClientStore.create_indexed(folder / part, base(), tracked, stored=_compact(base()), cluster=cluster, **known)
+    ClientStore.create_indexed(folder / part, base(), tracked, stored=_compact(base()), cluster=cluster, **content)
     return cluster
 
 
@@ -153,11 +153,11 @@ def _deals(split: pools.Split, cluster: int, num_clients: int, of_test: bool) ->
 
 def _check_room(path: Path, split: pools.Split) -> None:
     """Raises `ValueError` for a store larger than the disk, at a byte for each number of its base and each row."""
-    there, rules = next(folder for folder in path.absolute().parents if folder.exists()), split.rules
+    parent, rules = next(folder for folder in path.absolute().parents if folder.exists()), split.rules
     copies = 0 if rules.selects else rules.num_clusters
     values = copies * split.dataset.train["x"].size // 2  # at least, without tests
-    needed, free = values + rules.num_clients * (8 + rules.examples_per_client), shutil.disk_usage(there).free
-    accepted = f"at most what {there} holds: the store needs {needed / 1e9:.1f} GB, of which {free / 1e9:.1f} are free"
+    needed, free = values + rules.num_clients * (8 + rules.examples_per_client), shutil.disk_usage(parent).free
+    accepted = f"at most what {parent} holds: the store needs {needed / 1e9:.1f} GB, of which {free / 1e9:.1f} are free"
     check(needed <= free, "num_clients", rules.num_clients, accepted)
 
 
@@ -179,14 +179,14 @@ def mixture_of(store: ClientStore, ids: Any = None) -> np.ndarray | None:
       >>> mixture_of(train).shape, mixture_of(train, [3]).sum().item()
       ((30, 2), 1.0)
     """
-    made = store.about.get("made", {})
-    if made.get("mixture") is None or store.rows is None:
+    settings = store.about.get("made", {})
+    if settings.get("mixture") is None or store.rows is None:
         return None
-    rules = pools.Rules(**{name: made.get(name) for name in pools.Rules._fields})
+    rules = pools.Rules(**{name: settings.get(name) for name in pools.Rules._fields})
     count = rules.num_clusters
-    each = len(store.arrays["x"]) // (count * rules.variants)  # the store has the same examples once for each cell
+    per_cell = len(store.arrays["x"]) // (count * rules.variants)  # the store has the same examples once for each cell
     parts = [store.rows[store.offsets[i] : store.offsets[i + 1]] for i in (range(len(store)) if ids is None else ids)]
-    return np.array([np.bincount(rows // each % count, minlength=count) / len(rows) for rows in parts], np.float32)
+    return np.array([np.bincount(rows // per_cell % count, minlength=count) / len(rows) for rows in parts], np.float32)
 
 
 def open_stores(path: str | Path) -> tuple[ClientStore, ClientStore]:

@@ -84,8 +84,8 @@ def swapped_labels(num_clusters: int, num_classes: int, seed=0) -> np.ndarray:
     pairs = [(1, 7), (3, 5)] if num_classes == 10 else []
     labels = rng.permutation([label for label in range(num_classes) if label not in {1, 7, 3, 5} or not pairs])
     pairs += [tuple(sorted(pair)) for pair in labels[: len(labels) // 2 * 2].reshape(-1, 2).tolist()]
-    others = [pair for pair in itertools.combinations(range(num_classes), 2) if pair not in pairs]
-    pairs += [others[i] for i in rng.permutation(len(others))]
+    unused = [pair for pair in itertools.combinations(range(num_classes), 2) if pair not in pairs]
+    pairs += [unused[i] for i in rng.permutation(len(unused))]
     return np.array(pairs[:num_clusters], np.int32)
 
 
@@ -212,8 +212,8 @@ def _drawn(owner: np.ndarray, num_clusters: int, seed, strength: float) -> np.nd
     if strength == 1:
         return owner
     rng = np.random.default_rng(seed)
-    others = rng.integers(num_clusters, size=len(owner))
-    return np.where((owner < 0) | (rng.random(len(owner)) < strength), owner, others)
+    draws = rng.integers(num_clusters, size=len(owner))
+    return np.where((owner < 0) | (rng.random(len(owner)) < strength), owner, draws)
 
 
 def class_rotation(x, y, cluster, num_clusters, num_classes, seed=0, strength=1.0):

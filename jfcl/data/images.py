@@ -44,10 +44,10 @@ def picture(image: Any, where: str) -> np.ndarray:
         values = unit(np.asarray(image))
     else:
         values = np.asarray(image)
-        known = image.mode == "F" and (values >= 0).all() and (values <= 1).all()
+        in_unit = image.mode == "F" and (values >= 0).all() and (values <= 1).all()
         what = f"one of mode {image.mode!r}, of unknown white, in {values.min():g}..{values.max():g}"
         accepted = "an array in [0, 1], such as np.asarray(image) / 65535 for 16 bits"
-        check(known, where, what + " and transparency" * transparent, accepted)
+        check(in_unit, where, what + " and transparency" * transparent, accepted)
     return values if values.ndim == 3 else values[..., None]
 
 
@@ -114,20 +114,20 @@ def images_or_ids(array: np.ndarray, where: str) -> np.ndarray:
     return unit(array if array.ndim > 3 else array[..., None])
 
 
-def has_channels_first(shape: tuple[int, ...], where: str, given: bool | None) -> bool:
+def has_channels_first(shape: tuple[int, ...], where: str, channels_first: bool | None) -> bool:
     """Returns whether inputs `[n, ...]` of this shape are images `[n, C, H, W]`.
 
-    It shows where one end of the three axes is 4 or less, and the other is not; otherwise `given` must say it.
+    It shows where one end of the three axes is 4 or less, and the other is not; otherwise `channels_first` must say it.
     """
     if len(shape) != 4:
         accepted = f"left out: the examples of {where} have shape {list(shape[1:])}, not [C, H, W]"
-        check(not given, "channels_first", given, accepted)
+        check(not channels_first, "channels_first", channels_first, accepted)
         return False
     first, middle, last = shape[1:]
     is_first = first <= 4 < min(middle, last)
     accepted = f"True for [C, H, W], False for [H, W, C]: {where} has shape {[first, middle, last]}, which may be both"
-    check(given is not None or is_first or last <= 4 < first, "channels_first", None, accepted)
-    return is_first if given is None else given
+    check(channels_first is not None or is_first or last <= 4 < first, "channels_first", None, accepted)
+    return is_first if channels_first is None else channels_first
 
 
 def channels_last(array: np.ndarray) -> np.ndarray:

@@ -348,11 +348,11 @@ def by_distribution(labels, num_clients: int, *, distribution, seed: Seed) -> li
 
 def _check_enough(num_examples: int, num_clients: int, examples_per_client: int | None = None) -> None:
     """Raises `ValueError` unless every client can have `examples_per_client` (default: 1) of the examples."""
-    each = 1 if examples_per_client is None else examples_per_client
-    for name, count in {"examples_per_client": each, "num_clients": num_clients, "num_examples": num_examples}.items():
+    size = 1 if examples_per_client is None else examples_per_client
+    for name, count in {"examples_per_client": size, "num_clients": num_clients, "num_examples": num_examples}.items():
         check_count(name, count)
-    accepted = f"at most {num_examples // each} ({num_examples} examples, at least {each} a client)"
-    check(num_clients * each <= num_examples, "num_clients", num_clients, accepted)
+    accepted = f"at most {num_examples // size} ({num_examples} examples, at least {size} a client)"
+    check(num_clients * size <= num_examples, "num_clients", num_clients, accepted)
 
 
 def _check_alpha(alpha: float) -> None:

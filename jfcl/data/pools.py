@@ -99,7 +99,7 @@ class Split(NamedTuple):
 
 def split_dataset(dataset: Dataset | str, rules: Rules, partitions: Iterable[str], data_dir: str | None) -> Split:
     """Checks the arguments that `build` and `generate_store` share, and splits the examples into two pools."""
-    heterogeneity, partition, each = rules.heterogeneity, rules.partition, rules.examples_per_client
+    heterogeneity, partition, size = rules.heterogeneity, rules.partition, rules.examples_per_client
     check_options(Rules, rules._asdict())
     names = shifts_of(heterogeneity)
     check(names or rules.strength == 1, "strength", rules.strength, "left out with 'none', which has no strength")
@@ -115,8 +115,8 @@ def split_dataset(dataset: Dataset | str, rules: Rules, partitions: Iterable[str
         check_count("num_clients", rules.num_clients)
         check_at_most_clients("num_clusters", rules.num_clusters, rules.num_clients)
     differ = rules.num_clusters == 1 or heterogeneity != "none" or partition == "distribution"
-    others = ", ".join(name for name in HETEROGENEITY if name != "none")
-    accepted = f"given for num_clusters={rules.num_clusters}, one of {others}: with 'none' the clusters do not differ"
+    shifts = ", ".join(name for name in HETEROGENEITY if name != "none")
+    accepted = f"given for num_clusters={rules.num_clusters}, one of {shifts}: with 'none' the clusters do not differ"
     check(differ, "heterogeneity", heterogeneity, accepted)
     dataset = with_channels(normalised(dataset), rules.shifts)
     if partition == "writer":
@@ -129,8 +129,8 @@ def split_dataset(dataset: Dataset | str, rules: Rules, partitions: Iterable[str
         check(fits, "dataset", dataset.name, f"a classification data set for {what!r}, which goes by single labels")
     for option in ("min_size", "labels_per_client"):
         value = getattr(rules, option)
-        fits = each is None or value <= each or option not in _arguments_of(partition)
-        check(fits, option, value, f"at most {each}, the examples_per_client")
+        fits = size is None or value <= size or option not in _arguments_of(partition)
+        check(fits, option, value, f"at most {size}, the examples_per_client")
     if partition == "distribution":
         table = as_distribution(rules.distribution, rules.num_clients, dataset.num_classes)
         rules = rules._replace(distribution=table)
@@ -182,10 +182,10 @@ def _pools_of_writers(dataset: Dataset, rules: Rules) -> tuple[Pool, Pool, str]:
     tested = np.flatnonzero(np.isin(of_test, writer) & (of_test >= 0))
     if not len(tested):
         return _pools(dataset._replace(test=None), rules, writer)
-    others = np.flatnonzero(~np.isin(writer, of_test[tested]) & (writer >= 0))
+    untested = np.flatnonzero(~np.isin(writer, of_test[tested]) & (writer >= 0))
     test, held, words = Pool(dataset.test, tested, of_test), np.empty(0, np.int64), "official test split"
-    if (np.unique(writer[others], return_counts=True)[1] > 1).any():
-        held = others[stratified_hold_out(writer[others], fraction, seed=(rules.seed, HOLD_OUT))[1]]
+    if (np.unique(writer[untested], return_counts=True)[1] > 1).any():
+        held = untested[stratified_hold_out(writer[untested], fraction, seed=(rules.seed, HOLD_OUT))[1]]
         both = take(dataset.test, tested), take(dataset.train, held)
         kind = np.concatenate([of_test[tested], writer[held]])
         test = Pool(jax.tree.map(lambda *parts: np.concatenate(parts), *both), np.arange(len(kind)), kind)
@@ -237,9 +237,9 @@ def transform_of(split: Split) -> Callable[[Examples, int], Examples]:
         for name in rules.shifts:
             function, k = HETEROGENEITY[name][0], cell if name in VARIANTS else cell % rules.num_clusters
             if name in OF_PLANE:
-                others = {name: values for name, values in examples.items() if name != "x"}
-                x, others = function(examples["x"], others, k, *options)
-                examples = {"x": x, **others}
+                beside = {name: values for name, values in examples.items() if name != "x"}
+                x, beside = function(examples["x"], beside, k, *options)
+                examples = {"x": x, **beside}
             elif name not in SELECTIVE:
                 x, y = function(examples["x"], examples["y"], k, *options)
                 examples = {**examples, "x": x, "y": y}
@@ -256,20 +256,20 @@ def take(examples: Examples, rows: np.ndarray) -> Examples:
 def divide(split: Split, num_clients: int, group: int) -> list[np.ndarray]:
     """Returns the rows of each client of a group in the training pool; `group` selects the random numbers."""
     rules, train = split.rules, split.train
-    partition, each, rows = PARTITIONS[rules.partition][0], rules.examples_per_client, train.rows
+    partition, size, rows = PARTITIONS[rules.partition][0], rules.examples_per_client, train.rows
     stream, rng = (rules.seed, PARTITION, group), np.random.default_rng((rules.seed, SUBSAMPLE, group))
     if rules.partition == "writer":
-        able = clients_of(split)
-        accepted = f"at most {len(able)}, the number of writers{split.left_out and f', without {split.left_out}'}"
-        check(num_clients <= len(able), "num_clients", num_clients, accepted)
-        parts = partition(np.where(np.isin(train.kind[rows], able), train.kind[rows], -1), num_clients, seed=stream)
-        return [rows[part if each is None else np.sort(rng.permutation(part)[:each])] for part in parts]
-    needed = num_clients * (each or 1)
+        writers = clients_of(split)
+        accepted = f"at most {len(writers)}, the number of writers{split.left_out and f', without {split.left_out}'}"
+        check(num_clients <= len(writers), "num_clients", num_clients, accepted)
+        parts = partition(np.where(np.isin(train.kind[rows], writers), train.kind[rows], -1), num_clients, seed=stream)
+        return [rows[part if size is None else np.sort(rng.permutation(part)[:size])] for part in parts]
+    needed = num_clients * (size or 1)
     accepted = f"at most {len(rows)}, the training examples of {split.dataset.name!r} for these clients"
-    check(needed <= len(rows), "num_clients" + " times examples_per_client" * (each is not None), needed, accepted)
+    check(needed <= len(rows), "num_clients" + " times examples_per_client" * (size is not None), needed, accepted)
     options = {"examples_seed": (*stream, 1), **rules._asdict()}
     options = {name: options[name] for name in _arguments_of(rules.partition) & options.keys()}
-    if each is not None and "examples_per_client" not in options:  # as many on average
+    if size is not None and "examples_per_client" not in options:  # as many on average
         rows = rows[np.sort(rng.permutation(len(rows))[:needed])]
     parts = partition(train.kind[rows], **options | {"num_clients": num_clients, "seed": stream})
     return [rows[part] for part in parts]

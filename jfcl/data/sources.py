@@ -48,11 +48,11 @@ def load(name: str, data_dir: str | os.PathLike | None = None) -> Dataset:
     data_dir = data_dir or os.environ.get("JFCL_DATA_DIR") or None
     folders = _FOLDERS.get(name, [name])
     if name not in DATASETS or (data_dir is None and name in _IN_TFDS):
-        official = f" in {folders[0]}/: {_HOW[folders[0]]}" if folders[0] in _HOW else ""
-        return load_tfds(_IN_TFDS.get(name, name), data_dir, known=DATASETS, official=official)._replace(name=name)
+        official = f" in {folders[0]}/: {_INSTRUCTIONS[folders[0]]}" if folders[0] in _INSTRUCTIONS else ""
+        return load_tfds(_IN_TFDS.get(name, name), data_dir, choices=DATASETS, official=official)._replace(name=name)
     accepted = f"a folder (or JFCL_DATA_DIR) with {' and '.join(f'{f}/' for f in folders)}, since {name!r} is read from"
-    how = "; ".join(_HOW[f] for f in folders if f in _HOW)
-    check(data_dir is not None or name in _NO_FILES, "data_dir", data_dir, f"{accepted} official files only: {how}")
+    hints = "; ".join(_INSTRUCTIONS[f] for f in folders if f in _INSTRUCTIONS)
+    check(data_dir is not None or name in _NO_FILES, "data_dir", data_dir, f"{accepted} official files only: {hints}")
     loader, description = DATASETS[name]
     return loader(None if data_dir is None else Path(data_dir))._replace(name=name, description=description)
 
@@ -74,8 +74,8 @@ def _points(data_dir, name: str) -> Dataset:
 @functools.cache
 def _digits_file() -> tuple[np.ndarray, np.ndarray]:
     """Reads the file of scikit-learn, since an import of `sklearn.datasets` takes over a second."""
-    found = importlib.util.find_spec("sklearn")
-    file = Path(found.origin).parent / "datasets" / "data" / "digits.csv.gz" if found else None
+    spec = importlib.util.find_spec("sklearn")
+    file = Path(spec.origin).parent / "datasets" / "data" / "digits.csv.gz" if spec else None
     if file is None or not file.exists():
         from sklearn.datasets import load_digits
 
@@ -153,7 +153,7 @@ def _femnist(data_dir) -> Dataset:
         files = data_dir / "femnist" / split / "*.json"
         people = [p for path in sorted(files.parent.glob("*.json")) if path.is_file() for p in _leaf_writers(path)]
         if not people:
-            raise ValueError(f"data_dir {str(data_dir)!r} does not hold writers in {files}: {_HOW['femnist']}")
+            raise ValueError(f"data_dir {str(data_dir)!r} does not hold writers in {files}: {_INSTRUCTIONS['femnist']}")
         names, x, y = zip(*people, strict=True)
         ids = [numbers.setdefault(name, len(numbers)) for name in names]
         splits[split] = {"x": np.concatenate(x), "y": np.concatenate(y)}
@@ -210,7 +210,7 @@ DATASETS = {
     "cifar10": (_cifar10, "60,000 colour photographs, 32x32, 10 kinds"),
     "ag_news": (_ag_news, "news of 4 topics, as text (see jfcl.data.tokenize)"),
     "tiny_shakespeare": (_tiny_shakespeare, "40,000 lines of plays, by speaker, as characters (char-rnn's file)"),
-    **{name: (functools.partial(_points, name=name), about) for name, about in _SYNTHETIC.items()},
+    **{name: (functools.partial(_points, name=name), description) for name, description in _SYNTHETIC.items()},
 }
 _NO_FILES = ("digits", *CONCEPTS)
 # Without a data directory: names in TFDS, and the folders of data sets that are not in it.
@@ -227,7 +227,7 @@ _PER_CHARACTER = 8  # bytes of memory for a character of a JSON file with number
 _IDX_TYPES = {0x08: "u1", 0x0C: ">i4"}
 _OPENERS = {".gz": gzip.open, ".xz": lzma.open, "": open}
 
-_HOW = {
+_INSTRUCTIONS = {
     "mnist": "the four files are at https://storage.googleapis.com/cvdf-datasets/mnist/",
     "fashion_mnist": "the four files are at https://github.com/zalandoresearch/fashion-mnist",
     "femnist": "run LEAF's data/femnist/preprocess.sh -s niid -t sample (github.com/TalwalkarLab/leaf), and put its"
@@ -255,7 +255,7 @@ def _read(data_dir: Path, folders: list[str], name: str) -> bytes:
     """Returns the verified content of an official file, of which no more than `_LARGEST` bytes are unpacked."""
     path, places = _find(data_dir, folders, name)
     if path is None:
-        searched = f"looked for {', '.join(map(str, places))}. To get it: {_HOW[folders[0]]}"
+        searched = f"looked for {', '.join(map(str, places))}. To get it: {_INSTRUCTIONS[folders[0]]}"
         otherwise = "or leave data_dir (and JFCL_DATA_DIR) unset to use tensorflow-datasets"
         raise ValueError(f"data_dir {str(data_dir)!r} does not hold {folders[0]}/{name}: {searched}; {otherwise}")
     try:
@@ -264,11 +264,11 @@ def _read(data_dir: Path, folders: list[str], name: str) -> bytes:
     except (OSError, EOFError, MemoryError, lzma.LZMAError, zlib.error) as error:
         raise ValueError(f"{path} is corrupted: it cannot be unpacked ({error}); fetch it again") from error
     kind, expected = "SHA-256", _DIGESTS[f"{folders[0]}/{name}"]
-    found = hashlib.sha256(content)
+    digest = hashlib.sha256(content)
     if len(expected) == 40:
-        kind, found = "git blob id", hashlib.sha1(b"blob %d\0" % len(content) + content, usedforsecurity=False)
-    if found.hexdigest() != expected:
-        what = f"expected content with {kind} {expected}, found {found.hexdigest()} ({len(content)} bytes)"
+        kind, digest = "git blob id", hashlib.sha1(b"blob %d\0" % len(content) + content, usedforsecurity=False)
+    if digest.hexdigest() != expected:
+        what = f"expected content with {kind} {expected}, found {digest.hexdigest()} ({len(content)} bytes)"
         raise ValueError(f"{path} is corrupted, or another version: {what}; fetch it again")
     return content
 

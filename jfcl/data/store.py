@@ -198,9 +198,9 @@ class ClientStore:
             part = np.ascontiguousarray(arrays[name][first : first + 65536])
             digests[name].update(part.reshape(-1).view(np.uint8))
         for name, digest in digests.items():
-            found, wanted = digest.hexdigest(), self.about["files"][name]["sha256"]
-            if found != wanted:
-                raise ValueError(f"{self.path / name}.npy was changed: expected SHA-256 {wanted}, found {found}")
+            actual, expected = digest.hexdigest(), self.about["files"][name]["sha256"]
+            if actual != expected:
+                raise ValueError(f"{self.path / name}.npy was changed: expected SHA-256 {expected}, found {actual}")
 
 
 @contextlib.contextmanager
@@ -214,8 +214,8 @@ def _writing(path: str | Path, stored: dict[str, tuple], cluster: Any, about: di
 def check_fits(store: ClientStore, other: ClientStore, name: str) -> None:
     """Raises `ValueError` unless two stores have the same number of clients and the same kind of examples."""
     check(len(store) == len(other), name, f"{len(other)} clients", f"of as many clients as the store, {len(store)}")
-    here, there = ({of: (f.shape, f.dtype) for of, f in part.fields.items()} for part in (store, other))
-    check(here.items() <= there.items(), name, there, f"of examples with the shapes and types of the store, {here}")
+    types, actual = ({of: (f.shape, f.dtype) for of, f in part.fields.items()} for part in (store, other))
+    check(types.items() <= actual.items(), name, actual, f"of examples with the shapes and types of the store, {types}")
 
 
 def check_store_labels(store: ClientStore, num_classes: int, name: str) -> None:

@@ -46,8 +46,8 @@ def encode(field: Field, values: np.ndarray, where: str) -> np.ndarray:
         values, kinds = np.rint(values * field.per_unit), [field.stored]
     with np.errstate(over="ignore", invalid="ignore"):
         for kind in kinds:
-            made = values.astype(kind)
-            fits = np.isfinite(made) if made.dtype.kind == "f" else made == values
+            converted = values.astype(kind)
+            fits = np.isfinite(converted) if converted.dtype.kind == "f" else converted == values
             if not fits.all():
                 accepted = f"of numbers that {kind} holds, the type that is stored or of the first client"
                 check(False, where, values[~fits][0].item(), accepted)
@@ -70,15 +70,15 @@ def read_store(path: Path) -> tuple[dict[str, Any], dict[str, Field], dict[str, 
 
     A store may come from elsewhere: clients' examples must lie within its arrays, which `gather` does not check.
     """
-    about = read_json(path / "store.json", check_format=FORMAT)
+    meta = read_json(path / "store.json", check_format=FORMAT)
     try:
-        fields = {name: Field(**field)._replace(shape=tuple(field["shape"])) for name, field in about["fields"].items()}
-        sound = _is_sound(about, fields)
+        fields = {name: Field(**field)._replace(shape=tuple(field["shape"])) for name, field in meta["fields"].items()}
+        sound = _is_sound(meta, fields)
     except (AttributeError, KeyError, TypeError):
         sound = False
     if not sound:
         raise ValueError(f"{path / 'store.json'} is damaged: jfcl does not write such fields, files and counts")
-    arrays = {name: _open_array(path / f"{name}.npy", wanted) for name, wanted in about["files"].items()}
+    arrays = {name: _open_array(path / f"{name}.npy", wanted) for name, wanted in meta["files"].items()}
 
     # Headers are not part of a file's digest.
     count, offsets, rows = len(arrays[next(iter(fields))]), arrays["offsets"], arrays.get("rows")
@@ -95,35 +95,35 @@ def read_store(path: Path) -> tuple[dict[str, Any], dict[str, Field], dict[str, 
         raise ValueError(f"{path / 'rows.npy'} was changed: row {rows.max()} of {count} examples")
     if "cluster" in arrays:
         check_of_clients(f"{path / 'cluster.npy'}", arrays["cluster"], len(offsets) - 1)
-    return about, fields, arrays
+    return meta, fields, arrays
 
 
-def _is_sound(about: dict[str, Any], fields: dict[str, Field]) -> bool:
+def _is_sound(meta: dict[str, Any], fields: dict[str, Field]) -> bool:
     """Returns whether the content of `store.json` is as jfcl writes it, with names of files of the store alone."""
 
     def is_field(name: str, field: Field) -> bool:
         real = 0 < field.per_unit < math.inf and abs(field.offset) < math.inf
         return _is_free(name) and field.dtype in TYPES and field.stored in TYPES and real
 
-    files, of_file = about["files"], {"bytes": int, "sha256": str, "shape": list}
-    counts = [about[name] for name in ("num_classes", "num_clusters") if about.get(name) is not None]
+    files, of_file = meta["files"], {"bytes": int, "sha256": str, "shape": list}
+    counts = [meta[name] for name in ("num_classes", "num_clusters") if meta.get(name) is not None]
     return (
         bool(fields)
         and all(is_field(name, field) for name, field in fields.items())
         and set(files) == {"offsets", *fields} | {name for name in ("rows", "cluster") if name in files}
         and all({name: type(value) for name, value in file.items()} == of_file for file in files.values())
         and all(type(count) is int and 0 < count <= INT32_MAX for count in counts)
-        and isinstance(about.get("description", ""), str)
-        and isinstance(about.get("made", {}), dict)
+        and isinstance(meta.get("description", ""), str)
+        and isinstance(meta.get("made", {}), dict)
     )
 
 
 def _open_array(file: Path, wanted: dict[str, Any]) -> np.ndarray:
     """Returns the array of a file, memory-mapped; raises `ValueError` where it is not as `store.json` says."""
-    found = file.stat().st_size if file.exists() else 0
-    if found != wanted["bytes"]:
+    size = file.stat().st_size if file.exists() else 0
+    if size != wanted["bytes"]:
         what = "was cut short or changed" if file.exists() else "is missing"
-        raise ValueError(f"{file} {what}: expected {wanted['bytes']} bytes, found {found}")
+        raise ValueError(f"{file} {what}: expected {wanted['bytes']} bytes, found {size}")
     try:  # a plain array over the map: NumPy's memmap objects cost a Python call at every indexing
         array = np.lib.format.open_memmap(file, mode="r").view(np.ndarray)
     except BAD_ARRAY as error:
@@ -158,8 +158,8 @@ class _File:
 
     def _header(self) -> None:
         descr = np.lib.format.dtype_to_descr(self.dtype)
-        about = {"descr": descr, "fortran_order": False, "shape": (self.count, *self.shape)}
-        np.lib.format.write_array_header_1_0(self.handle, about)
+        header = {"descr": descr, "fortran_order": False, "shape": (self.count, *self.shape)}
+        np.lib.format.write_array_header_1_0(self.handle, header)
 
     def write(self, values: np.ndarray) -> None:
         data = np.ascontiguousarray(values).tobytes()
@@ -226,7 +226,7 @@ class StoreWriter:
         check(self.largest > 0, "clients", f"{self.num_clients} without examples", "one with an example, at least")
         if cluster is not None:
             self.file("cluster", (), "int32").write(check_of_clients("cluster", cluster, self.num_clients))
-        known = {
+        content = {
             "format": FORMAT,
             "num_clients": self.num_clients,
             "num_examples": self.total,
@@ -234,7 +234,7 @@ class StoreWriter:
             "fields": {name: field._asdict() for name, field in self.fields.items()},
             "files": {name: file.finish() for name, file in self.files.items()},
         }
-        write_json(self.path / "store.json", seal(about | known))
+        write_json(self.path / "store.json", seal(about | content))
 
     def close(self) -> None:
         for file in self.files.values():

@@ -128,8 +128,8 @@ def _binary_vectors(rng: np.random.Generator, count: int, dim: int) -> np.ndarra
         return (numbers[:, None] >> np.arange(dim) & 1).astype(np.float64)
     vectors = rng.integers(0, 2, (count, dim))
     while True:
-        again = ~vectors.any(axis=1)
-        again[np.setdiff1d(np.arange(count), np.unique(vectors, axis=0, return_index=True)[1])] = True  # repetitions
-        if not again.any():
+        redrawn = ~vectors.any(axis=1)
+        redrawn[np.setdiff1d(np.arange(count), np.unique(vectors, axis=0, return_index=True)[1])] = True  # repetitions
+        if not redrawn.any():
             return vectors.astype(np.float64)
-        vectors[again] = rng.integers(0, 2, (again.sum(), dim))
+        vectors[redrawn] = rng.integers(0, 2, (redrawn.sum(), dim))

@@ -108,7 +108,7 @@ def row_numbers(columns: dict[Any, list[np.ndarray]]) -> list[Any]:
         return from_start or _INDEX.fullmatch(str(name))
 
     parts = {name: list(map(np.asarray, values)) for name, values in columns.items()}
-    single = [name for name, each in parts.items() if all(p.ndim == 1 and p.dtype.kind in "iuf" for p in each)]
+    single = [name for name, arrays in parts.items() if all(a.ndim == 1 and a.dtype.kind in "iuf" for a in arrays)]
     return [name for name in single if number(name, parts[name][0]) or number(name, np.concatenate(parts[name]))]
 
 
@@ -127,8 +127,8 @@ def fit_inputs(columns: dict[Any, list[np.ndarray]], categorical: Collection[Any
         if names and joined:
             inputs[-1]["between"] = between
         elif names:
-            each = len(names) >= FEWEST_ROWS and len(names) == len(train)
-            fits = len(names) <= MOST_NAMES and (not each or column in categorical)
+            all_differ = len(names) >= FEWEST_ROWS and len(names) == len(train)
+            fits = len(names) <= MOST_NAMES and (not all_differ or column in categorical)
             accepted = f"of at most {MOST_NAMES} names, to be an input beside numbers; or give x (--inputs) without it"
             check(fits, f"column {column!r}", f"{len(names)} different texts in {len(train)} rows", accepted)
             inputs[-1]["values"] = names
@@ -142,38 +142,38 @@ def fit_inputs(columns: dict[Any, list[np.ndarray]], categorical: Collection[Any
 
 def read_inputs(arrays: Sequence[np.ndarray], inputs: list[dict[str, Any]]) -> np.ndarray:
     """Returns the inputs `[n, ...]` of the columns `arrays`, as of `inputs_of`, read as `fit_inputs` says."""
-    read = [_read(array, one, f"column {one['column']!r}") for array, one in zip(arrays, inputs, strict=True)]
+    read = [_read(array, entry, f"column {entry['column']!r}") for array, entry in zip(arrays, inputs, strict=True)]
     if len(read) == 1:
         return read[0]
-    if all("between" in one for one in inputs):
+    if all("between" in entry for entry in inputs):
         return np.array([inputs[0]["between"].join(row) for row in zip(*read, strict=True)], object)
-    kinds = {one["column"]: f"{array.dtype} {array.shape[1:]}" for array, one in zip(read, inputs, strict=True)}
+    kinds = {entry["column"]: f"{array.dtype} {array.shape[1:]}" for array, entry in zip(read, inputs, strict=True)}
     fits = all(array.ndim == 2 and array.dtype == np.float32 for array in read)
     check(fits, "x", kinds, "columns of numbers, or of texts, where there are several")
     return np.concatenate(read, axis=1)
 
 
-def _read(array: np.ndarray, about: dict[str, Any], where: str) -> np.ndarray:
+def _read(array: np.ndarray, entry: dict[str, Any], where: str) -> np.ndarray:
     """Returns the values of a column as the inputs that they become."""
-    is_text = "between" in about or "values" in about
+    is_text = "between" in entry or "values" in entry
     check((array.dtype == object) == is_text, where, array[0], "texts" if is_text else "numbers, as in training")
-    if "between" in about:
+    if "between" in entry:
         return array
-    if "values" in about:
-        names = about["values"]
+    if "values" in entry:
+        names = entry["values"]
         new = sorted({*array.tolist()} - {*names})
         check(not new, where, new[:3], f"of names that training has, {shown(names)}")
         return (array[:, None] == np.array(names, object)).astype(np.float32)
-    shape = about.get("shape", [1])
+    shape = entry.get("shape", [1])
     if len(shape) == 3:  # grey images among those in colour
         array = alike([np.empty((0, *shape), np.float32), array])[1]
-    found = list(array.shape[1:])
-    check(found == shape, f"{where}: the shape of an input", found, f"{shape}, as in training")
-    if "mean" not in about:
+    actual = list(array.shape[1:])
+    check(actual == shape, f"{where}: the shape of an input", actual, f"{shape}, as in training")
+    if "mean" not in entry:
         return array
     with np.errstate(over="ignore"):
-        scaled = ((array.astype(np.float64) - about["mean"]) / about["deviation"]).astype(np.float32)
-    accepted = f"closer to those of training, of mean {about['mean']:g} and deviation {about['deviation']:g}"
+        scaled = ((array.astype(np.float64) - entry["mean"]) / entry["deviation"]).astype(np.float32)
+    accepted = f"closer to those of training, of mean {entry['mean']:g} and deviation {entry['deviation']:g}"
     check(np.isfinite(scaled).all(), f"{where}: numbers", float(np.abs(array).max()), accepted)
     return scaled
 
@@ -185,7 +185,7 @@ def described(table: dict[str, Any]) -> str:
         return ", ".join(map(str, names[:8])) + (f", ... ({len(names)} in all)" if len(names) > 8 else "")
 
     columns = [f"{c['column']}" + (f" ({listed(c['values'])})" if "values" in c else "") for c in table["inputs"]]
-    scaled = ", numbers scaled to mean 0 and deviation 1" * any("mean" in one for one in table["inputs"])
+    scaled = ", numbers scaled to mean 0 and deviation 1" * any("mean" in entry for entry in table["inputs"])
     words = [f"inputs {listed(columns)}{scaled}"]
     if table["target"] is not None:
         targets = table["target"] if isinstance(table["target"], list) else [table["target"]]
@@ -218,20 +218,20 @@ def read_rows(frame: Any, table: dict[str, Any]) -> dict[str, np.ndarray]:
     frame = frame_of(frame, "frame")
     target = table["target"]
     targets = target if isinstance(target, list) else [target]
-    has_target = target is not None and any(one in frame.columns for one in targets)
-    wanted = {one["column"]: "inputs" for one in table["inputs"]}
+    has_target = target is not None and any(name in frame.columns for name in targets)
+    wanted = {entry["column"]: "inputs" for entry in table["inputs"]}
     wanted |= dict.fromkeys(targets if has_target else (), "targets")
     for column, role in wanted.items():
         accepted = f"a frame with the column {column!r}, one of the {role} in training"
         check(column in frame.columns, "frame", list(frame.columns), accepted)
     columns, arrays = columns_of(frame, list(wanted)), []
-    for one in table["inputs"]:
-        values, where = columns[one["column"]], f"column {one['column']!r}"
-        values = names_in(values, where) if "values" in one else values
-        arrays += inputs_of([(where, values)], one.get("channels_first"))[0]
+    for entry in table["inputs"]:
+        values, where = columns[entry["column"]], f"column {entry['column']!r}"
+        values = names_in(values, where) if "values" in entry else values
+        arrays += inputs_of([(where, values)], entry.get("channels_first"))[0]
     rows = {"x": read_inputs(arrays, table["inputs"])}
     if isinstance(target, list) and has_target:
-        return rows | {"y": side_by_side({one: columns[one] for one in target})}
+        return rows | {"y": side_by_side({name: columns[name] for name in target})}
     return rows | ({"y": _labels(columns[target], table)} if has_target else {})
 
 
@@ -242,11 +242,11 @@ def _labels(values: Any, table: dict[str, Any]) -> np.ndarray:
     if names is not None:
         rows = array_of(values, where).tolist()
         for value in rows:
-            known = isinstance(value, str | int | float) and value in names
-            check(known, where, value, f"one of the labels of training, {shown(names)}")
+            is_known = isinstance(value, str | int | float) and value in names
+            check(is_known, where, value, f"one of the labels of training, {shown(names)}")
         return np.array([names.index(value) for value in rows], np.int32)
-    split, count, renamed = targets_of({"train": values}, column, classes, table["kind"])
-    y = split["train"]
+    targets, count, renamed = targets_of({"train": values}, column, classes, table["kind"])
+    y = targets["train"]
     fits = renamed is None and count == classes and (table["kind"] is not None or y.dtype.kind != "f")  # maps
     check(fits, where, shown(list(values)[:8]), "of targets as in training")
     return y

@@ -50,15 +50,15 @@ def tokenize(dataset: Dataset, *, vocab_size: int = 10_000, length: int = 32) ->
     parts = {name: part for name, part in [("train", dataset.train), ("test", dataset.test)] if part is not None}
     if dataset.tokens == "characters":
         return _of_characters(dataset, parts, vocab_size, length)
-    split = {name: [_WORD.findall(str(text).lower()) for text in part["x"]] for name, part in parts.items()}
-    count = Counter(word for text in split["train"] for word in text)
+    tokens = {name: [_WORD.findall(str(text).lower()) for text in part["x"]] for name, part in parts.items()}
+    count = Counter(word for text in tokens["train"] for word in text)
     common = sorted(count, key=lambda word: (-count[word], word))[: vocab_size - 2]
     vocabulary = ["<pad>", "<unknown>", *common]
     ids = {word: i + 2 for i, word in enumerate(common)}
     encoded = {}
     for name, part in parts.items():
         x = aligned_zeros((len(part["x"]), length), np.int32)  # of PAD
-        for row, words in zip(x, split[name], strict=True):
+        for row, words in zip(x, tokens[name], strict=True):
             row[: len(words)] = [ids.get(word, UNKNOWN) for word in words[:length]]
         encoded[name] = part | {"x": x}
     return dataset._replace(**encoded), vocabulary

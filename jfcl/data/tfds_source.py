@@ -26,12 +26,12 @@ _TEXTS = ("title", "text", "description")  # features that are joined
 _OFFICIAL = "Or set data_dir (or JFCL_DATA_DIR) to a folder with the official files"
 
 
-def load_tfds(name: str, data_dir, *, known: Iterable[str] = (), official: str = "") -> Dataset:
+def load_tfds(name: str, data_dir, *, choices: Iterable[str] = (), official: str = "") -> Dataset:
     """Reads a TFDS data set with "image" (or text) and "label" features, and prepares it if needed.
 
-    `known` are further names to suggest for an unknown one; `official` says where jfcl finds official files.
+    `choices` are further names to suggest for an unknown one; `official` says where jfcl finds official files.
     """
-    folder = _folder(name, data_dir, known, official)
+    folder = _folder(name, data_dir, choices, official)
     with _readable(folder) as builder:
         info = builder.info
     x = ["image"] if "image" in info.features else [key for key in _TEXTS if key in info.features]
@@ -108,7 +108,7 @@ def _readable(folder: Path, builder: Any = None, otherwise: str = "") -> Iterato
         raise ValueError(f"{folder} cannot be prepared or read by tensorflow-datasets ({why}).{otherwise}") from error
 
 
-def _folder(name: str, data_dir, known: Iterable[str] = (), official: str = "") -> Path:
+def _folder(name: str, data_dir, choices: Iterable[str] = (), official: str = "") -> Path:
     """Returns the folder of a prepared data set; prepares it if needed."""
     otherwise = f" {_OFFICIAL}{official}" if official else ""
     root = Path(os.environ.get("TFDS_DATA_DIR") or Path.home() / "tensorflow_datasets")  # as TFDS chooses it
@@ -119,11 +119,11 @@ def _folder(name: str, data_dir, known: Iterable[str] = (), official: str = "") 
 
     builders = tfds.list_builders(with_community_datasets=False)
     if name.split("/")[0] not in builders:
-        hint = value_hint("dataset", name, [*known, *builders])
-        accepted = ", ".join([*known, "or an image data set of tensorflow-datasets"])
+        hint = value_hint("dataset", name, [*choices, *builders])
+        accepted = ", ".join([*choices, "or an image data set of tensorflow-datasets"])
         raise ValueError(f"unknown dataset {name!r}{hint} Accepted: {accepted}")
     # TFDS imports importlib_resources to find its builders' files, but does not declare it.
-    missing = [one for one in ("tensorflow", "importlib_resources") if importlib.util.find_spec(one) is None]
+    missing = [module for module in ("tensorflow", "importlib_resources") if importlib.util.find_spec(module) is None]
     if missing:
         searched = f"looked for array_record files under {', '.join(str(place / name) for place in roots)}"
         needs = f"preparing it needs {' and '.join(missing)}: pip install 'jfcl[tfds]'"
