@@ -113,9 +113,9 @@ def lora(
 
     def adapted(function):
         """Returns `function` `(params, ...)` of whole models as one of adapters."""
-        return (lambda trained, *rest: function(merge(trained), *rest)) if beside is None else beside(function)
+        return (lambda trained, *args: function(merge(trained), *args)) if beside is None else beside(function)
 
-    of_training = adapted(lambda params, key, *rest: base.train_loss(key, params, *rest))
+    of_training = adapted(lambda params, key, *args: base.train_loss(key, params, *args))
 
     def train_loss(key, trained, batch, real):
         losses, new = of_training(trained, key, batch, real)
@@ -138,8 +138,8 @@ def _targets(task: Task, params: PyTree, targets: Callable[[str], bool] | None) 
     is_kernel = lambda name: name in matrices and name.rpartition("/")[2] == "kernel"  # noqa: E731
     names = list(filter(targets or is_kernel, shapes))
     accepted = "true for some of the matrices alone: " + ", ".join(f"{n} {shape}" for n, shape in matrices.items())
-    others = ", ".join(name for name in names if name not in matrices) or "no parameter"
-    check(names and set(names) <= set(matrices), "targets", others, accepted)
+    refused = ", ".join(name for name in names if name not in matrices) or "no parameter"
+    check(names and set(names) <= set(matrices), "targets", refused, accepted)
     return {name: shapes[name] for name in names}
 
 
@@ -150,8 +150,8 @@ def _beside(shapes: dict[str, tuple], merge: Callable, fixed: PyTree, scale: flo
     """
     kernels = named_parameters(fixed)
 
-    def of(function):
-        def run(trained, *rest):
+    def adapt(function):
+        def run(trained, *operands):
             factors, plain = named_parameters(trained), False
 
             def without(layer, call, *args, **kwargs):
@@ -173,8 +173,8 @@ def _beside(shapes: dict[str, tuple], merge: Callable, fixed: PyTree, scale: flo
 
             # Normalised kernels are not the parameters themselves.
             with at_layers(nn.Dense, add), at_layers((nn.WeightNorm, nn.SpectralNorm), without):
-                return function(merge(trained), *rest)
+                return function(merge(trained), *operands)
 
         return run
 
-    return of
+    return adapt

@@ -116,8 +116,8 @@ def _weight_gradient(x, g, kernel, strides, padding):
     fit = GROUP_BYTES // max(math.prod(g.shape[1:]) * g.dtype.itemsize, 1) // 2 * 2  # an even number
     size = min(max(fit, 2), len(x))
     groups = len(x) // size
-    rest = slice(groups * size, None)
-    total = of_group(x[rest], g[rest]) if len(x) % size else jnp.zeros((x.shape[-1], *kernel, g.shape[-1]), wide)
+    tail = slice(groups * size, None)
+    total = of_group(x[tail], g[tail]) if len(x) % size else jnp.zeros((x.shape[-1], *kernel, g.shape[-1]), wide)
 
     def add(i, total):
         group = (lax.dynamic_slice_in_dim(v, i * size, size) for v in (x, g))
@@ -354,8 +354,8 @@ def conv(
     depthwise = feature_group_count == lhs.shape[-1] > 1
     grouped = (feature_group_count != 1 and not depthwise) or batch_group_count != 1
     if not canonical or dilated or grouped or not plain_types:
-        others = lhs_dilation, rhs_dilation, dimension_numbers, feature_group_count, batch_group_count
-        return lax.conv_general_dilated(lhs, rhs, window_strides, padding, *others, **options)
+        layout = lhs_dilation, rhs_dilation, dimension_numbers, feature_group_count, batch_group_count
+        return lax.conv_general_dilated(lhs, rhs, window_strides, padding, *layout, **options)
     strides = tuple(int(s) for s in window_strides)
     if isinstance(padding, str):
         padding = lax.padtype_to_pads(lhs.shape[1:3], rhs.shape[:2], strides, padding)
@@ -411,7 +411,7 @@ def _first_largest(tiles: jax.Array) -> tuple[jax.Array, jax.Array]:
     return largest, place
 
 
-def _with_kept_places(tiles: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _with_byte_places(tiles: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Returns `_first_largest(tiles)` in a form that keeps indices of one byte, not the tiles, for the gradient.
 
     XLA would else keep the tiles, 16 times as many bytes for 2 x 2 of float32, and compare them again.
@@ -425,7 +425,7 @@ def _with_kept_places(tiles: jax.Array) -> tuple[jax.Array, jax.Array]:
 @_largest.defjvp
 def _largest_jvp(primals, tangents):
     (tiles,), (moved,) = primals, tangents
-    largest, place = by_platform(tiles, cpu=_first_largest, accelerator=_with_kept_places)
+    largest, place = by_platform(tiles, cpu=_first_largest, accelerator=_with_byte_places)
     k = tiles.shape[2]
-    each = jnp.arange(k * k, dtype=jnp.int32).reshape(1, 1, k, 1, k, 1)
-    return largest, jnp.where(place[:, :, None, :, None] == each, moved, jnp.zeros_like(moved)).sum(axis=(2, 4))
+    index = jnp.arange(k * k, dtype=jnp.int32).reshape(1, 1, k, 1, k, 1)
+    return largest, jnp.where(place[:, :, None, :, None] == index, moved, jnp.zeros_like(moved)).sum(axis=(2, 4))

@@ -54,8 +54,8 @@ def training_flag(module: Any, name: str, argument: str | None) -> tuple[dict[st
     if argument is not None:
         check(argument in arguments, "training_argument", argument, f"an argument of {name}: {', '.join(arguments)}")
     flag = next((a for a in (argument, *FLAGS) if a in arguments), None)
-    for other, about in list(arguments.items())[1:]:
-        if other != flag and about.default is about.empty and about.kind not in VARIADIC:
+    for other, parameter in list(arguments.items())[1:]:
+        if other != flag and parameter.default is parameter.empty and parameter.kind not in VARIADIC:
             remedy = f"give it a default, or, if it says whether it trains, name it by training_argument={other!r}"
             raise ValueError(f"{name}.__call__ needs the argument {other!r}: {remedy}")
     trains = flag not in IS_NOT_TRAINING
@@ -89,9 +89,9 @@ def _no_flag(module: Any, name: str) -> str:
 
 def row_mask(real: jax.Array, x: jax.Array) -> jax.Array | None:
     """Returns `real` `[B]` as a mask of `x` `[rows, ...]`, the first true if none is; None if rows are no examples."""
-    each, left = divmod(len(x), len(real))
+    repeats, remainder = divmod(len(x), len(real))
     real = real | (~real.any() & (jnp.arange(len(real)) == 0))
-    return None if left else jnp.repeat(real, each).reshape(-1, *[1] * (x.ndim - 1))
+    return None if remainder else jnp.repeat(real, repeats).reshape(-1, *[1] * (x.ndim - 1))
 
 
 def in_types_of(params: PyTree, new: PyTree) -> PyTree:
@@ -101,15 +101,15 @@ def in_types_of(params: PyTree, new: PyTree) -> PyTree:
 
 def _joined_collections(variables: dict[str, PyTree], name: str) -> tuple[PyTree, dict[tuple, str]]:
     """Returns all collections of a module as one nested dict, and the collection of each path."""
-    flat, of = {}, {}
+    flat, origin = {}, {}
     for collection, tree in variables.items():
         for path, leaf in traverse_util.flatten_dict(tree).items():
             check(path not in flat, "module", name, "names that differ between parameters and other state")
             real = collection == "params" or jnp.issubdtype(leaf.dtype, jnp.floating)
             accepted = "batch statistics of real numbers alone; counters cannot be averaged over clients"
             check(real, f"state of {name}", f"{'/'.join(path)} of {leaf.dtype}", accepted)
-            flat[path], of[path] = leaf, collection
-    return traverse_util.unflatten_dict(flat), of
+            flat[path], origin[path] = leaf, collection
+    return traverse_util.unflatten_dict(flat), origin
 
 
 def of_linen(module: nn.Module, input_shape: tuple[int, ...], dtype: Any, argument: str | None) -> Network:

@@ -55,9 +55,9 @@ def of_nnx(module: Any, input_shape: tuple[int, ...], dtype: Any, argument: str 
     abstract = _abstract(build, name)
     kinds = (nnx.Param, nnx.BatchStat, nnx.RngState, ...)
     evaluating, training = training_flag(abstract, name, argument)
-    graph, of_params, of_statistics, of_rngs, others = nnx.split(abstract, *kinds)
-    left = [str(path) for path, _ in jax.tree_util.tree_leaves_with_path(others)]
-    check(not left, f"state of {name}", ", ".join(left), "parameters, batch statistics and random keys alone")
+    graph, of_params, of_statistics, of_rngs, other_state = nnx.split(abstract, *kinds)
+    extra = [str(path) for path, _ in jax.tree_util.tree_leaves_with_path(other_state)]
+    check(not extra, f"state of {name}", ", ".join(extra), "parameters, batch statistics and random keys alone")
     statistics = traverse_util.flatten_dict(nnx.to_pure_dict(of_statistics))
     differs = bool(statistics) or bool(jax.tree.leaves(of_rngs)) or bool(training)
 
@@ -84,7 +84,7 @@ def of_nnx(module: Any, input_shape: tuple[int, ...], dtype: Any, argument: str 
             for i, x in enumerate(leaves)
         ]
         states = filled(of_params, flat), filled(of_statistics, stats), jax.tree.unflatten(structure, rngs)
-        return nnx.merge(graph, *states, others)
+        return nnx.merge(graph, *states, other_state)
 
     def apply(params, x):
         whole = model(params, jax.random.key(0))

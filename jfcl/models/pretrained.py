@@ -184,8 +184,8 @@ def fitting(task: Task, params: PyTree) -> PyTree:
     if wrong or jax.tree.structure(like) != jax.tree.structure(params):
         is_flax = isinstance(params, dict) and "params" in params and "params" not in like
         hint = "; jfcl.models.from_flax(variables) makes them from flax's variables" if is_flax else ""
-        each = [f"{n} is {shapes.get(n, 'missing')}, where the task has {wanted.get(n, 'none')}" for n in wrong[:4]]
-        what = "; ".join(each) or "other containers"
+        mismatch = [f"{n} is {shapes.get(n, 'missing')}, where the task has {wanted.get(n, 'none')}" for n in wrong[:4]]
+        what = "; ".join(mismatch) or "other containers"
         raise ValueError(f"params must have the structure and shapes of the task's parameters{hint}: {what}")
     narrows = jax.tree.map(lambda x, s: jnp.iscomplexobj(x) and jnp.issubdtype(s.dtype, jnp.floating), params, like)
     check(not any(jax.tree.leaves(narrows)), "params", "complex numbers", "real numbers, as the task's")

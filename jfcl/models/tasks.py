@@ -103,8 +103,8 @@ def is_right(logits: jax.Array, labels: jax.Array) -> jax.Array:
 
 def mixed_logits(logits: jax.Array, weights: jax.Array) -> jax.Array:
     """Returns the logarithm of the mean of `K` models' probabilities: logits `[B, ..., num_classes]` again."""
-    each, weights = _counted(jax.nn.log_softmax(_wide(logits)), weights)
-    return jax.nn.logsumexp(each, axis=0, b=jnp.broadcast_to(weights, each.shape))
+    values, weights = _counted(jax.nn.log_softmax(_wide(logits)), weights)
+    return jax.nn.logsumexp(values, axis=0, b=jnp.broadcast_to(weights, values.shape))
 
 
 def _mean(values: jax.Array, weights: jax.Array) -> jax.Array:

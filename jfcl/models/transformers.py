@@ -24,9 +24,9 @@ class Attention(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         *places, width = x.shape
-        each = (*places, self.heads, width // self.heads)
-        query, key, value = (nn.Dense(width, name=name)(x).reshape(each) for name in ("query", "key", "value"))
-        scores = jnp.einsum("bqhd,bkhd->bhqk", query, key) / jnp.sqrt(jnp.array(each[-1], x.dtype))
+        shape = (*places, self.heads, width // self.heads)
+        query, key, value = (nn.Dense(width, name=name)(x).reshape(shape) for name in ("query", "key", "value"))
+        scores = jnp.einsum("bqhd,bkhd->bhqk", query, key) / jnp.sqrt(jnp.array(shape[-1], x.dtype))
         if self.causal:
             seen = jnp.tril(jnp.ones((1, 1, places[-1], places[-1]), bool))
             scores = jnp.where(seen, scores, jnp.full_like(scores, -jnp.inf))
