@@ -107,7 +107,7 @@ def shared_means(
         return means
     of_all = cluster_mean(tree, jnp.zeros(len(weights), jnp.int32), weights, 1, client_axis)
     flags = path_flags(shared, means)
-    return jax.tree.map(lambda f, own, all_: jnp.broadcast_to(all_, own.shape) if f else own, flags, means, of_all)
+    return jax.tree.map(lambda f, mean, joint: jnp.broadcast_to(joint, mean.shape) if f else mean, flags, means, of_all)
 
 
 def filled_means(
@@ -130,7 +130,7 @@ def filled_means(
     means = where_rows(jax.ops.segment_sum(weights, cluster, num_clusters) > 0, means, of_all)
     if shared is None:
         return means
-    return jax.tree.map(lambda f, own, all_: all_ if f else own, path_flags(shared, means), means, of_all)
+    return jax.tree.map(lambda f, mean, joint: joint if f else mean, path_flags(shared, means), means, of_all)
 
 
 def check_aggregator(aggregator: Callable[..., PyTree] | None) -> None:
@@ -207,9 +207,9 @@ def attacked(
     if adversary is None:
         return updates, usable
     usable = usable & jax.vmap(is_finite)(updates)
-    known = jnp.asarray(adversary.malicious)
-    check(known.ndim == 1 and known.dtype == bool, "malicious", known.dtype, "bool, of shape [N]")
-    malicious = known[jnp.minimum(ids, len(known) - 1)] & (ids < len(known)) & usable
+    by_id = jnp.asarray(adversary.malicious)
+    check(by_id.ndim == 1 and by_id.dtype == bool, "malicious", by_id.dtype, "bool, of shape [N]")
+    malicious = by_id[jnp.minimum(ids, len(by_id) - 1)] & (ids < len(by_id)) & usable
     cluster = jnp.zeros(len(ids), jnp.int32) if cluster is None else cluster
     taken = taken_arguments(adversary.attack, cluster=cluster, ids=ids)  # `cluster` if it is aimed at clustering
     sent = adversary.attack(key, updates, malicious, usable, **taken)

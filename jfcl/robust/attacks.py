@@ -101,8 +101,8 @@ def _send_within(make: Callable[[jax.Array, jax.Array, jax.Array], jax.Array]) -
 
 def _good_mean(x: jax.Array, good: jax.Array) -> jax.Array:
     """Returns the mean of the good rows, `[1, ...]`."""
-    kept = where_rows(good, x, jnp.zeros_like(x))
-    return kept.sum(axis=0, keepdims=True) / jnp.maximum(good.sum(), 1).astype(x.dtype)
+    good_rows = where_rows(good, x, jnp.zeros_like(x))
+    return good_rows.sum(axis=0, keepdims=True) / jnp.maximum(good.sum(), 1).astype(x.dtype)
 
 
 def _spread(x: jax.Array, good: jax.Array) -> tuple[jax.Array, jax.Array]:

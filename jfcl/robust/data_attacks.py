@@ -113,14 +113,14 @@ def _poisoned(attack: DataAttack, rng: np.random.Generator, x: np.ndarray, y: np
     def form(array):
         return f"{array.dtype} {list(array.shape)}"
 
-    found = attack(rng, x, y, num_classes)
-    returned = f"one that returned {type(found).__name__}"
+    result = attack(rng, x, y, num_classes)
+    returned = f"one that returned {type(result).__name__}"
     accepted = f"a function that returns (x, y), {form(x)} and {form(y)}"
-    check(isinstance(found, tuple) and len(found) == 2, "attack", returned, accepted)
-    new_x, new_y = map(np.asarray, found)
+    check(isinstance(result, tuple) and len(result) == 2, "attack", returned, accepted)
+    new_x, new_y = map(np.asarray, result)
     alike = all(np.can_cast(new.dtype, old.dtype, "same_kind") for new, old in ((new_x, x), (new_y, y)))
     fits = alike and (new_x.shape, new_y.shape) == (x.shape, y.shape)
     check(fits, "attack", f"one that returned {form(new_x)} and {form(new_y)}", accepted)
-    known = ((new_y >= 0) & (new_y < num_classes)).all()
-    check(known, "attack", f"one that returned labels {np.unique(new_y)}", f"one with labels in 0..{num_classes - 1}")
+    valid = ((new_y >= 0) & (new_y < num_classes)).all()
+    check(valid, "attack", f"one that returned labels {np.unique(new_y)}", f"one with labels in 0..{num_classes - 1}")
     return new_x, new_y

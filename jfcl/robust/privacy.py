@@ -206,9 +206,9 @@ def release(
         sizes = counts + COUNT_NOISE * dp.noise * jax.random.normal(of_sizes, counts.shape, counts.dtype)
     else:
         sizes = jnp.broadcast_to(expected.astype(counts.dtype), counts.shape)
-    kept = sizes >= dp.min_size
-    leaves = [jnp.where(kept.reshape(-1, *[1] * (x.ndim - 1)), x, jnp.zeros_like(x)) for x in leaves]
-    return jax.tree.unflatten(structure, leaves), jnp.where(kept, sizes, jnp.zeros_like(sizes))
+    is_kept = sizes >= dp.min_size
+    leaves = [jnp.where(is_kept.reshape(-1, *[1] * (x.ndim - 1)), x, jnp.zeros_like(x)) for x in leaves]
+    return jax.tree.unflatten(structure, leaves), jnp.where(is_kept, sizes, jnp.zeros_like(sizes))
 
 
 def next_clip(
