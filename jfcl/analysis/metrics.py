@@ -26,7 +26,7 @@ __all__ += ["deviation", "drift_results", "evaluate", "macro_f1", "mixture_recov
 __all__ += ["summarize"]
 
 Metric = Callable[[jax.Array, Batch, jax.Array], jax.Array]
-OWN_NAMES = ("loss", "accuracy", "perplexity", "cluster", "found", "model", "num_models", "examples", "id", "weights")
+RESERVED = ("loss", "accuracy", "perplexity", "cluster", "found", "model", "num_models", "examples", "id", "weights")
 BINS = 15  # of equal width, of the probability of the predicted class
 BACK = 0.95  # of the accuracy before a change; with it the run has recovered from the change
 FOUND = 0.99  # the share of clients in the right cluster from which on the clusters count as found
@@ -99,7 +99,7 @@ def check_metrics(metrics: Mapping[str, Metric] | None) -> tuple[tuple[str, Metr
     check(fits, "metrics", type(metrics).__name__, "a dict of functions (outputs, batch, real) by name")
     for name, function in (metrics or {}).items():
         check(isinstance(name, str) and name.isidentifier(), "metrics", name, "names such as 'macro_f1'")
-        check(name not in OWN_NAMES, "metrics", name, f"other names than those of results: {', '.join(OWN_NAMES)}")
+        check(name not in RESERVED, "metrics", name, f"other names than those of results: {', '.join(RESERVED)}")
         check(callable(function), f"metrics[{name!r}]", function, "a function (outputs, batch, real) -> a number")
     return tuple(sorted((metrics or {}).items()))
 
@@ -108,8 +108,8 @@ def check_metrics(metrics: Mapping[str, Metric] | None) -> tuple[tuple[str, Metr
 def _evaluate(params, clients, cluster, personal, *, task, metrics, client_axis):
     of_all = task
 
-    def client(params, examples, size, k, own):
-        task = of_rest(of_all, own) if jax.tree.leaves(own) else of_all
+    def client(params, examples, size, k, own_params):
+        task = of_rest(of_all, own_params) if jax.tree.leaves(own_params) else of_all
         if k is None:
             k = jnp.argmin(under_all(task, params)(examples, size)[0]).astype(jnp.int32)
         if k.ndim:  # a mixture
@@ -123,8 +123,8 @@ def _evaluate(params, clients, cluster, personal, *, task, metrics, client_axis)
         def score(outputs, batch):
             return {name: function(outputs, batch) for name, function in scores.items()}, outputs if metrics else ()
 
-        each, outputs = task.scores(score, model, examples)  # the outputs are computed once, also in parts
-        result = {name: masked_mean(values, real) for name, values in each.items()}
+        by_example, outputs = task.scores(score, model, examples)  # the outputs are computed once, also in parts
+        result = {name: masked_mean(values, real) for name, values in by_example.items()}
         if task.perplexity:
             result["perplexity"] = jnp.exp(result["loss"])
         if metrics:
@@ -160,10 +160,10 @@ def summarize(evaluation: dict[str, np.ndarray], size: np.ndarray) -> dict[str, 
     real = np.asarray(size) > 0
     means = [name for name in ("loss", "perplexity") if name in evaluation]
     summary = {name: float(np.mean(np.asarray(evaluation[name], np.float64)[real])) for name in means}
-    for name in (name for name in evaluation if name not in OWN_NAMES):
+    for name in (name for name in evaluation if name not in RESERVED):
         values = np.asarray(evaluation[name], np.float64)[real]
-        known = values[~np.isnan(values)]
-        summary[name] = float(known.mean()) if len(known) else None
+        defined = values[~np.isnan(values)]
+        summary[name] = float(defined.mean()) if len(defined) else None
     if "accuracy" in evaluation:
         accuracy = np.asarray(evaluation["accuracy"], np.float64)[real]
         worst = np.sort(accuracy)[: max(1, len(accuracy) // 10)]

@@ -260,19 +260,19 @@ def assignments(records: Records, true_cluster: np.ndarray | None = None, *, see
     """
     seed = records[0]["seed"] if seed is None else seed
     chosen = _spaced([r for r in records if r["seed"] == seed])
-    found = np.array([r["cluster"] for r in chosen]).T  # [N, E]
-    is_known = true_cluster is not None
-    sorted_by = np.asarray(true_cluster) if is_known else found[:, -1]
+    clusters = np.array([r["cluster"] for r in chosen]).T  # [N, E]
+    has_truth = true_cluster is not None
+    sorted_by = np.asarray(true_cluster) if has_truth else clusters[:, -1]
     sorted_by = np.where(sorted_by < 0, sorted_by.max() + 1, sorted_by)  # unknown ones: last, in a colour of their own
-    names = match_clusters(found[:, -1], sorted_by, np.unique(found).tolist())
+    names = match_clusters(clusters[:, -1], sorted_by, np.unique(clusters).tolist())
     order = np.argsort(sorted_by, kind="stable")
-    renamed = np.vectorize(names.get)(found)[order]
+    renamed = np.vectorize(names.get)(clusters)[order]
     figure = new_figure(6.4, 3.8)
     strip, axes = figure.subplots(1, 2, width_ratios=[1, 24])
     colors = cluster_colors(max([*names.values(), int(sorted_by.max())]) + 1)
     style = {"cmap": colors, "vmin": -0.5, "vmax": colors.N - 0.5, "aspect": "auto", "interpolation": "nearest"}
     strip.imshow(sorted_by[order][:, None], **style)
-    kind = "true" if is_known else "last"
+    kind = "true" if has_truth else "last"
     strip.yaxis.set_major_locator(_whole_numbers())
     strip.set(xticks=[], ylabel=f"client, sorted by {kind} cluster", title=kind)
     axes.imshow(renamed, **style)

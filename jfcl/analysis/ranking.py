@@ -48,8 +48,8 @@ def ranks(scores: np.ndarray) -> np.ndarray:
       >>> ranks(np.array([0.5, 0.9, 0.5])).tolist()
       [2.5, 1.0, 2.5]
     """
-    others, each = scores[..., None, :], scores[..., :, None]
-    return 0.5 + (others > each).sum(axis=-1) + (others == each).sum(axis=-1) / 2
+    score, rivals = scores[..., :, None], scores[..., None, :]
+    return 0.5 + (rivals > score).sum(axis=-1) + (rivals == score).sum(axis=-1) / 2
 
 
 def rank_intervals(settings: Sequence[np.ndarray], *, draws: int = 1000, seed: int = 0) -> tuple[np.ndarray, ...]:
@@ -181,22 +181,22 @@ def pareto(cost: np.ndarray, value: np.ndarray) -> np.ndarray:
     return ~(cheap & good & better).any(axis=0)
 
 
-def complete(is_there: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def complete(is_present: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Returns the settings and the methods of a complete part of a table, by their numbers.
 
     As long as something is missing, the setting or the method that lacks the largest share is left out; a setting also
     where it lacks half as much as a method.
 
     Args:
-      is_there: `[S, A]`.
+      is_present: `[S, A]`.
 
     Example:
       >>> settings, methods = complete(np.array([[True, True, False]] * 4 + [[True, False, True]]))
       >>> settings.tolist(), methods.tolist()
       ([0, 1, 2, 3], [0, 1])
     """
-    rows, columns = (np.arange(n) for n in is_there.shape)
-    while len(rows) and len(columns) and not (part := is_there[np.ix_(rows, columns)]).all():
+    rows, columns = (np.arange(n) for n in is_present.shape)
+    while len(rows) and len(columns) and not (part := is_present[np.ix_(rows, columns)]).all():
         of_row, of_column = 1 - part.mean(axis=1), 1 - part.mean(axis=0)
         if 2 * of_row.max() >= of_column.max():
             rows = np.delete(rows, of_row.argmax())
@@ -270,14 +270,14 @@ def plot_costs(
     """
     figure = plots.new_figure(6.2, 2.9 * len(costs), layout="constrained")
     for axes, (name, cost) in zip(figure.subplots(len(costs), squeeze=False)[:, 0], costs.items(), strict=True):
-        known = np.flatnonzero(np.isfinite(cost + value))
-        front = known[pareto(cost[known], value[known])]
-        least, most = min((c for c in cost[known] if c > 0), default=1), max(cost[known], default=1)
+        finite = np.flatnonzero(np.isfinite(cost + value))
+        front = finite[pareto(cost[finite], value[finite])]
+        least, most = min((c for c in cost[finite] if c > 0), default=1), max(cost[finite], default=1)
         if most > 10 * least:
             axes.set_xscale("symlog", linthresh=least)
         line = front[np.argsort(cost[front])]
         axes.step(cost[line], value[line], where="post", color=plots.PALETTE[1], zorder=1)
-        for i in known:
+        for i in finite:
             axes.plot(cost[i], value[i], "o", color=plots.PALETTE[0] if i in front else "0.5")
             if i in front or methods[i] in named:
                 near = {"xytext": (4, 3), "textcoords": "offset points", "fontsize": 8}

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jfcl.analysis.metrics import OWN_NAMES, deviation, drift_results, rounds_to_recovery
+from jfcl.analysis.metrics import RESERVED, deviation, drift_results, rounds_to_recovery
 from jfcl.core.texts import csv_bytes
 from jfcl.simulation.evaluation import Subjects, is_mixture
 from jfcl.simulation.folder import environment, write_results
@@ -80,7 +80,7 @@ def finds_clusters(history: History) -> bool:
 
 def summarize(history: History) -> dict[str, Any]:
     """Returns the entries of `summary.json` that follow from a run alone: its end, its costs and its last metrics."""
-    over_seeds = summarize_records(history.records, further=[n for n in history.clients if n not in OWN_NAMES])
+    over_seeds = summarize_records(history.records, further=[n for n in history.clients if n not in RESERVED])
     seconds = max(history.seconds, 1e-9)
     return {
         "num_rounds": history.rounds,
@@ -125,7 +125,7 @@ def clients_csv(
     results = [last, *itertools.chain.from_iterable(by_round.values())]
     served = ["model"] * any(np.not_equal(r.get("model", r["cluster"]), r["cluster"]).any() for r in results)
     names = [name for name in ("accuracy", "loss", "perplexity") if name in last]
-    names += [name for name in last if name not in OWN_NAMES]
+    names += [name for name in last if name not in RESERVED]
 
     def lines(of_seeds: Sequence[dict[str, Any]]) -> Iterator[list]:
         for s, results in enumerate(of_seeds):
