@@ -94,7 +94,7 @@ def evaluate(
 
 
 def check_metrics(metrics: Mapping[str, Metric] | None) -> tuple[tuple[str, Metric], ...]:
-    """Returns `metrics` as pairs, in the order of their names; `ValueError` for what is none."""
+    """Returns `metrics` as pairs, in the order of their names; `ValueError` for other than functions by name."""
     fits = metrics is None or isinstance(metrics, Mapping)
     check(fits, "metrics", type(metrics).__name__, "a dict of functions (outputs, batch, real) by name")
     for name, function in (metrics or {}).items():

@@ -25,7 +25,7 @@ def max_examples(clients: Clients) -> int:
 
 
 def shape_struct(x: Any, shape: tuple[int, ...], sharding: Any = None) -> jax.ShapeDtypeStruct:
-    """Returns a shape with the type that the array `x`, which may be one of NumPy, has on a device."""
+    """Returns `shape` with the type that the array `x`, also one of NumPy, has on a device."""
     dtype = jax.dtypes.canonicalize_dtype(x.dtype, allow_extended_dtype=True)
     return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
 

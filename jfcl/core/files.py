@@ -50,7 +50,7 @@ def named(path: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def opened(path: Path, flags: int) -> Iterator[int]:
-    """Yields a descriptor of a regular file, as of `open_plain`, and closes it at the end; errors have the path."""
+    """Yields a descriptor of a regular file, as of `open_plain`, and closes it at the end; errors name the path."""
     descriptor = open_plain(path, flags)
     try:
         with named(path):
@@ -80,7 +80,7 @@ def sync(path: Path) -> None:
 
 @contextlib.contextmanager
 def new_file(path: Path) -> Iterator[int]:
-    """Yields a descriptor of a new file, in the place of what has its name; it is durable at the end, or removed."""
+    """Yields a descriptor of a new file, which replaces one of its name; it ends durable, or removed."""
     if os.path.islink(path) or (os.path.lexists(path) and not os.path.isdir(path)):
         os.unlink(path)
     try:

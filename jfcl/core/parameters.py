@@ -115,7 +115,7 @@ def trained_part(task: Task, params: PyTree) -> PyTree:
 
 
 def in_head(task: Task) -> Callable[[str], bool]:
-    """Returns the predicate of the last dense layer's parameters; `ValueError` without such a layer, or another one."""
+    """Returns the predicate of the last dense layer's parameters; `ValueError` if it is unknown, or the only layer."""
     accepted = "given: the last dense layer of this task's model is not known (that of flax.linen modules is)"
     check(task.head is not None, "personal", None, accepted)
     names = parameter_names(jax.eval_shape(task.init, jax.random.key(0)))
@@ -152,7 +152,7 @@ def parameter_names(params: PyTree) -> list[str]:
 def reparametrised(
     task: Task, whole: Callable[[Callable], Callable], *, init: Callable, train_loss: Callable, merge: Callable | None
 ) -> Task:
-    """Returns the task of other parameters, of which `whole` makes each of its functions; a `dense_start` is lost."""
+    """Returns `task` with other parameters, without `dense_start`; `whole(function)` is a function of these."""
     named = {name: getattr(task, name) for name in ("apply", "represent")}
     functions = {name: None if function is None else whole(function) for name, function in named.items()}
     functions["train_loss"] = None if task.train_loss is None else train_loss
@@ -160,7 +160,7 @@ def reparametrised(
 
 
 def of_rest(task: Task, fixed: Any) -> Task:
-    """Returns the task of the parameters that are `None` in `fixed`; the others, as in `fixed`, do not move."""
+    """Returns the task of the parameters that are `None` in `fixed`; those in `fixed` stay as they are."""
 
     def whole(function):
         return lambda params, x: function(joined(params, fixed), x)

@@ -61,7 +61,7 @@ def check_path(argument: str, path: Any) -> None:
 
 
 def check_plain(folder: str | os.PathLike) -> None:
-    """Raises `ValueError` unless what has a name of jfcl's in `folder` is the file or folder that it should be.
+    """Raises `ValueError` unless each name of jfcl in `folder` is that of a file or a folder, as it should be.
 
     `folder` itself may be a symbolic link: its name is the user's own.
     """

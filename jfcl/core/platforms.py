@@ -77,7 +77,7 @@ def in_parts(function: Callable[[Any, Any], Any], rows: Any, most: int | None) -
 
 
 def at_most(trips: int) -> contextlib.AbstractContextManager:
-    """Notes, for `most_trips`, that the loop that is traced inside runs its body at most so often."""
+    """Notes, for `most_trips`, the largest number of trips of the loop that is traced inside."""
     return jax.named_scope(f"at_most_{trips}_trips")
 
 

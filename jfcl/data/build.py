@@ -261,7 +261,7 @@ def mixed(
 
 
 def _in_steps(rows: Rows, examples: pools.Examples, count: int, seed: int) -> tuple[Rows, pools.Examples]:
-    """Divides each client's `rows` at random among `count` steps: in their order, and the examples with `"step"`."""
+    """Divides each client's `rows` at random among `count` steps, one after the other; the examples get a `"step"`."""
     least = min(map(len, rows))
     check(least >= count, "the examples of a client", least, f"at least {count}, one for each step of the drift")
     check("step" not in examples, "dataset", sorted(examples), "without an array 'step', which drift adds")
@@ -342,8 +342,8 @@ def _stacked(rows: Rows, cells: Any, transform: Callable, examples: pools.Exampl
 def _beyond_rows(dataset: Dataset, rules: pools.Rules) -> list[Any]:
     """Returns what decides on the examples beside the rows, where it is not the default."""
     relabels = not {*RELABELLING}.isdisjoint(rules.shifts)
-    follows = not relabels or int(dataset.train["y"].max()) + 1 == dataset.num_classes
-    extra = ([] if follows else [dataset.num_classes]) + ([] if dataset.table is None else [dataset.table])
+    has_spare_classes = relabels and int(dataset.train["y"].max()) + 1 != dataset.num_classes
+    extra = [dataset.num_classes] * has_spare_classes + ([] if dataset.table is None else [dataset.table])
     extra += [] if rules.strength == 1 else [f"strength {float(rules.strength)}"]
     return extra + ([] if rules.mixture is None else [f"mixture {float(rules.mixture)}"])
 

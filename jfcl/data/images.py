@@ -52,7 +52,7 @@ def picture(image: Any, where: str) -> np.ndarray:
 
 
 def _upright(image: Any) -> Any:
-    """Returns an image as cameras mean it to be turned, by the orientation that is stored beside its numbers."""
+    """Returns an image turned as the orientation that is stored with it says."""
     if image.getexif().get(_ORIENTATION, 1) == 1:
         return image
     from PIL import ImageOps

@@ -176,10 +176,10 @@ class ClientStore:
         plain.check_plain(path)
         if not (path / "store.json").exists():
             raise ValueError(f"{path} holds no store of clients: store.json is missing")
-        about, fields, arrays = read_store(path)
-        digest = hashlib.sha256(json.dumps([about["files"], about["fields"]], sort_keys=True).encode())
+        meta, fields, arrays = read_store(path)
+        digest = hashlib.sha256(json.dumps([meta["files"], meta["fields"]], sort_keys=True).encode())
         places = [arrays.get(name) for name in ("offsets", "rows", "cluster")]
-        return cls(path, fields, {name: arrays[name] for name in fields}, *places, about, digest.hexdigest()[:16])
+        return cls(path, fields, {name: arrays[name] for name in fields}, *places, meta, digest.hexdigest()[:16])
 
     def verify(self, *, progress: bool = False) -> None:
         """Raises `ValueError` for a file that does not have the SHA-256 in `store.json`; all files are read.

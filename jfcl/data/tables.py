@@ -97,8 +97,8 @@ def names_in(values: Any, where: str) -> list[str]:
 def row_numbers(columns: dict[Any, list[np.ndarray]]) -> list[Any]:
     """Returns the columns, given by their values in every split, that number the rows of a table, or of a larger one.
 
-    These are those with the name that an index gets in a file, and different integers; and those with the integers from
-    0 or 1 on (in 10 rows or more), in any order: in training, or in all splits together.
+    These have the name that an index gets in a file, and different integers; or they have the integers from 0 or 1 on
+    (in 10 rows or more), in any order: in training, or in all splits together.
     """
 
     def number(name, values):

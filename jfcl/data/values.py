@@ -1,7 +1,7 @@
 """Values of examples as users have them (lists, arrays, tensors, frames, images) as arrays in the types of the library.
 
-Every way in reads a column of any kind here: `plain` takes off what hides it, `array_of` makes it an array, `inputs_of`
-makes it inputs, and `array_beside` an array beside them.
+All loaders read a column of any kind here: `plain` unwraps its values, `array_of` makes it an array, `inputs_of` makes
+it inputs, and `array_beside` an array beside them.
 """
 
 from __future__ import annotations

@@ -174,10 +174,9 @@ def _shown(named: Parts) -> str:
 
 
 def _options(part: Callable[..., Any]) -> dict[str, inspect.Parameter]:
-    """Returns the parameters after the updates that are options of the part."""
+    """Returns the parameters of a part beside the updates and the mask."""
     parameters = list(inspect.signature(part).parameters.values())[1:]
-    of_all = ("updates", "mask")
-    return {p.name: p for p in parameters if p.name not in of_all and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)}
+    return {p.name: p for p in parameters if p.name != "mask" and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)}
 
 
 def aggregator_options(name: Parts, *, required: bool = False) -> list[str]:

@@ -29,8 +29,8 @@ def cut(tree: jax.Array, *, num_clusters: int | None = None, threshold: float | 
     tree = jnp.asarray(tree)
     check(tree.ndim == 2 and tree.shape[1] == 4, "tree", tree.shape, "of shape [N-1, 4]")
     tree = tree.astype(sum_dtype(tree))
-    one_of_both = (num_clusters is None) != (threshold is None)
-    check(one_of_both, "num_clusters, threshold", (num_clusters, threshold), "one of the two")
+    exactly_one = (num_clusters is None) != (threshold is None)
+    check(exactly_one, "num_clusters, threshold", (num_clusters, threshold), "one of the two")
     count = len(tree) + 1
     if num_clusters is not None:
         check_whole("num_clusters", num_clusters, 1, count, "N")

@@ -52,7 +52,7 @@ def first_max(key: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def key_limits(dtype: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns three keys: below that of any float, the next one, which stands between clusters, and above."""
+    """Returns three keys: one below those of all floats, the next, which stands between clusters, and one above all."""
     limits = jnp.iinfo(dtype)
     return tuple(jnp.array(key, dtype) for key in (limits.min, limits.min + 1, limits.max))
 

@@ -32,7 +32,7 @@ def over_columns(client_axis: mapping.Mapping, kernel: Callable[..., tuple[PyTre
         x = x.reshape(len(x), -1)
         return jnp.pad(x, ((0, 0), (0, -x.shape[1] % mesh.size)))
 
-    def as_placed(x):  # else the compiler may divide into columns what comes before, too, with more communication
+    def as_placed(x):  # otherwise the compiler may divide earlier arrays into columns, too, with more communication
         divided = NamedSharding(client_axis.mesh, PartitionSpec(client_axis.mesh.axis_names))
         return x if len(x) % mesh.size else jax.lax.with_sharding_constraint(x, divided)
 

@@ -96,7 +96,7 @@ class jitted:
         return {name: value for name, value in options.items() if name not in self._static}
 
     def _with_arguments(self, args: tuple, options: dict[str, Any], place: Callable) -> tuple[tuple, dict] | None:
-        """Returns the arguments and options of `_run`, or None without large arrays, which `place` places."""
+        """Returns the arguments and options of `_run`, with large arrays after `place`; None where there are none."""
         traced = self._jit.trace(*args, **options)  # the same jaxpr for the same arguments
         jaxpr, arrays = traced.jaxpr.jaxpr, traced.jaxpr.consts
         is_large = tuple(getattr(x, "nbytes", 0) >= LARGE for x in arrays)

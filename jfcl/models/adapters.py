@@ -144,9 +144,9 @@ def _targets(task: Task, params: PyTree, targets: Callable[[str], bool] | None) 
 
 
 def _beside(shapes: dict[str, tuple], merge: Callable, fixed: PyTree, scale: float) -> Callable:
-    """Returns what makes `function(model, ...)` one of `(trained, ...)`, with adapters beside dense layers of linen.
+    """Returns the transformation of `function(model, ...)` to one of `(trained, ...)`: adapters beside dense layers.
 
-    What else uses a kernel, as with tied weights, reads it with its adapter added; no program computes that unused.
+    Other uses of a kernel, as with tied weights, read it with its adapter added, which no program computes unused.
     """
     kernels = named_parameters(fixed)
 

@@ -216,7 +216,7 @@ def _transpose(linear: Callable, like: tuple[int, ...], g: jax.Array) -> jax.Arr
 def _canonical(
     shape: tuple[int, int], kernel: tuple[int, int], strides: tuple[int, int], padding: Padding, pooled: bool = False
 ) -> Callable:
-    """Returns the convolution of one geometry: input height and width, kernel, strides, padding, if pooled after it."""
+    """Returns the convolution of one geometry: input height and width, kernel, strides, padding, pooling or not."""
 
     def plain(x, w):
         return _plain(x, w, strides, padding)
@@ -414,7 +414,7 @@ def _first_largest(tiles: jax.Array) -> tuple[jax.Array, jax.Array]:
 def _with_byte_places(tiles: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Returns `_first_largest(tiles)` in a form that keeps indices of one byte, not the tiles, for the gradient.
 
-    XLA would else keep the tiles, 16 times as many bytes for 2 x 2 of float32, and compare them again.
+    Otherwise XLA would keep the tiles, 16 times as many bytes for 2 x 2 of float32, and compare them again.
     """
     largest, place = _first_largest(tiles)
     small = jnp.int8 if tiles.shape[2] ** 2 <= 128 else jnp.int32

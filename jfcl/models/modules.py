@@ -69,7 +69,7 @@ def _booleans(module: Any) -> dict[str, bool]:
 
 
 def check_flag(module: Any, name: str, training: dict[str, bool], draws: Callable[[dict[str, bool]], bool]) -> None:
-    """Refuses a module that draws random numbers, in training, only with a boolean argument of another name."""
+    """Refuses a module that draws random numbers only with a boolean argument that is not in `training`."""
     for argument, default in _booleans(module).items():
         if argument not in training and draws(training | {argument: not default}):
             names = ", ".join(IS_NOT_TRAINING if default else IS_TRAINING)
@@ -123,7 +123,7 @@ def of_linen(module: nn.Module, input_shape: tuple[int, ...], dtype: Any, argume
         values, head, _ = _last_dense(lambda: module.init(key, jnp.zeros((1, *input_shape), dtype), **evaluating))
         return values
 
-    # What it holds, and whether it trains otherwise than it is evaluated.
+    # Its state, and whether training differs from evaluation.
     try:
         with explained(name, jax.ShapeDtypeStruct((1, *input_shape), dtype)):
             shapes = jax.eval_shape(variables, jax.random.key(0))

@@ -200,7 +200,7 @@ def check_trainable(task: Task, params: PyTree, trainable: Any) -> None:
 
 
 def with_frozen_statistics(task: Task, trained: PyTree) -> Task:
-    """Returns `task` with running statistics, also in training, in layers with statistics that `trained` is without."""
+    """Returns `task` with running statistics, in training too, in the layers whose statistics are not in `trained`."""
     if task.statistics is None:
         return task
     moving, names = (named_parameters(tree) for tree in (trained, jax.eval_shape(task.init, jax.random.key(0))))

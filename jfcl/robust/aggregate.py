@@ -37,7 +37,7 @@ def nothing_sent(like: PyTree) -> tuple[PyTree, jax.Array]:
 
 
 def add_to_clusters(sums: PyTree, tree: PyTree, cluster: jax.Array, weights: jax.Array) -> PyTree:
-    """Adds `weights[i] * tree[i]`, unless NaN of weight 0, to `sums[cluster[i]]` (to none for -1) for every row `i`."""
+    """Adds `weights[i] * tree[i]` to `sums[cluster[i]]` (to none for -1) for every row `i` with a weight above 0."""
 
     def add(total, x):
         counted, scale = jnp.where(_per_row(weights, x) > 0, x, jnp.zeros_like(x)), weights.astype(total.dtype)

@@ -149,7 +149,7 @@ def poisson_cohort(key: jax.Array, clients: Clients, count: int) -> Cohort:
     cohort_key, clients_key = jax.random.split(key)
     rows = random_order(cohort_key, clients)[: most_drawn(count)]
     chosen = take_clients(clients, rows)
-    draws = jax.vmap(jax.random.uniform)(client_keys(cohort_key, chosen))  # by ids: those behind `random_order`
+    draws = jax.vmap(jax.random.uniform)(client_keys(cohort_key, chosen))  # by ids, those of `random_order`
     drawn = draws * expected_participants(clients, None) < count
     return Cohort(chosen._replace(size=jnp.where(drawn, chosen.size, jnp.zeros_like(chosen.size))), rows, clients_key)
 
@@ -164,7 +164,7 @@ def expected_participants(clients: Clients, cohort: int | None) -> jax.Array:
 
 
 def clipped(update: PyTree, clip: Real) -> tuple[PyTree, jax.Array]:
-    """Returns one client's update with a norm of at most `clip`, in float32, and whether it was so before."""
+    """Returns one client's update with a norm of at most `clip`, in float32, and whether it had one before."""
     update = jax.tree.map(lambda x: x.astype(jnp.promote_types(x.dtype, jnp.float32)), update)
     largest = jnp.stack([jnp.abs(x).max(initial=0.0).astype(jnp.float32) for x in jax.tree.leaves(update)]).max()
     # Squares of numbers near 1 do not overflow. XLA may multiply by `1 / unit`, which is 0 from 9e37 on.

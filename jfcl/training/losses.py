@@ -48,7 +48,7 @@ def blank_padding(examples: Batch, size: jax.Array) -> Batch:
         return jnp.where(real, rows, jnp.zeros_like(rows)).reshape(x.shape)
 
     def blank_once(x):
-        """Blanks float32 as integers: a TPU's compiler else rounds the examples of all clients to bfloat16 first."""
+        """Blanks float32 as integers: a TPU's compiler would round the examples of all clients to bfloat16 first."""
         if x.dtype != jnp.float32:
             return blank(x)
         bits = jax.lax.bitcast_convert_type(x, jnp.int32)

@@ -45,7 +45,7 @@ def check_optimizer(argument: str, optimizer: Any, task: Task, *, with_loss: boo
             state = optimizer.init(params)
             return (params, state), optimizer_step(optimizer, params, state, params, loss if with_loss else None)
 
-        try:  # types and ranks are promoted as JAX does by default: the trial is not of the user's strictness
+        try:  # types and ranks are promoted as JAX does by default, also under stricter rules of the user
             with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
                 before, after = jax.eval_shape(step, params, jax.ShapeDtypeStruct((), jnp.float32))
         except Exception as error:  # whatever an optimiser raises

@@ -78,7 +78,7 @@ def one_full_step(m: int, batch_size: int, steps: int) -> bool:
 
 
 def in_span(start: DenseStart, optimizer: optax.GradientTransformation, params: PyTree) -> DenseStart | None:
-    """Returns `start`, without its bias where `optimizer` does not move it with the kernel; None if not the kernel."""
+    """Returns `start`, without its bias where that leaves the span under `optimizer`; None if the kernel does."""
     if start.bias is not None and stays_in_span(optimizer, params, start.kernel, start.bias):
         return start
     return start._replace(bias=None) if stays_in_span(optimizer, params, start.kernel) else None
