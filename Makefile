@@ -1,5 +1,6 @@
 # `make demo` and `make test` are all a newcomer needs: each sets up .venv first.
 PYTHON ?= python3
+PYTHON313 ?= python3.13
 BIN := .venv/bin
 INSTALL := PYTHONWARNINGS=ignore $(BIN)/pip install --quiet --no-compile
 # pip would compile all modules, most of which are never imported; Python compiles those that are, once.
@@ -40,6 +41,12 @@ peers:
 	  .venv-$$name/bin/pip install --quiet -r benchmarks/peers/requirements-$$name.txt || exit 1; \
 	done
 	.venv-cfla/bin/pip install --quiet --no-deps CFLA==1.0.4
+	if ! $(PYTHON313) -c ""; then \
+	  echo "BlazeFL is left out: there is no $(PYTHON313) (make peers PYTHON313=PATH, 3.12 or 3.13)"; \
+	else \
+	  $(PYTHON313) -m venv .venv-blazefl && \
+	  .venv-blazefl/bin/pip install --quiet -r benchmarks/peers/requirements-blazefl.txt; \
+	fi
 
 # On a machine with an NVIDIA GPU: rounds beside PyTorch (make peers) and plain JAX, in 8 minutes at most.
 gpu: .venv/dev

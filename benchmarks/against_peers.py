@@ -51,6 +51,7 @@ PEERS = {  # environment (.venv-NAME) and script (peers/NAME_loop.py) of each, a
     "pfl-research 0.6.0": ("pfl", ("fedavg",)),
     "Flower 1.41": ("flower", ("fedavg", "ifca")),
     "CFLA 1.0.4": ("cfla", ("ifca", "flhc")),
+    "BlazeFL 2.0.3": ("blazefl", ("fedavg", "ifca")),
 }
 TOLERANCE, QUICK_TOLERANCE = 0.02, 0.002  # every library shuffles differently; nothing is shuffled in full batches
 WARM_STEPS = 20

@@ -53,7 +53,7 @@ def on_gpu() -> dict[str, dict[str, float]]:
 def draw() -> plt.Figure:
     """Returns the figure: a panel for the CPU, and one for the GPU."""
     figure, panels = plt.subplots(1, 2, figsize=(11, 4.2), gridspec_kw={"wspace": 0.5})
-    libraries = ["PyTorch", "FedJAX", "pfl-research", "Flower", "CFLA", "plain JAX", "jfcl in bfloat16"]
+    libraries = ["PyTorch", "FedJAX", "pfl-research", "Flower", "CFLA", "plain JAX", "jfcl in bfloat16", "BlazeFL"]
     for axes, (title, jobs) in zip(
         panels, {"CPU of 2 cores": on_cpu(), "one NVIDIA H200": on_gpu()}.items(), strict=True
     ):
