@@ -88,31 +88,31 @@ def step(rules: Averaging, assign: Assign, key: jax.Array, state: AveragingState
     # Assign the clients of the cohort, which is that of the FedAvg round below, by the same key.
     cohort = phases.select_cohort(key, clients, rules.cohort)
     real = jnp.asarray(cohort.clients.size) > 0
-    made = assign(key, cohort, state)
-    last, unchanged = phases.take_rows(cohort, (state.cluster, state.unchanged))
-    kept = jnp.where(made.cluster == last, unchanged + 1, jnp.zeros_like(unchanged))
-    if made.assigned is not None:
-        kept = jnp.where(made.assigned, kept, unchanged)
-    cluster, kept = phases.put_rows(
-        cohort, (state.cluster, state.unchanged), (made.cluster, jnp.where(real, kept, unchanged))
+    assignment = assign(key, cohort, state)
+    last, before = phases.take_rows(cohort, (state.cluster, state.unchanged))
+    unchanged = jnp.where(assignment.cluster == last, before + 1, jnp.zeros_like(before))
+    if assignment.assigned is not None:
+        unchanged = jnp.where(assignment.assigned, unchanged, before)
+    cluster, unchanged = phases.put_rows(
+        cohort, (state.cluster, state.unchanged), (assignment.cluster, jnp.where(real, unchanged, before))
     )
     params, server = state.params, state.server
-    if made.moves is not None:
-        params, server = jax.tree.map(lambda x: x[made.moves], (params, server))
-        if made.fresh is not None:
-            fresh = jax.tree.map(lambda one, p: jnp.broadcast_to(one, p.shape), made.fresh, params)
+    if assignment.moves is not None:
+        params, server = jax.tree.map(lambda x: x[assignment.moves], (params, server))
+        if assignment.fresh is not None:
+            fresh = jax.tree.map(lambda f, p: jnp.broadcast_to(f, p.shape), assignment.fresh, params)
             fresh = fresh, rules.initial_server(fresh)
-            params, server = where_rows(made.moves >= 0, (params, server), fresh)
+            params, server = where_rows(assignment.moves >= 0, (params, server), fresh)
 
     # Run FedAvg inside the clusters.
-    state = state._replace(params=params, server=server, cluster=cluster, memory=made.memory)
+    state = state._replace(params=params, server=server, cluster=cluster, memory=assignment.memory)
     state, metrics = inner.step(rules, key, state, clients)
 
     # Add the costs of the embedding.
     present = real.astype(jnp.float32)
-    costs = {"bytes_up": made.bytes_up, "bytes_down": made.bytes_down, "client_steps": made.steps}
+    costs = {"bytes_up": assignment.bytes_up, "bytes_down": assignment.bytes_down, "client_steps": assignment.steps}
     metrics |= {name: metrics[name] + (present * cost).sum() for name, cost in costs.items()}
-    return state._replace(unchanged=kept), metrics | dict(made.metrics)
+    return state._replace(unchanged=unchanged), metrics | dict(assignment.metrics)
 
 
 def embedded(rules: Averaging, client: Callable[..., PyTree], cohort: Cohort, *rows: PyTree) -> PyTree:
@@ -127,7 +127,7 @@ def embedded(rules: Averaging, client: Callable[..., PyTree], cohort: Cohort, *r
 def embedded_again(
     rules: Averaging, client: Callable[..., PyTree], cohort: Cohort, due: jax.Array, old: PyTree, *rows: PyTree
 ) -> PyTree:
-    """Returns what `embedded` does of the clients that are `due` `[C]` bool, and `old` `[C, ...]` of the others."""
+    """Returns the result of `embedded` for the clients that are `due` `[C]` bool, and `old` `[C, ...]` for others."""
 
     def one(key, examples, size, due, old, *rows):
         return jax.lax.cond(due, lambda: client(key, examples, size, *rows), lambda: old)
@@ -152,7 +152,7 @@ class ServeAssigned:
     lowest: LowestLoss
 
     def __call__(self, state: AveragingState, clients: Clients | None):
-        """Returns the models of the clusters, and the clients' own parameters."""
+        """Returns the models of the clusters, and the clients' personal parameters."""
         served, new = self.lowest(state, None), state.unchanged == UNSEEN
         if clients is None:
             return served

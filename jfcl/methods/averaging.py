@@ -91,7 +91,7 @@ def one_cluster(params: PyTree, clients: Clients) -> jax.Array:
 
 def keep_cluster(params: PyTree) -> Choice:
     """Returns the choice of methods with fixed clusters."""
-    return lambda key, examples, size, cluster, quiet, own: (cluster, jnp.zeros((), bool), None)
+    return lambda key, examples, size, cluster, quiet, personal: (cluster, jnp.zeros((), bool), None)
 
 
 class Averaging(NamedTuple):
@@ -166,8 +166,8 @@ def averaging(rules: Averaging) -> Algorithm:
     privacy.check_private(rules)
     rules = checked(rules)
     check_clients = aggregate.clients_check(rules.adversary, rules.weights)
-    made = Algorithm(partial(init, rules), partial(step, rules), rules.task, check_clients)
-    return made if rules.personal is None else made._replace(serve=serve)
+    algorithm = Algorithm(partial(init, rules), partial(step, rules), rules.task, check_clients)
+    return algorithm if rules.personal is None else algorithm._replace(serve=serve)
 
 
 def checked(rules: Averaging) -> Averaging:
@@ -182,7 +182,7 @@ def checked(rules: Averaging) -> Averaging:
 
 
 def serve(state: AveragingState, clients: Clients | None) -> Served:
-    """Returns the models of the clusters, and the clients' own parameters."""
+    """Returns the models of the clusters, and the clients' personal parameters."""
     return Served(state.params, state.cluster, state.personal)
 
 
@@ -195,7 +195,7 @@ def init(rules: Averaging, key: jax.Array, clients: Clients) -> AveragingState:
         params = jax.tree.map(lambda f, p: jnp.broadcast_to(p[:1], p.shape) if f else p, flags, params)
     cluster = rules.start(params, clients).astype(jnp.int32)
     opt_states = phases.initial_optimizers(rules.task, rules.training, params, cluster)
-    params, own = phases.initial_scopes(rules.personal, params, cluster)
+    params, personal = phases.initial_scopes(rules.personal, params, cluster)
     return AveragingState(
         params=params,
         cluster=cluster,
@@ -203,7 +203,7 @@ def init(rules: Averaging, key: jax.Array, clients: Clients) -> AveragingState:
         round=jnp.zeros((), jnp.int32),
         server=rules.initial_server(params),
         client=opt_states,
-        personal=own,
+        personal=personal,
         clip=privacy.first_clip(rules.dp),
     )
 
@@ -227,13 +227,13 @@ def step(rules: Averaging, key: jax.Array, state: AveragingState, clients: Clien
     # Select the cohort.
     select = privacy.poisson_cohort if privacy.draws_each(rules.dp, rules.cohort) else phases.select_cohort
     cohort = select(key, clients, rules.cohort)
-    kept = state.cluster, state.unchanged, (state.client, state.personal)
-    last, unchanged, own = phases.take_rows(cohort, kept)
+    before = state.cluster, state.unchanged, (state.client, state.personal)
+    last, unchanged, local_state = phases.take_rows(cohort, before)
     real = jnp.asarray(cohort.clients.size) > 0
 
     # Train it. The updates are added up as they are computed, unless an adversary or an aggregator needs them all.
     client = train_client(rules, state, clients)
-    rows = last, own, phases.own_weights(rules.weights, client_ids(cohort.clients))
+    rows = last, local_state, phases.weights_by_id(rules.weights, client_ids(cohort.clients))
     if rules.adversary is None and rules.aggregator is None:
         sent, report = phases.train_clients(rules.client_axis, client, cohort, *rows, sum_into=state.params)
         usable = report.finite
@@ -262,10 +262,11 @@ def step(rules: Averaging, key: jax.Array, state: AveragingState, clients: Clien
     params, server = phases.server_update(rules.task, rules.server, cohort, *moved, loss)
     stayed = (report.cluster == last) & (state.round > 0)  # in the first round no cluster has changed since `start`
     unchanged = jnp.where(stayed, unchanged + 1, jnp.zeros_like(unchanged))
-    own = where_rows(report.finite & real, (report.opt_state, report.personal), own)
-    cluster, unchanged, (opt_states, own) = phases.put_rows(cohort, kept, (report.cluster, unchanged, own))
+    local_state = where_rows(report.finite & real, (report.opt_state, report.personal), local_state)
+    after = report.cluster, unchanged, local_state
+    cluster, unchanged, (opt_states, personal) = phases.put_rows(cohort, before, after)
     server = where_rows(weight > 0, server, state.server)
-    new = AveragingState(params, cluster, unchanged, state.round + 1, server, opt_states, own, clip, state.memory)
+    new = AveragingState(params, cluster, unchanged, state.round + 1, server, opt_states, personal, clip, state.memory)
 
     # Report.
     up, down = bytes_sent(rules, state.params, report.compared)
@@ -280,29 +281,28 @@ def step(rules: Averaging, key: jax.Array, state: AveragingState, clients: Clien
 def train_client(rules: Averaging, state: AveragingState, clients: Clients) -> Callable:
     """Returns one client's part of the round, for `train_clients`: the client chooses a model and trains it.
 
-    It is `(key, examples, size, cluster, (opt_state, personal), weight) -> ((update, cluster, weight), Report)`, where
-    the first weight is the given one, or None.
+    It is `(key, examples, size, cluster, (opt_state, personal), by_id) -> ((update, cluster, weight), Report)`, where
+    `by_id` is of `round.weights_by_id`.
     """
     idle = jnp.full_like(state.unchanged, jnp.iinfo(jnp.int32).max)
     quiet = jnp.where(jnp.asarray(clients.size) > 0, state.unchanged, idle).min()
     choice = rules.choose(state.params)
 
-    def client(key, examples, size, cluster, kept, given):
-        opt_state, own = kept
-        chosen, compared, products = choice(key, examples, size, cluster, quiet, own)
+    def client(key, examples, size, cluster, local_state, by_id):
+        opt_state, personal = local_state
+        chosen, compared, products = choice(key, examples, size, cluster, quiet, personal)
         begin = jax.tree.map(lambda p: p[chosen], state.params)
-        rest = examples, size, opt_state, state.round
-        how = rules.task, rules.training, rules.personal_steps
-        more = {"products": products, "anchor": rules.anchor}
-        trained, update, own = rules.train(*how, key, begin, own, *rest, **more)
-        finite, inside = is_finite((update, own)), ()
+        settings, data = (rules.task, rules.training, rules.personal_steps), (examples, size, opt_state, state.round)
+        trained, update, personal = rules.train(
+            *settings, key, begin, personal, *data, products=products, anchor=rules.anchor
+        )
+        finite, inside = is_finite((update, personal)), ()
         if rules.dp is not None:
             update, inside = privacy.clipped(update, privacy.clip_of(rules.dp, state.clip))
             chosen = jnp.where(size > 0, chosen, cluster)  # a Poisson cohort has rows of clients that are not drawn
-        weight = phases.client_weight(rules.weights, size, given) * finite.astype(jnp.float32)
-        return (update, chosen, weight), Report(
-            chosen, compared, finite, trained.loss, trained.num_steps, trained.opt_state, own, inside, trained.losses
-        )
+        weight = phases.client_weight(rules.weights, size, by_id) * finite.astype(jnp.float32)
+        report = Report(chosen, compared, finite, trained.loss, trained.num_steps, trained.opt_state, personal, inside)
+        return (update, chosen, weight), report._replace(losses=trained.losses)
 
     return client
 

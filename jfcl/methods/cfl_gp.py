@@ -110,7 +110,7 @@ def cfl_gp(
         last, unchanged, profiles = take_rows(cohort, (state.cluster, state.unchanged, state.memory))
         turn = (state.round // period) % k
         in_turn = jax.tree.map(lambda p: p[turn], state.params)
-        known, fresh = real & (unchanged != UNSEEN), real & (unchanged == UNSEEN)
+        has_cluster, fresh = real & (unchanged != UNSEEN), real & (unchanged == UNSEEN)
 
         def gradient(key, examples, size):
             return update_of(task, one_step, key, in_turn, examples, size).astype(profiles.gradients.dtype)
@@ -124,25 +124,25 @@ def cfl_gp(
             gradients = profiles.gradients.at[:, turn].set(mean)
             count = profiles.count.at[:, turn].add(usable.astype(jnp.int32))
             new = Profiles(gradients, count)
-            found = _clusters(new, usable, known, last, ids, server_key(cohort.key), num_clusters=k)
-            return new, found, usable
+            cluster = _clusters(new, usable, has_cluster, last, ids, server_key(cohort.key), num_clusters=k)
+            return new, cluster, usable
 
         def keep():
             of_all = under_all(task, state.params)
             losses = partial(embedded, rules, lambda key, examples, size: of_all(examples, size)[0], cohort)
             lowest = jax.lax.cond(fresh.any(), lambda: jnp.argmin(losses(), axis=1).astype(jnp.int32), lambda: last)
-            return profiles, jnp.where(fresh, lowest, last), jnp.zeros_like(known)
+            return profiles, jnp.where(fresh, lowest, last), jnp.zeros_like(has_cluster)
 
         due = (state.round % period == 0) & (state.round < clustered_rounds)
         profiles, cluster, clustered = jax.lax.cond(due, cluster_them, keep)
         compared = due.astype(jnp.float32)
-        others = fresh.astype(jnp.float32) * (k - 1)
-        further = jnp.where(due, (cluster != turn).astype(jnp.float32), others)  # models besides a client's own
-        metrics = {"clustered": compared, "moved": (known & (cluster != last)).sum().astype(jnp.int32)}
+        for_fresh = fresh.astype(jnp.float32) * (k - 1)
+        further = jnp.where(due, (cluster != turn).astype(jnp.float32), for_fresh)  # models besides a client's own
+        metrics = {"clustered": compared, "moved": (has_cluster & (cluster != last)).sum().astype(jnp.int32)}
         return Assignment(
             cluster,
             put_rows(cohort, state.memory, profiles),
-            assigned=known | clustered,
+            assigned=has_cluster | clustered,
             bytes_up=compared * float(num_bytes(trained_part(task, in_turn))),
             bytes_down=float(num_bytes(in_turn)) * further,
             steps=compared,
@@ -153,8 +153,8 @@ def cfl_gp(
 
 
 @partial(jax.jit, static_argnames="num_clusters")
-def _clusters(profiles, usable, known, last, ids, key, *, num_clusters):
-    """Returns the cluster `[C]` of each client; `known` `[C]` bool: those with a cluster `last`, which others keep."""
+def _clusters(profiles, usable, has_cluster, last, ids, key, *, num_clusters):
+    """Returns the cluster `[C]` of each client; those not `usable` keep `last`, or get -1 without `has_cluster`."""
     # In the place of gradients that a client has not sent are the means of those of the others.
     has = (usable[:, None] & (profiles.count > 0))[..., None]
     gradients = jnp.where(has, profiles.gradients, 0.0)
@@ -165,10 +165,10 @@ def _clusters(profiles, usable, known, last, ids, key, *, num_clusters):
     points = jnp.where(usable[:, None], gradients.reshape(len(gradients), -1), 0.0)[order]
     vectors = principal_vectors(points, num_clusters, mask=usable[order])[0]
     reduced = jnp.matmul(points, vectors.T, precision=jax.lax.Precision.HIGHEST)
-    found = jnp.maximum(kmeans(reduced, num_clusters, key=key, mask=usable[order]).cluster, 0)
-    found = jnp.zeros_like(found).at[order].set(number_by_first(found, num_clusters))
+    cluster = jnp.maximum(kmeans(reduced, num_clusters, key=key, mask=usable[order]).cluster, 0)
+    cluster = jnp.zeros_like(cluster).at[order].set(number_by_first(cluster, num_clusters))
     # Permute the numbers to those that most clients have.
-    same = usable & known
-    new, old = (jax.nn.one_hot(jnp.where(same, x, -1), num_clusters) for x in (found, last))
-    model = least_cost_assignment(-jnp.matmul(new.T, old, precision=jax.lax.Precision.HIGHEST))[found]
-    return jnp.where(usable, model, jnp.where(known, last, -1)).astype(jnp.int32)
+    same = usable & has_cluster
+    new, old = (jax.nn.one_hot(jnp.where(same, x, -1), num_clusters) for x in (cluster, last))
+    model = least_cost_assignment(-jnp.matmul(new.T, old, precision=jax.lax.Precision.HIGHEST))[cluster]
+    return jnp.where(usable, model, jnp.where(has_cluster, last, -1)).astype(jnp.int32)

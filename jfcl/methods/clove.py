@@ -91,22 +91,22 @@ def clove(
       ([1.0, 5.0], True)
     """
     auto = num_clusters == "auto"
-    k, cohort = most_clusters if auto else num_clusters, options["cohort"]
-    check(auto or cohort is None or k <= cohort, "num_clusters", k, f"at most the {cohort} clients of a cohort")
+    k, count = most_clusters if auto else num_clusters, options["cohort"]
+    check(auto or count is None or k <= count, "num_clusters", k, f"at most the {count} clients of a cohort")
     rules = Averaging(task, training, k, **options)
-    find, untried = partial(_found, num_clusters=k, auto=auto, square_root=square_root), jnp.full(k + 1, jnp.nan)
+    find, untried = partial(_clusters, num_clusters=k, auto=auto, square_root=square_root), jnp.full(k + 1, jnp.nan)
 
     def assign(key: jax.Array, cohort: Cohort, state: AveragingState) -> Assignment:
         size = jnp.asarray(cohort.clients.size)
-        last, unchanged, own = take_rows(cohort, (state.cluster, state.unchanged, state.personal))
-        of_all = None if jax.tree.leaves(own) else under_all(task, state.params)
+        last, unchanged, personal = take_rows(cohort, (state.cluster, state.unchanged, state.personal))
+        of_all = None if jax.tree.leaves(personal) else under_all(task, state.params)
 
-        def losses(key, examples, size, own):
-            return (of_all or under_all(of_rest(task, own), state.params))(examples, size)[0]
+        def losses(key, examples, size, personal):
+            return (of_all or under_all(of_rest(task, personal), state.params))(examples, size)[0]
 
         def compare():
-            found = find(embedded(rules, losses, cohort, own), size > 0, last, server_key(cohort.key))
-            return *found, jnp.ones(())
+            vectors = embedded(rules, losses, cohort, personal)
+            return *find(vectors, size > 0, last, server_key(cohort.key)), jnp.ones(())
 
         def keep():
             parts = jnp.argsort(random_order(server_key(cohort.key), cohort.clients)).astype(jnp.int32) % k
@@ -116,12 +116,12 @@ def clove(
         due = jnp.ones((), bool) if first == "losses" else state.round > 0
         if stable_rounds is not None:
             due &= jnp.where(size > 0, unchanged, jnp.iinfo(jnp.int32).max).min() < stable_rounds
-        cluster, scores, unknown, compared = jax.lax.cond(due, compare, keep)
+        cluster, scores, nonfinite, compared = jax.lax.cond(due, compare, keep)
         used = rows_in_use(cluster, size > 0, k)
-        metrics = {"clusters_found": used.sum().astype(jnp.int32), "compared": compared, "nonfinite_losses": unknown}
+        metrics = {"clusters_found": used.sum().astype(jnp.int32), "compared": compared, "nonfinite_losses": nonfinite}
         metrics |= of_scores(scores)
-        one, of_models = bytes_sent(rules, state.params, jnp.ones((), bool))
-        costs = {"bytes_up": compared * 4.0 * k, "bytes_down": compared * (of_models - one)}
+        one_model, all_models = bytes_sent(rules, state.params, jnp.ones((), bool))
+        costs = {"bytes_up": compared * 4.0 * k, "bytes_down": compared * (all_models - one_model)}
         return Assignment(cluster, state.memory, metrics=metrics, **costs)
 
     algorithm = assigned(rules, assign)
@@ -135,14 +135,14 @@ def clove(
 
 
 @partial(jax.jit, static_argnames=("num_clusters", "auto", "square_root"))
-def _found(losses, real, last, key, *, num_clusters, auto, square_root):
-    """Returns the models `[C]` of clients with losses `[C, K]`, the silhouettes, and how many have one not finite."""
+def _clusters(losses, real, last, key, *, num_clusters, auto, square_root):
+    """Returns the models `[C]` of clients with losses `[C, K]`, the silhouettes, and how many have NaN or infinity."""
     vectors = jnp.sqrt(losses) if square_root else losses
-    known = real & jnp.isfinite(vectors).all(axis=1)
-    vectors = jnp.where(known[:, None], vectors, 0.0)
-    how = {"num_clusters": num_clusters, "auto": auto, "num_restarts": MANY}
-    cluster, scores = clusters_of(vectors, key, known, **how)
-    return _matched(losses, cluster, known, last), scores, (real & ~known).sum().astype(jnp.int32)
+    valid = real & jnp.isfinite(vectors).all(axis=1)
+    vectors = jnp.where(valid[:, None], vectors, 0.0)
+    options = {"num_clusters": num_clusters, "auto": auto, "num_restarts": MANY}
+    cluster, scores = clusters_of(vectors, key, valid, **options)
+    return _matched(losses, cluster, valid, last), scores, (real & ~valid).sum().astype(jnp.int32)
 
 
 def notes(record: dict[str, Any], is_last: bool) -> dict[str, str]:
@@ -152,9 +152,9 @@ def notes(record: dict[str, Any], is_last: bool) -> dict[str, str]:
     return {"losses": text} if count and not is_last else {}
 
 
-def _matched(losses, cluster, known, last):
+def _matched(losses, cluster, valid, last):
     """Returns the models of the clients `[C]`: those of their clusters, in the assignment of the least total loss."""
-    members = jax.nn.one_hot(cluster, losses.shape[1], dtype=losses.dtype, axis=0) * known[None, :].astype(losses.dtype)
-    total = jnp.matmul(members, jnp.where(known[:, None], losses, 0.0), precision=jax.lax.Precision.HIGHEST)
+    members = jax.nn.one_hot(cluster, losses.shape[1], dtype=losses.dtype, axis=0) * valid[None, :].astype(losses.dtype)
+    total = jnp.matmul(members, jnp.where(valid[:, None], losses, 0.0), precision=jax.lax.Precision.HIGHEST)
     model = least_cost_assignment(total)[jnp.maximum(cluster, 0)]
-    return jnp.where(known, model, last)
+    return jnp.where(valid, model, last)

@@ -13,7 +13,7 @@ from jfcl.core.options import Interval, Real, Search
 from jfcl.methods.averaging import AveragingState
 from jfcl.methods.fedavg import fedavg
 from jfcl.methods.options import AVERAGING, Options, factory
-from jfcl.methods.personal import initial_state, next_personal, serve_own, train_personal
+from jfcl.methods.personal import initial_state, next_personal, serve_personal, train_personal
 from jfcl.methods.round import loss_of_all, put_rows, select_cohort, take_rows
 from jfcl.training import local
 
@@ -75,28 +75,28 @@ def ditto(
 
     def init(key: jax.Array, clients: Clients) -> DittoState:
         state = common.init(key, clients)
-        one = jax.tree.map(lambda p: p[0], state.params)
-        return DittoState(*initial_state(task, training, key, clients, one), state)
+        model = jax.tree.map(lambda p: p[0], state.params)
+        return DittoState(*initial_state(task, training, key, clients, model), state)
 
     def step(key: jax.Array, state: DittoState, clients: Clients):
-        middle = jax.tree.map(lambda p: p[0], state.common.params)
+        global_model = jax.tree.map(lambda p: p[0], state.common.params)
 
         # The cohort of FedAvg: both models are trained on the same batches.
-        chosen = select_cohort(key, clients, options["cohort"])
-        params, opt_states = take_rows(chosen, (state.params, state.client))
+        cohort = select_cohort(key, clients, options["cohort"])
+        params, opt_states = take_rows(cohort, (state.params, state.client))
         mine = state._replace(params=params, client=opt_states)
-        trained, finite = train_personal(task, training, client_axis, chosen, mine, pull=lambda _: (middle, lam))
-        shared, metrics = common.step(key, state.common, clients)
-        present = take_rows(chosen, ~jnp.isnan(metrics["loss"]))  # NaN for absent clients alone
+        trained, finite = train_personal(task, training, client_axis, cohort, mine, pull=lambda _: (global_model, lam))
+        common_state, metrics = common.step(key, state.common, clients)
+        present = take_rows(cohort, ~jnp.isnan(metrics["loss"]))  # NaN for absent clients alone
         mine = next_personal(mine, trained, present & finite)
-        params, opt_states = put_rows(chosen, (state.params, state.client), (mine.params, mine.client))
-        new = mine._replace(params=params, client=opt_states, common=shared)
+        params, opt_states = put_rows(cohort, (state.params, state.client), (mine.params, mine.client))
+        new = mine._replace(params=params, client=opt_states, common=common_state)
         loss = jnp.where(present, jnp.where(jnp.isnan(trained.loss), jnp.inf, trained.loss), jnp.nan)
         metrics |= {
-            "loss": loss_of_all(chosen, loss, num_clients(clients)),
+            "loss": loss_of_all(cohort, loss, num_clients(clients)),
             "client_steps": 2 * metrics["client_steps"],
             "nonfinite": jnp.maximum(metrics["nonfinite"], (present & ~finite).sum().astype(jnp.int32)),
         }
         return new, metrics
 
-    return Algorithm(init, step, task, common.check, serve=serve_own)
+    return Algorithm(init, step, task, common.check, serve=serve_personal)

@@ -144,10 +144,10 @@ def feddrift(
 
     def init(key: jax.Array, clients: Clients) -> AveragingState:
         n, size = num_clients(clients), jnp.asarray(clients.size)
-        made, more = (1, MODELS) if start == "one" else (n, n + MODELS)
+        num_first, more = (1, MODELS) if start == "one" else (n, n + MODELS)
         k = more if max_models is None else max_models
-        check(k >= made, "max_models", k, f"at least {n}, the number of clients, with start='each'")
-        of_first = rules._replace(num_clusters=made)
+        check(k >= num_first, "max_models", k, f"at least {n}, the number of clients, with start='each'")
+        of_first = rules._replace(num_clusters=num_first)
         if start == "each" and rules.init_params is None:  # by the clients' ids
             drawn = mapping.chunked(1)(task.init)(client_keys(key, clients))
             of_first = of_first._replace(init_params=drawn)
@@ -166,14 +166,14 @@ def feddrift(
         step, size = steps_of(clients), jnp.asarray(clients.size)
         # A loop of no or one trip, since `vmap` over seeds would always run both branches of `cond`.
         begins, none = (step != state.memory.step).any(), dict.fromkeys(EVENTS, jnp.zeros((), jnp.int32))
-        known = state.memory.active.sum().astype(jnp.float32)
+        num_models = state.memory.active.sum().astype(jnp.float32)
         with at_most(1):
             now = jax.lax.fori_loop(0, begins.astype(jnp.int32), lambda _, s: begin(s[0], clients, step), (state, none))
         state, metrics = _train(rules._replace(cohort=None), options["cohort"], key, now[0], clients)
         model = num_bytes(jax.tree.map(lambda p: p[0], state.params))
-        asked = (size > 0).sum().astype(jnp.float32) * begins.astype(jnp.float32) * known
+        asked = (size > 0).sum().astype(jnp.float32) * begins.astype(jnp.float32) * num_models
         metrics["bytes_down"] = metrics["bytes_down"] + asked * model
-        metrics["bytes_up"] = metrics["bytes_up"] + asked * 4 * (1 if eager else 1 + known)
+        metrics["bytes_up"] = metrics["bytes_up"] + asked * 4 * (1 if eager else 1 + num_models)
         return state, metrics | now[1] | {"models": state.memory.active.sum().astype(jnp.int32)}
 
     def serve(state: AveragingState, clients: Clients | None) -> Served:
@@ -193,10 +193,10 @@ def feddrift(
 def check_steps(clients: Clients) -> None:
     """Raises `ValueError` unless the examples have their time steps."""
     examples = clients.examples
-    found = sorted(examples) if isinstance(examples, dict) else type(examples).__name__
+    names = sorted(examples) if isinstance(examples, dict) else type(examples).__name__
     accepted = f"a dict with {STEP!r}, the time step of each example (drifting data: --drift, or drift= of build)"
-    check(isinstance(examples, dict) and STEP in examples, "clients.examples", found, accepted)
-    check(OWNED not in examples, "clients.examples", found, f"a dict of arrays, none of them named {OWNED!r}")
+    check(isinstance(examples, dict) and STEP in examples, "clients.examples", names, accepted)
+    check(OWNED not in examples, "clients.examples", names, f"a dict of arrays, none of them named {OWNED!r}")
     step, real = np.asarray(examples[STEP]), np.asarray(mask(clients))
     fits = step.shape == real.shape and step.dtype.kind in "iu"
     check(fits, f"clients.examples[{STEP!r}]", f"{step.dtype} {list(step.shape)}", f"integers {list(real.shape)}")
@@ -207,8 +207,8 @@ def check_steps(clients: Clients) -> None:
 def steps_of(clients: Clients) -> jax.Array:
     """Returns the time steps `[N, M]` int32 of the examples, -1 for padding; data without steps are of one step."""
     real = mask(clients)
-    known = isinstance(clients.examples, dict) and STEP in clients.examples
-    return jnp.where(real, jnp.asarray(clients.examples[STEP]) if known else 0, -1).astype(jnp.int32)
+    has_steps = isinstance(clients.examples, dict) and STEP in clients.examples
+    return jnp.where(real, jnp.asarray(clients.examples[STEP]) if has_steps else 0, -1).astype(jnp.int32)
 
 
 def optimizers(rules: Averaging, params: PyTree, count: int) -> PyTree:
@@ -218,7 +218,7 @@ def optimizers(rules: Averaging, params: PyTree, count: int) -> PyTree:
 
 
 def _notes(record: dict[str, Any], is_last: bool) -> dict[str, str]:
-    """Returns the warning of a record that no models were left."""
+    """Returns the warning of a record in which a client drifted and no model was free."""
     full = bool(record.get("capacity_reached")) and not is_last
     return {"capacity": "a client has drifted while max_models were in use, and keeps the best of them"} if full else {}
 
@@ -236,8 +236,8 @@ def _look(task: Task, compare: str, models: PyTree, active: jax.Array, examples:
     """
     k, m, real = len(active), len(step), step >= 0
     place = jnp.minimum(jnp.searchsorted(jnp.where(last[0] < 0, INT32_MAX, last[0]), step), m - 1)
-    known = real & (last[0][place] == step)
-    model, new = jnp.where(known, last[1][place], -1), real & ~known
+    seen = real & (last[0][place] == step)
+    model, new = jnp.where(seen, last[1][place], -1), real & ~seen
     begins = real & (step != jnp.concatenate([jnp.full(1, -1), step[:-1]]))
     examples, models = blank_padding(examples, size), indexable(models)
 
@@ -271,7 +271,7 @@ def _begin(rules: Averaging, limits: tuple, compare: str, eager: bool, state: Av
     score = jnp.take_along_axis(scores, chosen[:, None], axis=1)[:, 0]
     drifted = has & (last - score > limits[0])
 
-    # Give them rows that are free, in turn; a new model is a copy of the best one.
+    # Give drifted clients free rows, in turn; a new model is a copy of the best one.
     rows = jnp.arange(k, dtype=jnp.int32)
     turn = (cells.taken + rows) % k
     free = turn[jnp.argsort(cells.active[turn], stable=True)]
@@ -279,7 +279,7 @@ def _begin(rules: Averaging, limits: tuple, compare: str, eager: bool, state: Av
     fits = drifted & (rank < k - cells.active.sum())
     target = jnp.where(fits, free[jnp.minimum(rank, k - 1)], chosen)
     place, copied = jnp.where(fits, target, k), chosen[jnp.argmax(drifted)] if eager else chosen
-    made = jnp.zeros(k, bool).at[place].set(True, mode="drop")
+    created = jnp.zeros(k, bool).at[place].set(True, mode="drop")
     moves = rows.at[place].set(copied, mode="drop")
     params, server = jax.tree.map(lambda x: x[moves], (state.params, state.server))
 
@@ -289,7 +289,7 @@ def _begin(rules: Averaging, limits: tuple, compare: str, eager: bool, state: Av
         sums = sums + jax.ops.segment_sum(of_new, jnp.where(has, target, k), k + 1)[:k]
         compared = cells.active & (sums[:, k] > 0) & ~first & (newest > cells.newest)
         root, params = _merged(params, sums, compared, limits[1])
-    active = (cells.active | made) & (root == rows)
+    active = (cells.active | created) & (root == rows)
     events = drifted.sum(), (cells.active & (root != rows)).sum(), (drifted & ~fits).sum()
     model = jnp.where(new, target[:, None], model)
     cells = Cells(
@@ -298,7 +298,7 @@ def _begin(rules: Averaging, limits: tuple, compare: str, eager: bool, state: Av
         jnp.where(has, score, last),
         newest,
         active,
-        cells.taken + made.sum().astype(jnp.int32),
+        cells.taken + created.sum().astype(jnp.int32),
     )
     cluster = root[jnp.where(has, target, cluster)]
     opt_states = optimizers(rules, params, len(cluster))
@@ -337,15 +337,15 @@ def _train(rules: Averaging, count: int | None, key: jax.Array, state: Averaging
     used = phases.rows_in_use(state.cluster, jnp.asarray(clients.size) > 0, len(active))
     order, none = jnp.argsort(~used, stable=True), jnp.zeros(c, jnp.int32)
 
-    def one(j, carry):
+    def train_model(j, carry):
         models, opt_states, loss, totals = carry
         row, owned = order[j], model == order[j]
         data = some._replace(examples={**some.examples, OWNED: owned}, size=owned.sum(axis=1, dtype=jnp.int32))
         params, server = jax.tree.map(lambda x: x[row][None], models)
-        of_one = AveragingState(params, none, none, state.round, server, jax.tree.map(lambda x: x[:, row], opt_states))
-        new, metrics = inner.step(rules, key, of_one, data)
-        models = jax.tree.map(lambda x, one: x.at[row].set(one[0]), models, (new.params, new.server))
-        opt_states = jax.tree.map(lambda x, one: x.at[:, row].set(one), opt_states, new.client)
+        single = AveragingState(params, none, none, state.round, server, jax.tree.map(lambda x: x[:, row], opt_states))
+        new, metrics = inner.step(rules, key, single, data)
+        models = jax.tree.map(lambda x, y: x.at[row].set(y[0]), models, (new.params, new.server))
+        opt_states = jax.tree.map(lambda x, y: x.at[:, row].set(y), opt_states, new.client)
         loss = jnp.where(cluster == row, metrics["loss"], loss)
         return models, opt_states, loss, {name: total + metrics[name] for name, total in totals.items()}
 
@@ -353,21 +353,19 @@ def _train(rules: Averaging, count: int | None, key: jax.Array, state: Averaging
     totals = dict.fromkeys(("bytes_up", "bytes_down", "client_steps"), zero) | {"nonfinite": jnp.zeros((), jnp.int32)}
     carry = (state.params, state.server), opt_states, jnp.full(c, jnp.nan), totals
     with at_most(len(active)):
-        (params, server), opt_states, loss, metrics = jax.lax.fori_loop(0, used.sum(), one, carry)
+        (params, server), opt_states, loss, metrics = jax.lax.fori_loop(0, used.sum(), train_model, carry)
     metrics |= {"loss": phases.loss_of_all(cohort, loss, n), "participants": real.sum().astype(jnp.int32)}
     opt_states = phases.put_rows(cohort, state.client, opt_states)
     return state._replace(params=params, server=server, client=opt_states, round=state.round + 1), metrics
 
 
-def train_owned(
-    task: Task, training: local.LocalTraining, personal_steps: None, key, params, own, examples, size, *rest, **more
-):
+def train_owned(task: Task, training, personal_steps: None, key, params, personal, examples, size, *args, **more):
     """Trains a model on those examples of one client that are `OWNED`: a form of `round.train_scopes`."""
     order = jnp.argsort(~examples[OWNED], stable=True)
     examples = {name: x[order] for name, x in examples.items() if name != OWNED}
 
     def train():
-        return phases.train_scopes(task, training, personal_steps, key, params, own, examples, size, *rest, **more)
+        return phases.train_scopes(task, training, personal_steps, key, params, personal, examples, size, *args, **more)
 
     shapes = jax.eval_shape(train)
     return jax.lax.cond(size > 0, train, lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes))

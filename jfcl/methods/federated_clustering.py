@@ -24,7 +24,7 @@ from jfcl.kernels.base import DENSE_UP_TO
 from jfcl.kernels.threshold import QUANTILE_RULES, center_from_row
 from jfcl.methods import round as phases
 from jfcl.methods.options import SENDING, Options, Rounds, factory
-from jfcl.methods.personal import PersonalState, initial_state, serve_own
+from jfcl.methods.personal import PersonalState, initial_state, serve_personal
 from jfcl.robust.aggregate import attacked, clients_check, in_turn, where_rows
 from jfcl.training import local, losses
 from jfcl.training.optimizer import optimizer_step
@@ -225,7 +225,7 @@ def federated_clustering(
         return PersonalState(params, state.cluster, state.round + 1, opt_states), metrics
 
     check_clients = in_turn(clients_check(adversary, weights), check_quantile)
-    return Algorithm(init, step, task, check_clients, serve=serve_own)
+    return Algorithm(init, step, task, check_clients, serve=serve_personal)
 
 
 def train_client(
@@ -245,7 +245,7 @@ def train_client(
     weights.
     """
     # The step along the centre leaves the span of the client's own examples, and so does momentum after it.
-    rest = None if training.num_steps == 1 else training._replace(num_steps=training.num_steps - 1, span="never")
+    remaining = None if training.num_steps == 1 else training._replace(num_steps=training.num_steps - 1, span="never")
 
     def client(common, i, key, params, opt_state, examples, size):
         # The gradients of the client's group at its model.
@@ -259,16 +259,16 @@ def train_client(
         losses, points = jax.vmap(partial(gradient, task, params))(batches, in_batch, draws)
 
         # Their centre, from the client's own gradient.
-        own = jax.tree.map(lambda z: z[own_row], points)
-        finite = is_finite(own)
-        own = jax.tree.map(lambda g: jnp.where(finite, g, jnp.zeros_like(g)), own)
+        own_gradient = jax.tree.map(lambda z: z[own_row], points)
+        finite = is_finite(own_gradient)
+        own_gradient = jax.tree.map(lambda g: jnp.where(finite, g, jnp.zeros_like(g)), own_gradient)
         own_lies = jax.random.fold_in(lies_key, ids[i])
         sent, usable = attacked(adversary, own_lies, points, ids[rows], real)
         options = rule | {"weights": counts[rows], "mask": usable}
         if by_products and adversary is None:
             center = center_from_row(sent, own_row, **options)
         else:
-            start = jax.tree.map(lambda g: g[None], own)
+            start = jax.tree.map(lambda g: g[None], own_gradient)
             center = threshold_clustering(sent, start, **options, form="gram" if by_products else "auto")
 
         # A step along it, and the remaining steps.
@@ -276,10 +276,10 @@ def train_client(
         opt_state = local.optimizer_at(training, params, opt_state, rounds, size, m)
         slope, loss = jax.tree.map(lambda v: v[0], center), losses[own_row]
         new, opt_state = step_along(training, jax.random.fold_in(key, 3), params, opt_state, slope, loss)
-        if rest is not None:
-            trained = local.train(task, rest, jax.random.fold_in(key, 2), new, examples, size, opt_state)
+        if remaining is not None:
+            trained = local.train(task, remaining, jax.random.fold_in(key, 2), new, examples, size, opt_state)
             new, opt_state = trained.params, trained.opt_state
-            loss = (loss + trained.loss * rest.num_steps) / training.num_steps
+            loss = (loss + trained.loss * remaining.num_steps) / training.num_steps
         return new, local.carried(training, opt_state), loss, finite & is_finite(new), real.sum()
 
     return client

@@ -134,16 +134,17 @@ def fedgroup(
     check(migrate is None or task.num_classes is not None, "migrate", migrate, "left out for a task without classes")
     options["client_axis"] = mapping.or_auto(options["client_axis"])
     cold = training._replace(num_steps=pretrain_steps, num_epochs=None, keep="nothing")
-    how = Grouping(Averaging(task, training, k, **options), auto, cold, wanted, measure, migrate)
-    rules = how.rules._replace(init_params=None)
+    grouping = Grouping(Averaging(task, training, k, **options), auto, cold, wanted, measure, migrate)
+    rules = grouping.rules._replace(init_params=None)
     if not is_number(mixing) or mixing > 0:
         rules = rules._replace(learn=partial(_mix, rules, mixing))
-    grouped = assigned(rules, partial(_assign, how), remember=partial(_remember, how))
-    return with_first_costs(grouped._replace(adopt=partial(_adopt, how)), cold, messages=1, rounds=1, cohort=wanted)
+    grouped = assigned(rules, partial(_assign, grouping), remember=partial(_remember, grouping))
+    grouped = grouped._replace(adopt=partial(_adopt, grouping))
+    return with_first_costs(grouped, cold, messages=1, rounds=1, cohort=wanted)
 
 
 class Grouping(NamedTuple):
-    """The arguments of FedGroup: `cold` is the training of first updates, `count` clients have them in `init`."""
+    """The arguments of FedGroup: `cold` trains the first updates, `count` clients send theirs in `init`."""
 
     rules: Averaging
     auto: bool
@@ -153,44 +154,44 @@ class Grouping(NamedTuple):
     migrate: Real | None
 
 
-def _first_update(how: Grouping, start: PyTree, key, examples, size, own) -> tuple[PyTree, jax.Array]:
-    """Returns the update of one client from the common start, and whether it is one."""
-    task, personal_steps, start = how.rules.task, how.rules.personal_steps, indexable(start)
-    key, rest = jax.random.fold_in(key, COLD_STREAM), (examples, size, (), jnp.zeros((), jnp.int32))
-    _, update, _ = phases.train_scopes(task, how.cold, personal_steps, key, start, own, *rest)
+def _first_update(grouping: Grouping, start: PyTree, key, examples, size, personal) -> tuple[PyTree, jax.Array]:
+    """Returns the update of one client from the common start, and whether it is finite and of any examples."""
+    task, personal_steps, start = grouping.rules.task, grouping.rules.personal_steps, indexable(start)
+    key, args = jax.random.fold_in(key, COLD_STREAM), (examples, size, (), jnp.zeros((), jnp.int32))
+    _, update, _ = phases.train_scopes(task, grouping.cold, personal_steps, key, start, personal, *args)
     return update, is_finite(update) & (size > 0)
 
 
-def _cosines(how: Grouping, memory: Groups, key, examples, size, own) -> jax.Array:
+def _cosines(grouping: Grouping, memory: Groups, key, examples, size, personal) -> jax.Array:
     """Returns the cosines `[K]` of one client's first update to the groups' directions; `NONE` where there is none."""
-    update, usable = _first_update(how, memory.start, key, examples, size, own)
-    update = ravel_clients(jax.tree.map(lambda u: u[None], trained_part(how.rules.task, update)))
+    update, usable = _first_update(grouping, memory.start, key, examples, size, personal)
+    update = ravel_clients(jax.tree.map(lambda u: u[None], trained_part(grouping.rules.task, update)))
     similar = pairwise_cosine(jnp.concatenate([update, memory.directions.astype(update.dtype)]))[0, 1:]
-    has_one = (memory.directions != 0).any(axis=1)
-    open_ = has_one | ~has_one.any()  # without directions, all groups are alike
-    return jnp.where(usable & open_, similar.astype(jnp.float32), NONE)
+    has_members = (memory.directions != 0).any(axis=1)
+    may_join = has_members | ~has_members.any()  # without directions, all groups are alike
+    return jnp.where(usable & may_join, similar.astype(jnp.float32), NONE)
 
 
-def _remember(how: Grouping, key: jax.Array, clients: Clients, state: AveragingState) -> AveragingState:
+def _remember(grouping: Grouping, key: jax.Array, clients: Clients, state: AveragingState) -> AveragingState:
     """Returns the state with the groups of the first clients, and their models."""
-    rules, k, n = how.rules, how.rules.num_clusters, num_clients(clients)
-    if not how.auto:
+    rules, k, n = grouping.rules, grouping.rules.num_clusters, num_clients(clients)
+    if not grouping.auto:
         check_at_most_clients("num_clusters", k, n)
     order_key, means_key, start_key, train_key = jax.random.split(key, 4)
     start, first = phases.initial_models(rules.task, start_key, 1, rules.init_params), jnp.zeros(n, jnp.int32)
-    start, own = phases.initial_scopes(rules.personal, start, first)
+    start, personal = phases.initial_scopes(rules.personal, start, first)
     start = jax.tree.map(lambda p: p[0], start)
 
     # Train some clients from the common start, and cluster their updates.
-    rows = random_order(order_key, clients)[: min(how.count, n)]
+    rows = random_order(order_key, clients)[: min(grouping.count, n)]
     cohort = Cohort(take_clients(clients, rows), rows, train_key)
     shares = ()
-    if how.migrate is not None:
+    if grouping.migrate is not None:
         shares = jnp.zeros((n, rules.task.num_classes)).at[rows].set(_shares(cohort.clients, rules.task))
-    train = partial(_first_update, how, start)
-    updates, usable = embedded(rules, train, cohort, phases.take_rows(cohort, own))
+    train = partial(_first_update, grouping, start)
+    updates, usable = embedded(rules, train, cohort, phases.take_rows(cohort, personal))
     flat = ravel_clients(trained_part(rules.task, updates))
-    group, scores = _groups(flat, means_key, usable, num_clusters=k, auto=how.auto, measure=how.measure)
+    group, scores = _groups(flat, means_key, usable, num_clusters=k, auto=grouping.auto, measure=grouping.measure)
 
     # A group without clients starts at the mean of all.
     counts, in_order = usable.astype(jnp.float32), mapping.chunked(1)
@@ -198,46 +199,46 @@ def _remember(how: Grouping, key: jax.Array, clients: Clients, state: AveragingS
     mean = filled_means(rules.shared, updates, group, counts, k, in_order, still)
     models = jax.tree.map(lambda s, m: s[None] + m, start, mean)
 
-    state = with_models(rules, state, models, first.at[rows].set(jnp.where(usable, group, 0)), own)
+    state = with_models(rules, state, models, first.at[rows].set(jnp.where(usable, group, 0)), personal)
     seen = jnp.full(n, UNSEEN, jnp.int32).at[rows].set(jnp.where(usable, 0, UNSEEN))
     directions = cluster_mean(flat, group, counts, k, in_order)
     return state._replace(unchanged=seen, memory=Groups(start, directions, shares, scores))
 
 
-def _assign(how: Grouping, key: jax.Array, cohort: Cohort, state: AveragingState) -> Assignment:
+def _assign(grouping: Grouping, key: jax.Array, cohort: Cohort, state: AveragingState) -> Assignment:
     """Lets clients start cold that take part for the first time, or whose labels have changed."""
     memory, size = state.memory, jnp.asarray(cohort.clients.size)
-    last, unchanged, own = phases.take_rows(cohort, (state.cluster, state.unchanged, state.personal))
+    last, unchanged, personal = phases.take_rows(cohort, (state.cluster, state.unchanged, state.personal))
     moved = jnp.zeros(len(size), bool)
-    if how.migrate is not None:
-        shares, before = _shares(cohort.clients, how.rules.task), phases.take_rows(cohort, memory.shares)
+    if grouping.migrate is not None:
+        shares, before = _shares(cohort.clients, grouping.rules.task), phases.take_rows(cohort, memory.shares)
         change = jnp.abs(shares - before).sum(axis=1) / 2
-        moved = (size > 0) & (unchanged != UNSEEN) & (change > how.migrate)
+        moved = (size > 0) & (unchanged != UNSEEN) & (change > grouping.migrate)
     is_cold = ((size > 0) & (unchanged == UNSEEN)) | moved
-    none = jnp.full((len(size), how.rules.num_clusters), NONE)
-    similar = embedded_again(how.rules, partial(_cosines, how, memory), cohort, is_cold, none, own)
+    none = jnp.full((len(size), grouping.rules.num_clusters), NONE)
+    similar = embedded_again(grouping.rules, partial(_cosines, grouping, memory), cohort, is_cold, none, personal)
     joins = is_cold & (similar.max(axis=1) > NONE)
     cluster = jnp.where(joins, jnp.argmax(similar, axis=1).astype(jnp.int32), last)
-    if how.migrate is not None:
-        kept = jnp.where(joins[:, None], shares, before)
-        memory = memory._replace(shares=phases.put_rows(cohort, memory.shares, kept))
-    each = is_cold.astype(jnp.float32)
-    model, steps = each * float(num_bytes(memory.start)), each * float(how.cold.num_steps)
-    found = (memory.directions != 0).any(axis=1)
-    counts = {"cold_starts": is_cold, "migrations": moved, "clusters_found": found}
+    if grouping.migrate is not None:
+        shares = jnp.where(joins[:, None], shares, before)
+        memory = memory._replace(shares=phases.put_rows(cohort, memory.shares, shares))
+    cold = is_cold.astype(jnp.float32)
+    model, steps = cold * float(num_bytes(memory.start)), cold * float(grouping.cold.num_steps)
+    has_members = (memory.directions != 0).any(axis=1)
+    counts = {"cold_starts": is_cold, "migrations": moved, "clusters_found": has_members}
     metrics = {name: which.sum().astype(jnp.int32) for name, which in counts.items()} | of_scores(memory.scores)
-    known = joins | (unchanged != UNSEEN)
-    return Assignment(cluster, memory, assigned=known, bytes_up=model, bytes_down=model, steps=steps, metrics=metrics)
+    seen = joins | (unchanged != UNSEEN)
+    return Assignment(cluster, memory, assigned=seen, bytes_up=model, bytes_down=model, steps=steps, metrics=metrics)
 
 
-def _adopt(how: Grouping, state: AveragingState, clients: Clients) -> Served:
+def _adopt(grouping: Grouping, state: AveragingState, clients: Clients) -> Served:
     """Lets clients start cold that were not in training; their personal parameters are the mean of the others'."""
     n, new = num_clients(clients), Cohort(clients, None, jax.random.key(0))
-    own = jax.tree.map(lambda x: jnp.broadcast_to(x.mean(axis=0), (n, *x.shape[1:])), state.personal)
-    compare, none = partial(_cosines, how, state.memory), jnp.full((n, how.rules.num_clusters), NONE)
-    similar = embedded_again(how.rules, compare, new, jnp.asarray(clients.size) > 0, none, own)
+    personal = jax.tree.map(lambda x: jnp.broadcast_to(x.mean(axis=0), (n, *x.shape[1:])), state.personal)
+    compare, none = partial(_cosines, grouping, state.memory), jnp.full((n, grouping.rules.num_clusters), NONE)
+    similar = embedded_again(grouping.rules, compare, new, jnp.asarray(clients.size) > 0, none, personal)
     to = jnp.argmax(similar, axis=1).astype(jnp.int32)
-    return Served(state.params, to, None if how.rules.personal is None else own)
+    return Served(state.params, to, None if grouping.rules.personal is None else personal)
 
 
 @partial(jax.jit, static_argnames=("num_clusters", "auto", "measure"))

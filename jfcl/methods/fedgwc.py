@@ -144,7 +144,7 @@ def _learn(
     report, of_all, (size, sizes) = on_every_device(rules.client_axis, small)
     real = sizes > 0
     usable = (size > 0) & report.finite & jnp.isfinite(report.losses).all(axis=1)
-    weight = phases.client_weight(rules.weights, size, phases.own_weights(rules.weights, client_ids(cohort.clients)))
+    weight = phases.client_weight(rules.weights, size, phases.weights_by_id(rules.weights, client_ids(cohort.clients)))
     row = jnp.where(usable, report.cluster, k)
     reward = _rewards(report.losses, weight, row, k)
 
@@ -167,21 +167,21 @@ def _learn(
     due = (calm >= jnp.maximum(jnp.round(real.sum() / c).astype(jnp.int32), 1)) & (limit > 1)
     order, numbers = jnp.argsort(~due, stable=True), jnp.arange(k, dtype=jnp.int32)
 
-    def one(j, carry):
-        cluster, moves, made = carry
-        part = divide(rewards, real & (of_all == order[j]), jnp.minimum(limit[order[j]], 1 + k - made))
-        last = made + part.max()
-        moves = jnp.where((numbers >= made) & (numbers < last), order[j], moves)
-        return jnp.where(part > 0, made + part - 1, cluster), moves, last
+    def divide_next(j, carry):
+        cluster, moves, num_used = carry
+        part = divide(rewards, real & (of_all == order[j]), jnp.minimum(limit[order[j]], 1 + k - num_used))
+        last = num_used + part.max()
+        moves = jnp.where((numbers >= num_used) & (numbers < last), order[j], moves)
+        return jnp.where(part > 0, num_used + part - 1, cluster), moves, last
 
     with at_most(k):
-        cluster, moves, made = jax.lax.fori_loop(0, due.sum(), one, (of_all, numbers, memory.made))
+        cluster, moves, num_used = jax.lax.fori_loop(0, due.sum(), divide_next, (of_all, numbers, memory.made))
     params, server = jax.tree.map(lambda x: x[moves], (state.params, state.server))
     begins, unchanged = due | (moves != numbers), jnp.where(cluster == of_all, state.unchanged, 0)
-    memory = Interactions(rewards, jnp.where(begins, 1.0, change), jnp.where(begins, 0, calm), made)
+    memory = Interactions(rewards, jnp.where(begins, 1.0, change), jnp.where(begins, 0, calm), num_used)
     new = {"params": params, "server": server, "cluster": cluster, "unchanged": unchanged, "memory": memory}
     sent = metrics["bytes_up"] + metrics["participants"].astype(jnp.float32) * 4.0 * report.losses.shape[1]
-    return state._replace(**new), metrics | {"bytes_up": sent, "clusters_found": made, "changes": change}
+    return state._replace(**new), metrics | {"bytes_up": sent, "clusters_found": num_used, "changes": change}
 
 
 def _rewards(losses, weight, row, k):
@@ -203,9 +203,10 @@ def _parts(rewards, member, limit, *, scale, columns, most):
     least, highest = jnp.where(pairs, rewards, jnp.inf).min(), jnp.where(pairs, rewards, -jnp.inf).max()
     seen = jnp.where(pairs, (rewards - least) / jnp.maximum(highest - least, 1e-8), 0.0)
     seen = seen.T if columns else seen
-    own = jnp.diagonal(seen)
-    of_themselves = jnp.square(own[:, None] - seen.T)  # two clients are compared by their rewards with all others
+    self_rewards = jnp.diagonal(seen)
+    # Two clients are compared by their rewards with all others.
+    of_themselves = jnp.square(self_rewards[:, None] - seen.T)
     squares = squared_distances(seen, mask=member) - of_themselves - of_themselves.T
     affinity = jnp.where(pairs, jnp.exp(-scale * jnp.maximum(squares, 0.0)), 0.0)
-    found = spectral_clusters(affinity, most=most, limit=limit, mask=member).cluster
-    return jnp.where(member, found, 0)
+    part = spectral_clusters(affinity, most=most, limit=limit, mask=member).cluster
+    return jnp.where(member, part, 0)

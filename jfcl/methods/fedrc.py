@@ -80,29 +80,30 @@ def fedrc(
         return jnp.full(shape, 1 / (shape[0] * shape[1]), jnp.float32)
 
     labels = Labels(start, count, partial(log_factor, floor))
-    made = mixture(task, training, num_clusters, hard=hard, newcomer_steps=newcomer_steps, labels=labels, **options)
+    options |= {"hard": hard, "newcomer_steps": newcomer_steps}
+    common = mixture(task, training, num_clusters, labels=labels, **options)
 
     def step(key: jax.Array, state: AveragingState, clients: Clients):
-        state, metrics = made.step(key, state, clients)
-        given = given_model(state.params["labels"][0], floor)
-        return state, metrics | {"label_spread": -jax.scipy.special.xlogy(given, given).sum(axis=0)}
+        state, metrics = common.step(key, state, clients)
+        shares = label_shares(state.params["labels"][0], floor)
+        return state, metrics | {"label_spread": -jax.scipy.special.xlogy(shares, shares).sum(axis=0)}
 
     def check_labelled(clients: Clients) -> None:
-        made.check(clients)
+        common.check(clients)
         labels_of(clients, "FedRC counts them")
 
-    return made._replace(step=step, check=check_labelled)
+    return common._replace(step=step, check=check_labelled)
 
 
-def given_model(table: jax.Array, floor: float) -> jax.Array:
-    """Returns `T` `[C, K]`, the shares of the labels in each model, of those in all; none is below `floor`."""
+def label_shares(table: jax.Array, floor: float) -> jax.Array:
+    """Returns `T` `[C, K]`, the shares of the labels in each model; `table` has those in all; none is below `floor`."""
     return jnp.maximum(table, floor) / jnp.maximum(table.sum(axis=0), floor)[None]
 
 
 def log_factor(floor: float, table: jax.Array, examples: Batch) -> jax.Array:
     """Returns `−log T[y, k]` of each of one client's examples, `[M, K]`."""
     is_label = jax.nn.one_hot(examples["y"], len(table))
-    return -jnp.matmul(is_label, jnp.log(given_model(table, floor)), precision=jax.lax.Precision.HIGHEST)
+    return -jnp.matmul(is_label, jnp.log(label_shares(table, floor)), precision=jax.lax.Precision.HIGHEST)
 
 
 def count(table: jax.Array, q: jax.Array, examples: Batch, size: jax.Array) -> jax.Array:

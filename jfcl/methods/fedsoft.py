@@ -131,8 +131,8 @@ def fedsoft(
         check_at_most_clients("selection", selection, n)
         centres = phases.initial_models(task, jax.random.fold_in(key, CENTRES), num_clusters, start)
         is_one = start is not None and jax.tree.map(jnp.shape, start) == jax.tree.map(lambda c: c.shape[1:], centres)
-        own = initial_state(task, training, key, clients, start if is_one else None)
-        return FedSoftState(*own, jnp.zeros((n, num_clusters), jnp.float32), centres)
+        first = initial_state(task, training, key, clients, start if is_one else None)
+        return FedSoftState(*first, jnp.zeros((n, num_clusters), jnp.float32), centres)
 
     def step(key: jax.Array, state: FedSoftState, clients: Clients):
         # Estimate the importance of the centres for each client.
@@ -148,8 +148,8 @@ def fedsoft(
             cohort = Cohort(take_clients(clients, rows), rows.astype(jnp.int32), everyone.key)
 
         # Train the clients that were drawn, near the centres.
-        own = state.params, state.client
-        begin, opt_states = phases.take_rows(cohort, own)
+        local_state = state.params, state.client
+        begin, opt_states = phases.take_rows(cohort, local_state)
         mine, near, counts = state._replace(params=begin, client=opt_states), *phases.take_rows(cohort, (share, counts))
         present = (counts > 0).any(axis=1)
 
@@ -161,7 +161,7 @@ def fedsoft(
 
         trained, finite = train_personal(task, training, client_axis, cohort, mine, pull=pull, rows=near)
         mine = next_personal(mine, trained, present & finite)
-        params, opt_states = phases.put_rows(cohort, own, (mine.params, mine.client))
+        params, opt_states = phases.put_rows(cohort, local_state, (mine.params, mine.client))
 
         # Average the models that are sent into the centres, and report.
         arguments = cohort.key, begin, trained.params, cohort.clients, present & finite, near.argmax(axis=1)

@@ -92,27 +92,28 @@ def fesem(
             trained = local.train(task, training, key, begin, examples, size, (), state.round)
             return trained.params, is_finite(trained.params), trained.loss, trained.num_steps
 
-        def join(model, size, cluster, usable, own):
+        def join(model, size, cluster, usable, by_id):
             away = jax.tree.map(lambda w, p: w[None] - p, model, state.params)
             away = squared_norms(rows_of(trained_part(task, away)))
             nearest = jnp.where(usable & (size > 0), jnp.argmin(away).astype(jnp.int32), cluster)
-            return (model, nearest, phases.client_weight(weights, size, own) * usable.astype(jnp.float32)), nearest
+            return (model, nearest, phases.client_weight(weights, size, by_id) * usable.astype(jnp.float32)), nearest
 
-        def train_and_join(key, examples, size, cluster, own):
+        def train_and_join(key, examples, size, cluster, by_id):
             model, finite, loss, steps = train(key, examples, size, cluster)
-            sent, nearest = join(model, size, cluster, finite, own)
+            sent, nearest = join(model, size, cluster, finite, by_id)
             return sent, (nearest, finite, loss, steps)
 
-        real, last, own = size > 0, state.cluster, phases.own_weights(weights, client_ids(clients))
+        real, last, by_id = size > 0, state.cluster, phases.weights_by_id(weights, client_ids(clients))
         if adversary is None:
-            sent, found = phases.train_clients(client_axis, train_and_join, cohort, last, own, sum_into=state.params)
-            (sums, weight), (cluster, finite, loss, steps) = sent, found
+            (sums, weight), (cluster, finite, loss, steps) = phases.train_clients(
+                client_axis, train_and_join, cohort, last, by_id, sum_into=state.params
+            )
         else:
             sent, finite, loss, steps = phases.train_clients(client_axis, train, cohort, last)
             begin = jax.tree.map(lambda p: p[last], state.params)
             sent, finite = attacked_models(adversary, cohort.key, begin, sent, clients, finite & real, last)
             joined = mapping.map_reduce(client_axis, join, add_sent, nothing_sent(state.params))
-            (sums, weight), cluster = joined(sent, size, last, finite, own)
+            (sums, weight), cluster = joined(sent, size, last, finite, by_id)
         model = num_bytes(jax.tree.map(lambda p: p[0], state.params))
         metrics = phases.round_metrics(real, loss, finite, steps, model, model)
         params = where_rows(weight > 0, divide_rows(sums, weight, state.params), state.params)

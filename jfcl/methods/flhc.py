@@ -103,24 +103,24 @@ def flhc(
 
         state = jax.lax.fori_loop(0, rounds_before, one_round, common.init(start_key, clients))
 
-        # The updates to compare. Nothing is averaged, but clients keep their personal parameters.
-        def client(key, examples, size, cluster, kept):
-            opt_state, own = kept
+        # Train once more for the updates to compare. Nothing is averaged, but clients keep their personal parameters.
+        def client(key, examples, size, cluster, local_state):
+            opt_state, personal = local_state
             begin = jax.tree.map(lambda p: p[cluster], state.params)
-            rest = examples, size, opt_state, state.round
-            _, update, own = phases.train_scopes(task, training, personal_steps, key, begin, own, *rest)
+            args = examples, size, opt_state, state.round
+            _, update, personal = phases.train_scopes(task, training, personal_steps, key, begin, personal, *args)
             update = chosen(update)
-            return update, own, is_finite((update, own)) & (size > 0)
+            return update, personal, is_finite((update, personal)) & (size > 0)
 
         last_key = jax.random.fold_in(rounds_key, rounds_before)
         cohort = phases.select_cohort(last_key, clients)
-        kept = state.cluster, (state.client, state.personal)
-        updates, own, real = phases.train_clients(client_axis, client, cohort, *kept)
-        own = where_rows(real, own, state.personal)
+        client_rows = state.cluster, (state.client, state.personal)
+        updates, personal, real = phases.train_clients(client_axis, client, cohort, *client_rows)
+        personal = where_rows(real, personal, state.personal)
         updates, real = attacked(rules.adversary, attack_key(last_key), updates, client_ids(clients), real)
         cluster = over_columns(client_axis, jax.jit(cluster_updates))(updates, real)[1]
         models = jax.tree.map(lambda p: jnp.broadcast_to(p, (num_clusters, *p.shape[1:])), state.params)
-        return models, cluster, own
+        return models, cluster, personal
 
     def not_sent(state):  # with `layers`, of the last of the models that a client would send
         model = jax.tree.map(lambda p: p[0], state.params)

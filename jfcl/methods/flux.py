@@ -151,8 +151,8 @@ def flux(
         sums = jax.ops.segment_sum(points[:, : 2 * projection.shape[1]], row, k + 1)[:k]
         centers = jnp.where(size > 0, sums / jnp.maximum(size, 1), jnp.inf)
         models = jax.tree.map(lambda p: jnp.broadcast_to(p, (k, *p.shape[1:])), state.params)
-        found = (size > 0).sum().astype(jnp.int32)
-        memory = Descriptors(model, projection, least[:2], span[:2], centers, found, jnp.asarray(radius, jnp.float32))
+        count = (size > 0).sum().astype(jnp.int32)
+        memory = Descriptors(model, projection, least[:2], span[:2], centers, count, jnp.asarray(radius, jnp.float32))
         return models, cluster, state.personal, memory
 
     def sent(state: AveragingState) -> float:
@@ -161,9 +161,9 @@ def flux(
     once = clustered_once(rules, find, messages=rounds_before, rounds=rounds_before, within=not auto, sent=sent)
 
     def step(key: jax.Array, state: AveragingState, clients: Clients):
-        found = {"clusters_found": state.memory.found} | ({"radius": state.memory.radius} if auto else {})
+        further = {"clusters_found": state.memory.found} | ({"radius": state.memory.radius} if auto else {})
         state, metrics = once.step(key, state, clients)
-        return state, metrics | found
+        return state, metrics | further
 
     def adopt(state: AveragingState, clients: Clients) -> Served:
         memory = state.memory
@@ -176,7 +176,7 @@ def flux(
 
 
 def _features(task: Task, model: PyTree, examples: PyTree) -> jax.Array:
-    """Returns `[M, H]`."""
+    """Returns the features `[M, H]` of one client's examples."""
     features = (task.represent or task.apply)(indexable(model), task.inputs_of(examples))
     return features.reshape(len(features), -1).astype(jnp.float32)
 
@@ -195,16 +195,16 @@ def _moments(features, model: PyTree, projection: jax.Array, labels: int, exampl
 
     center = mean(z[None])
     deviation = jnp.sqrt(mean(jnp.square(z[None] - center[:, None, :])))
-    known = ((count > 1) | (jnp.arange(len(count)) == 0))[:, None]
-    center, deviation = jnp.where(known, center, MISSING), jnp.where(known, deviation, MISSING)
+    enough = ((count > 1) | (jnp.arange(len(count)) == 0))[:, None]
+    center, deviation = jnp.where(enough, center, MISSING), jnp.where(enough, deviation, MISSING)
     return jnp.concatenate([center[:1], deviation[:1], center[1:], deviation[1:]])
 
 
 def _joined(points: jax.Array, real: jax.Array, most: int, scale) -> tuple[jax.Array, jax.Array]:
     """Returns `(cluster [N], radius [])`: the components of the clients that are within the radius of each other."""
     distances = jnp.sqrt(squared_distances(points, mask=real))
-    others = real[:, None] & real[None, :] & ~jnp.eye(len(real), dtype=bool)
-    nearest = jnp.where(others, distances, jnp.inf).min(axis=1)
+    pairs = real[:, None] & real[None, :] & ~jnp.eye(len(real), dtype=bool)
+    nearest = jnp.where(pairs, distances, jnp.inf).min(axis=1)
     radius = scale * knee(nearest, mask=real & jnp.isfinite(nearest))
     tree = linkage_tree(distances, "single", mask=real)
     free = cut(tree, threshold=radius)

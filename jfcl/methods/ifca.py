@@ -126,8 +126,8 @@ def ifca(
     def choose(params):
         of_all = under_all(comparing, params)
 
-        def choice(key, examples, size, cluster, quiet, own):
-            find = under_all(of_rest(task, own), params) if jax.tree.leaves(own) else of_all
+        def choice(key, examples, size, cluster, quiet, personal):
+            losses_of = under_all(of_rest(task, personal), params) if jax.tree.leaves(personal) else of_all
 
             def compare():
                 some, number = examples, size
@@ -135,16 +135,16 @@ def ifca(
                     some, real = draw_batch(task, estimate, key, examples, size)
                     number = real.sum()
                 if identity_augment:
-                    model = of_rest(task, own)
+                    model = of_rest(task, personal)
                     losses, products = losses_when_changed(model, training, params, key, some, number), None
                 else:
-                    losses, products = find(some, number)
+                    losses, products = losses_of(some, number)
                 best = jnp.argmin(losses).astype(jnp.int32)
-                known = products is not None and identity_batch is None
-                return best, jnp.ones((), bool), products[:, best] if known else None
+                reusable = products is not None and identity_batch is None
+                return best, jnp.ones((), bool), products[:, best] if reusable else None
 
             def stay():
-                first = None if jax.tree.leaves(own) else dense_start(comparing)
+                first = None if jax.tree.leaves(personal) else dense_start(comparing)
                 products = None
                 if first is not None and identity_batch is None and not identity_augment:
                     kernel = get_parameter(params, first.kernel)[cluster]
@@ -182,11 +182,11 @@ class LowestLoss:
 
     def __call__(self, state: AveragingState, clients: Clients | None) -> Served:
         """Returns the models of lowest loss on the clients' examples; without these, those that they chose last."""
-        cluster, own = state.cluster, state.personal
+        cluster, personal = state.cluster, state.personal
         if clients is not None and self.num_clusters > 1:
             axis = in_lots(self.client_axis, self.task, clients, self.num_clusters)
-            cluster = lowest_loss(self.task, state.params, clients, personal=own, client_axis=axis)
-        return Served(state.params, cluster, own)
+            cluster = lowest_loss(self.task, state.params, clients, personal=personal, client_axis=axis)
+        return Served(state.params, cluster, personal)
 
 
 def losses_when_changed(

@@ -19,7 +19,7 @@ from jfcl.kernels.base import sum_dtype
 from jfcl.methods.averaging import AveragingState
 from jfcl.methods.fedavg import fedavg
 from jfcl.methods.options import AVERAGING, Options, factory
-from jfcl.methods.personal import serve_own
+from jfcl.methods.personal import serve_personal
 from jfcl.robust.aggregate import in_turn
 from jfcl.training import local, losses
 
@@ -120,9 +120,9 @@ def knn_per(
     method = Mixture(task, represent, num_neighbours, mixing, jnp.asarray(mixings, jnp.float32), validation, scale)
     common = fedavg(task, training, **options)
 
-    def personal_models(shared: AveragingState, clients: Clients) -> Neighbours:
+    def personal_models(common_state: AveragingState, clients: Clients) -> Neighbours:
         """Returns every client's neighbours under the global model."""
-        model, size = jax.tree.map(lambda p: p[0], shared.params), jnp.asarray(clients.size)
+        model, size = jax.tree.map(lambda p: p[0], common_state.params), jnp.asarray(clients.size)
         # The model is an argument: JAX cannot index arrays from outside in a function that `shard_map` divides.
         remember_all = client_axis(partial(remember, method), in_axes=(None, 0, 0))
         memory, label, weight = remember_all(model, clients.examples, size)
@@ -136,27 +136,27 @@ def knn_per(
         sizes = np.asarray(clients.size)
         least, source = int(sizes[sizes > 0].min(initial=INT32_MAX)), "the smallest client's examples"
         if mixing is None:
-            kept = least - int(np.float32(validation) * np.float32(least))  # as `num_training` computes it
-            least, source = min(kept, max(least - 1, 1)), source + " less those that choose its mixing weight"
+            num_trained = least - int(np.float32(validation) * np.float32(least))  # as `num_training` computes it
+            least, source = min(num_trained, max(least - 1, 1)), source + " less those that choose its mixing weight"
         check(num_neighbours <= least, "num_neighbours", num_neighbours, f"at most {least}, {source}")
 
     def init(key: jax.Array, clients: Clients) -> KnnPerState:
         if is_concrete(clients.size):
             enough_neighbours(clients)
-        shared = common.init(key, training_part(clients))
+        common_state = common.init(key, training_part(clients))
         every = jnp.arange(num_clients(clients), dtype=jnp.int32)
-        return KnnPerState(personal_models(shared, clients), every, jnp.zeros((), jnp.int32), shared)
+        return KnnPerState(personal_models(common_state, clients), every, jnp.zeros((), jnp.int32), common_state)
 
     def step(key: jax.Array, state: KnnPerState, clients: Clients):
-        shared, metrics = common.step(key, state.common, training_part(clients))
-        new = KnnPerState(personal_models(shared, clients), state.cluster, state.round + 1, shared)
+        common_state, metrics = common.step(key, state.common, training_part(clients))
+        new = KnnPerState(personal_models(common_state, clients), state.cluster, state.round + 1, common_state)
         return new, metrics | {"mixing": jnp.where(jnp.asarray(clients.size) > 0, new.params.mixing, jnp.nan)}
 
     def refresh(state: KnnPerState, clients: Clients) -> KnnPerState:
         return state._replace(params=personal_models(state.common, clients))
 
     check_clients = in_turn(common.check, enough_neighbours)
-    return Algorithm(init, step, task_with_neighbours(method), check_clients, refresh, serve_own)
+    return Algorithm(init, step, task_with_neighbours(method), check_clients, refresh, serve_personal)
 
 
 class Mixture(NamedTuple):
@@ -175,8 +175,8 @@ def num_training(method: Mixture, size: jax.Array) -> jax.Array:
     """Returns how many of a client's examples FedAvg trains on; the others choose `λ`."""
     if method.mixing is not None:
         return size
-    kept = size - jnp.floor(method.validation * size.astype(jnp.float32)).astype(size.dtype)
-    return jnp.where(size > 1, jnp.minimum(kept, size - 1), size)
+    num_trained = size - jnp.floor(method.validation * size.astype(jnp.float32)).astype(size.dtype)
+    return jnp.where(size > 1, jnp.minimum(num_trained, size - 1), size)
 
 
 def neighbours(
@@ -188,19 +188,19 @@ def neighbours(
     weights, those of the `4 k` nearest are computed again, from differences.
     """
     x, memory = (part.astype(sum_dtype(part)) for part in (x, memory))
-    there, count = jnp.arange(len(memory)) < size, min(method.num_neighbours, len(memory))
+    real, count = jnp.arange(len(memory)) < size, min(method.num_neighbours, len(memory))
     width = jnp.asarray(memory.shape[1] if method.scale is None else method.scale, memory.dtype)
-    center = jnp.where(there[:, None], memory, 0.0).sum(axis=0) / jnp.maximum(size, 1).astype(memory.dtype)
+    center = jnp.where(real[:, None], memory, 0.0).sum(axis=0) / jnp.maximum(size, 1).astype(memory.dtype)
     around, of_x = memory - center[None], x - center[None]
-    norms = jnp.where(there, jnp.square(around).sum(axis=1), 0.0)
+    norms = jnp.where(real, jnp.square(around).sum(axis=1), 0.0)
     squares = jnp.square(of_x).sum(axis=1)[:, None] + norms[None, :]
     squares = squares - 2.0 * jnp.matmul(of_x, around.T, precision=jax.lax.Precision.HIGHEST)
-    squares = jnp.where(there, jnp.maximum(squares, 0.0), jnp.inf)
+    squares = jnp.where(real, jnp.maximum(squares, 0.0), jnp.inf)
 
     def from_differences():
         _, rows = jax.lax.top_k(-squares, min(4 * count, len(memory)))
         exact = mapping.chunked(1)(lambda row: jnp.square(x - memory[row]).sum(axis=1))(rows.T).T  # a [B, H] at a time
-        near, places = jax.lax.top_k(-jnp.where(there[rows], exact, jnp.inf), count)
+        near, places = jax.lax.top_k(-jnp.where(real[rows], exact, jnp.inf), count)
         return near, jnp.take_along_axis(rows, places, axis=1)
 
     is_rough = jnp.finfo(memory.dtype).eps * norms.max() > ROUGH * width
@@ -218,11 +218,11 @@ def remember(method: Mixture, model: PyTree, examples: Batch, size: jax.Array):
         return memory, label, jnp.where(size > 0, method.mixing, 0.0).astype(jnp.float32)
     outputs = method.task.apply(model, x)
     m, first = len(label), num_training(method, size)
-    own = neighbours(method, memory, label, first, memory, outputs.shape[1])
+    by_neighbours = neighbours(method, memory, label, first, memory, outputs.shape[1])
     judged = (jnp.arange(m) >= first) & (jnp.arange(m) < size)
 
     def num_right(share):
-        guess = jnp.argmax(share * own + (1 - share) * jax.nn.softmax(outputs), axis=1)
+        guess = jnp.argmax(share * by_neighbours + (1 - share) * jax.nn.softmax(outputs), axis=1)
         return ((guess == label) & judged).sum()
 
     best = method.shares[jnp.argmax(jax.vmap(num_right)(method.shares))]
@@ -235,8 +235,8 @@ def task_with_neighbours(method: Mixture) -> Task:
     def apply(params: Neighbours, x):
         outputs = method.task.apply(params.model, x)
         represented = method.represent(params.model, x)
-        own = neighbours(method, params.memory, params.label, params.size, represented, outputs.shape[1])
-        mixture = params.mixing * own + (1 - params.mixing) * jax.nn.softmax(outputs)
+        by_neighbours = neighbours(method, params.memory, params.label, params.size, represented, outputs.shape[1])
+        mixture = params.mixing * by_neighbours + (1 - params.mixing) * jax.nn.softmax(outputs)
         return jnp.log(jnp.maximum(mixture, LEAST))
 
     def cost(outputs, batch):
@@ -245,5 +245,5 @@ def task_with_neighbours(method: Mixture) -> Task:
     def correct(outputs, batch):
         return (jnp.argmax(outputs, axis=1) == batch["y"]).astype(jnp.float32)
 
-    about = {name: getattr(method.task, name) for name in ("init", "mix", "num_classes", "reads", "inputs", "at_once")}
-    return Task(apply=apply, cost=cost, correct=correct, **about)
+    fields = {name: getattr(method.task, name) for name in ("init", "mix", "num_classes", "reads", "inputs", "at_once")}
+    return Task(apply=apply, cost=cost, correct=correct, **fields)

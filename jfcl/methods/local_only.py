@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jfcl import mapping
 from jfcl.core import Algorithm, Clients, Task
 from jfcl.methods.options import Options, factory
-from jfcl.methods.personal import PersonalState, initial_state, serve_own, train_alone
+from jfcl.methods.personal import PersonalState, initial_state, serve_personal, train_alone
 from jfcl.methods.round import round_metrics
 from jfcl.training import local
 
@@ -47,4 +47,4 @@ def local_only(task: Task, training: local.LocalTraining, **options: Unpack[Opti
         present = jnp.asarray(clients.size) > 0
         return state, round_metrics(present, trained.loss, usable, trained.num_steps, 0, 0)
 
-    return Algorithm(init, step, task, serve=serve_own)
+    return Algorithm(init, step, task, serve=serve_personal)

@@ -77,8 +77,8 @@ def mixture(
         models = phases.initial_models(task, key, num_clusters, start)
         whole = stack_of(models, None if labels is None else labels.start(models, clients))
         state, whole = common.init(key, clients), jax.tree.map(lambda p: p[None], whole)
-        params, own = phases.initial_scopes(rules.personal, whole, state.cluster)
-        return with_models(rules, state, params, state.cluster, own)
+        params, personal = phases.initial_scopes(rules.personal, whole, state.cluster)
+        return with_models(rules, state, params, state.cluster, personal)
 
     def step(key: jax.Array, state: AveragingState, clients: Clients):
         state, metrics = common.step(key, state, clients)
@@ -87,9 +87,9 @@ def mixture(
     def check_all(clients: Clients) -> None:
         if not hard:
             check_mixes(task)
-        found = sorted(clients.examples) if isinstance(clients.examples, dict) else type(clients.examples).__name__
+        names = sorted(clients.examples) if isinstance(clients.examples, dict) else type(clients.examples).__name__
         accepted = f"a dict of arrays, none of them named {WEIGHT!r}: mixtures add this one"
-        check(isinstance(clients.examples, dict) and WEIGHT not in found, "clients.examples", found, accepted)
+        check(isinstance(clients.examples, dict) and WEIGHT not in names, "clients.examples", names, accepted)
         if common.check is not None:
             common.check(clients)
 
@@ -209,15 +209,15 @@ def train(
       labels: see `mixture`.
       of_stack and the others: the arguments of `train_scopes`.
     """
-    key, stack, own, examples, size, *rest = client
+    key, stack, personal, examples, size, *args = client
     losses = example_losses(task, stack["models"], examples, size)
     log_factor = 0.0 if labels is None else labels.log_factor(stack["labels"], examples)
-    q, weights = responsibilities(own["mixture"], losses, size, log_factor)
-    with_q = own | {"mixture": weights}, examples | {WEIGHT: q}
-    trained, update, own = phases.train_scopes(of_stack, training, None, key, stack, *with_q, size, *rest)
+    q, weights = responsibilities(personal["mixture"], losses, size, log_factor)
+    with_q = personal | {"mixture": weights}, examples | {WEIGHT: q}
+    trained, update, personal = phases.train_scopes(of_stack, training, None, key, stack, *with_q, size, *args)
     if labels is not None:  # the mean of the clients' models then has the mean of their tables
         update |= {"labels": labels.count(stack["labels"], q, examples, size) - stack["labels"]}
-    return trained, update, own
+    return trained, update, personal
 
 
 def responsibilities(

@@ -165,18 +165,18 @@ def densest(points: PyTree, usable: jax.Array, ids: jax.Array, rule: dict, num_c
     remoteness = jnp.where(usable[None, :], distances, 0.0).sum(axis=1)
 
     def choose(k, carry):
-        chosen, left = carry
-        left = jnp.where(left[rows].any(), left, usable)  # no point remains: the next centre may share
-        among = jnp.where(left[None, :] & can_start[:, None], distances, jnp.inf)
+        chosen, remaining = carry
+        remaining = jnp.where(remaining[rows].any(), remaining, usable)  # no point remains: the next centre may share
+        among = jnp.where(remaining[None, :] & can_start[:, None], distances, jnp.inf)
         if by_radius:
             radius = jnp.broadcast_to(reach, (len(among),))
         else:  # the distance to the `q N`-th nearest remaining point, or to the farthest
-            radius = jnp.sort(among, axis=1)[:, jnp.clip(left.sum() - 1, 0, few)]
+            radius = jnp.sort(among, axis=1)[:, jnp.clip(remaining.sum() - 1, 0, few)]
         near = among <= radius[:, None]
         rank = -near.sum(axis=1).astype(radius.dtype) if by_radius else radius
-        best = jnp.lexsort((remoteness, rank, ~left[rows]))[0]
+        best = jnp.lexsort((remoteness, rank, ~remaining[rows]))[0]
         point = rows[best]
-        return chosen.at[k].set(point), left & ~near[best] & (jnp.arange(n) != point)
+        return chosen.at[k].set(point), remaining & ~near[best] & (jnp.arange(n) != point)
 
     chosen, _ = jax.lax.fori_loop(0, num_clusters, choose, (jnp.zeros(num_clusters, jnp.int32), usable))
     return jax.tree.map(lambda z: z[chosen], points)

@@ -43,5 +43,5 @@ def clusters_of(
 
 
 def of_scores(scores: Any) -> dict[str, jax.Array]:
-    """Returns the metric `silhouettes` of what `clusters_of` returns; none without `auto`."""
+    """Returns the metric `silhouettes` of the `scores` of `clusters_of`; none without `auto`."""
     return {} if isinstance(scores, tuple) else {"silhouettes": scores}

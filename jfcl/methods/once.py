@@ -15,7 +15,7 @@ from jfcl.training import local
 
 
 def check_one_label(clients: Clients) -> None:
-    """Raises `ValueError` for examples without one label each, which a method compares by label."""
+    """Raises `ValueError` for examples without one label each, where a method compares them by label."""
     y = clients.examples.get("y")
     single = y is not None and jnp.issubdtype(y.dtype, jnp.integer) and y.shape[1:] == (max_examples(clients),)
     check(single, "by_label", True, "False for clients without one label for each example")
@@ -25,8 +25,8 @@ def labels_of(clients: Clients, why: str) -> jax.Array:
     """Returns the labels `[N, M]` of the examples; raises `ValueError`, which says `why`, unless each has one."""
     y = clients.examples.get("y") if isinstance(clients.examples, dict) else None
     fits = y is not None and jnp.issubdtype(y.dtype, jnp.integer) and y.ndim == 2
-    found = "none" if y is None else f"{y.dtype} {y.shape}"
-    check(fits, "the labels 'y' of the examples", found, f"an integer for each example: {why}")
+    value = "none" if y is None else f"{y.dtype} {y.shape}"
+    check(fits, "the labels 'y' of the examples", value, f"an integer for each example: {why}")
     return y
 
 
@@ -60,8 +60,8 @@ def with_first_costs(
         steps = local.steps_per_round(training, size, max_examples(clients)).astype(jnp.float32) + (more_steps or 0)
         model = float(messages * num_bytes(jax.tree.map(lambda p: p[0], state.params)))  # may exceed int32
         more = 0.0 if sent is None else sent(state)
-        each = {"bytes_up": model + more, "bytes_down": model, "client_steps": rounds * steps}
-        return {name: (present * cost).sum() for name, cost in each.items()}
+        costs = {"bytes_up": model + more, "bytes_down": model, "client_steps": rounds * steps}
+        return {name: (present * cost).sum() for name, cost in costs.items()}
 
     def step(key: jax.Array, state, clients: Clients):
         first, costs = (state.round == 0).astype(jnp.float32), init_costs(state, clients)
@@ -95,8 +95,8 @@ def clustered_once(
         check_at_most_clients("num_clusters", rules.num_clusters if within else None, num_clients(clients))
         start_key, find_key = jax.random.split(key)
         state = inner.init(start_key, clients)
-        params, cluster, own, *memory = find(find_key, clients)
-        state = with_models(rules, state, params, cluster, own)
+        params, cluster, personal, *memory = find(find_key, clients)
+        state = with_models(rules, state, params, cluster, personal)
         return state._replace(memory=memory[0]) if memory else state
 
     cost = {"messages": messages, "rounds": rounds} | costs

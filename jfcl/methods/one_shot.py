@@ -71,9 +71,9 @@ def one_shot(
     once = clustered_once(rules, find, messages=1, rounds=local_rounds, within=not auto)
 
     def step(key: jax.Array, state: AveragingState, clients: Clients):
-        found = {"clusters_found": clusters_in_use(state, clients)} | of_scores(state.memory)
+        further = {"clusters_found": clusters_in_use(state, clients)} | of_scores(state.memory)
         state, metrics = once.step(key, state, clients)
-        return state, metrics | found
+        return state, metrics | further
 
     return once._replace(step=step)
 
@@ -104,7 +104,7 @@ def cluster_local_models(
 
     start, size = initial_state(task, rules.training, start_key, clients, rules.init_params), jnp.asarray(clients.size)
     trained, usable = jax.lax.fori_loop(0, num_rounds, one_round, (start, size > 0))
-    begin, (models, own) = divided(rules.personal, start.params)[0], divided(rules.personal, trained.params)
+    begin, (models, personal) = divided(rules.personal, start.params)[0], divided(rules.personal, trained.params)
     models, usable = attacked_models(rules.adversary, rounds_key, begin, models, clients, usable)
 
     def cluster_models(models, key, usable):
@@ -120,4 +120,4 @@ def cluster_local_models(
     # A cluster that k-means left empty starts at the mean of all, or where all started.
     first = jax.tree.map(lambda b: b[:1], begin)
     means = filled_means(rules.shared, models, cluster, counts, num_clusters, in_order, first)
-    return means, cluster, own, scores
+    return means, cluster, personal, scores

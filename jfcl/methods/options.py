@@ -93,25 +93,25 @@ def factory(*names: str, **defaults: Any) -> Callable[[Factory], Factory]:
         (declared,) = typing.get_args(typing.get_type_hints(make).get("options")) or (Options,)
         hints = typing.get_type_hints(declared, include_extras=True)
         texts = argument_texts(Options) | argument_texts(declared)
-        own = inspect.signature(make).parameters
-        common = [name for name in hints if name in names and name not in own]
+        signature = inspect.signature(make)
+        common = [name for name in hints if name in names and name not in signature.parameters]
         keyword = inspect.Parameter.KEYWORD_ONLY
-        parameters = [p for p in own.values() if p.kind is not p.VAR_KEYWORD] + [
+        parameters = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD] + [
             inspect.Parameter(name, keyword, default=defaults.get(name), annotation=hints[name]) for name in common
         ]
 
         @functools.wraps(make)
-        def build(*args, **given):
-            for name in given.keys() - build.__signature__.parameters.keys():
+        def build(*args, **kwargs):
+            for name in kwargs.keys() - build.__signature__.parameters.keys():
                 hint = option_hint(name, [p.name for p in parameters if p.kind is keyword])
                 raise TypeError(f"{make.__name__} has no argument {name!r}{hint}")
-            call = build.__signature__.bind(*args, **given)
+            call = build.__signature__.bind(*args, **kwargs)
             call.apply_defaults()
             check_options(build, call.arguments)
             check_parts(call.arguments["task"], call.arguments["training"])
             return make(*call.args, **call.kwargs)
 
-        build.__signature__ = inspect.signature(make).replace(parameters=parameters)
+        build.__signature__ = signature.replace(parameters=parameters)
         build.__annotations__ = {p.name: p.annotation for p in parameters if p.annotation is not p.empty}
         build.__doc__ = _with_entries(make.__doc__, {name: texts.get(name, "") for name in common})
         return typing.cast(Factory, build)
@@ -120,17 +120,17 @@ def factory(*names: str, **defaults: Any) -> Callable[[Factory], Factory]:
 
 
 def _with_entries(documented: str | None, texts: dict[str, str]) -> str | None:
-    """Returns a docstring with further entries at the end of its `Args` section; its own entries stand."""
+    """Returns a docstring with further entries at the end of its `Args` section, except those that it has."""
     if documented is None:  # python -OO
         return None
     documented = inspect.cleandoc(documented) + "\n\n"
     if "\nArgs:\n" not in documented:
-        summary, returns, rest = documented.partition("\n\nReturns:\n")
-        documented = f"{summary.rstrip()}\n\nArgs:\n" + (returns + rest)[1:] if returns else f"{documented}Args:\n\n"
+        summary, returns, tail = documented.partition("\n\nReturns:\n")
+        documented = f"{summary.rstrip()}\n\nArgs:\n" + (returns + tail)[1:] if returns else f"{documented}Args:\n\n"
     begin = documented.index("\nArgs:\n")
     end = documented.index("\n\n", begin)
-    known = documented[begin:end]
-    entries = [f"{name}: {text}" for name, text in texts.items() if f"\n  {name}: " not in known]
+    arguments = documented[begin:end]
+    entries = [f"{name}: {text}" for name, text in texts.items() if f"\n  {name}: " not in arguments]
     wrap = functools.partial(textwrap.indent, prefix="  ")
     entries = [wrap(textwrap.fill(entry, 116, subsequent_indent="  ")) for entry in entries]
     return ("\n".join([documented[:end].rstrip(), *entries]) + documented[end:]).rstrip()

@@ -117,8 +117,8 @@ def pacfl(
         within, between = (jnp.where(pairs & part, angles, jnp.nan) for part in (same, ~same))
         models = initial_models(task, key, 1, options["init_params"])
         models = jax.tree.map(lambda p: jnp.broadcast_to(p, (num_clusters, *p.shape[1:])), models)
-        models, own = initial_scopes(options["personal"], models, cluster)
-        return models, cluster, own, Subspaces(bases, jnp.nanmean(within), jnp.nanmean(between))
+        models, personal = initial_scopes(options["personal"], models, cluster)
+        return models, cluster, personal, Subspaces(bases, jnp.nanmean(within), jnp.nanmean(between))
 
     def sent(state: AveragingState) -> jax.Array:
         vectors = (state.memory.bases != 0).any(axis=2).sum(axis=1)
@@ -127,15 +127,15 @@ def pacfl(
     once = clustered_once(rules, find, messages=0, rounds=0, sent=sent)
 
     def step(key: jax.Array, state: AveragingState, clients: Clients):
-        found = {"angle_within": state.memory.within, "angle_between": state.memory.between}
-        found |= {"clusters_found": clusters_in_use(state, clients)}
+        further = {"angle_within": state.memory.within, "angle_between": state.memory.between}
+        further |= {"clusters_found": clusters_in_use(state, clients)}
         state, metrics = once.step(key, state, clients)
-        return state, metrics | found
+        return state, metrics | further
 
     def adopt(state: AveragingState, clients: Clients) -> Served:
-        known = (state.memory.bases != 0).any(axis=(1, 2))
+        real = (state.memory.bases != 0).any(axis=(1, 2))
         angles = subspace_angles(bases_of(clients), state.memory.bases, measure=measure)
-        members = jax.nn.one_hot(state.cluster, num_clusters, dtype=angles.dtype) * known[:, None].astype(angles.dtype)
+        members = jax.nn.one_hot(state.cluster, num_clusters, dtype=angles.dtype) * real[:, None].astype(angles.dtype)
         sums = jnp.matmul(angles, members, precision=jax.lax.Precision.HIGHEST)
         mean = sums / jnp.maximum(members.sum(axis=0), 1)[None, :]
         served = serve_clusters(state, None)

@@ -31,7 +31,7 @@ class PersonalState(NamedTuple):
     client: PyTree
 
 
-def serve_own(state: Any, clients: Clients | None = None) -> Served:
+def serve_personal(state: Any, clients: Clients | None = None) -> Served:
     """Returns each client's own model, of a state with `params` `[N, ...]`."""
     return Served(state.params, None)
 
@@ -42,8 +42,8 @@ def initial_state(
     """Returns the initial state: one random model for all clients, or `init_params`, one model or `N` stacked."""
     n = num_clients(clients)
     if init_params is None:
-        one = initial_models(task, key, 1, None)
-        params = jax.tree.map(lambda p: jnp.broadcast_to(p, (n, *p.shape[1:])), one)
+        model = initial_models(task, key, 1, None)
+        params = jax.tree.map(lambda p: jnp.broadcast_to(p, (n, *p.shape[1:])), model)
     else:
         params = initial_models(task, key, n, init_params)
     every = jnp.arange(n, dtype=jnp.int32)
@@ -89,8 +89,8 @@ def train_personal(
 
     def client(key, examples, size, params, opt_state, row):
         anchor, strength = (None, training.prox) if pull is None else pull(row)
-        how = task, training._replace(prox=strength), key, params, examples, size, opt_state, state.round
-        trained = train(*how, anchor=anchor)
+        args = task, training._replace(prox=strength), key, params, examples, size, opt_state, state.round
+        trained = train(*args, anchor=anchor)
         return trained, is_finite(trained.params)
 
     return train_clients(client_axis, client, cohort, state.params, state.client, rows)

@@ -68,11 +68,11 @@ def with_restarts(algorithm: Algorithm, *, num_restarts: int, num_rounds: int) -
 
     def step(key: jax.Array, state, clients: Clients):
         first = (state.round == num_rounds).astype(jnp.float32)
-        costs = {} if algorithm.init_costs is None else algorithm.init_costs(state, clients)
+        init_costs = {} if algorithm.init_costs is None else algorithm.init_costs(state, clients)
         state, metrics = algorithm.step(key, state, clients)
-        own = {name: metrics[name] for name in COSTS if name in metrics}
-        paid = {name: num_restarts * (num_rounds * cost + costs.get(name, 0.0)) for name, cost in own.items()}
-        return state, metrics | {name: cost + first * paid[name] for name, cost in own.items()}
+        costs = {name: metrics[name] for name in COSTS if name in metrics}
+        paid = {name: num_restarts * (num_rounds * cost + init_costs.get(name, 0.0)) for name, cost in costs.items()}
+        return state, metrics | {name: cost + first * paid[name] for name, cost in costs.items()}
 
     return algorithm._replace(init=init, step=step, init_rounds=algorithm.init_rounds + num_rounds)
 

@@ -100,19 +100,19 @@ def initial_optimizers(task: Task, training: local.LocalTraining, params: PyTree
     return of_models if cluster is None else jax.tree.map(lambda x: x[cluster], of_models)
 
 
-def initial_scopes(personal: Callable[[str], bool] | None, params: PyTree, cluster: jax.Array) -> tuple[PyTree, PyTree]:
+def initial_scopes(keeps: Callable[[str], bool] | None, params: PyTree, cluster: jax.Array) -> tuple[PyTree, PyTree]:
     """Returns the models without personal parameters, and each client's personal ones: those of its first model.
 
     Args:
-      personal: takes a parameter's path; true for those that a client keeps. None: there are none.
+      keeps: takes a parameter's path; true for those that a client keeps. None: there are none.
       params: pytree of `[K, ...]`.
       cluster: `[N]` int32.
 
     Returns:
       `(params [K, ...], personal [N, ...])`, parts of one structure; `personal` is `()` where there are none.
     """
-    params, own = divided(personal, params)
-    return params, jax.tree.map(lambda p: p[cluster], own)
+    params, personal = divided(keeps, params)
+    return params, jax.tree.map(lambda p: p[cluster], personal)
 
 
 # Phase 1: the cohort.
@@ -144,7 +144,7 @@ def put_rows(cohort: Cohort, arrays: PyTree, new: PyTree) -> PyTree:
 
 
 def rows_in_use(row: jax.Array, real: jax.Array, count: int) -> jax.Array:
-    """Returns `[count]` bool, the models whose rows clients have, of which those `real` `[N]` count."""
+    """Returns `[count]` bool: the models that clients have in `row` `[N]`, of the clients that are `real` `[N]`."""
     return jnp.zeros(count, bool).at[jnp.where(real, row, count)].set(True, mode="drop")
 
 
@@ -158,11 +158,11 @@ def train_clients(
       client: `(key, examples, size, *rows)`, one client's part of the round.
       cohort: from `select_cohort`.
       rows: pytrees of `[C, ...]`, further arguments of `client`.
-      sum_into: models `[K, ...]`. With it `client` returns `((update, cluster, weight), rest)`, and the weighted
+      sum_into: models `[K, ...]`. With it `client` returns `((update, cluster, weight), report)`, and the weighted
         updates are added up as they are computed: memory `O(chunk D + K D)` instead of `O(C D)`.
 
     Returns:
-      The stacked results of `client`; with `sum_into`, `((sums [K, ...], weight [K]), rest)`.
+      The stacked results of `client`; with `sum_into`, `((sums [K, ...], weight [K]), report)`.
     """
     clients = cohort.clients
     arguments = (client_keys(cohort.key, clients), clients.examples, jnp.asarray(clients.size), *rows)
@@ -177,7 +177,7 @@ def train_scopes(
     personal_steps: int | None,
     key: jax.Array,
     params: PyTree,
-    own: PyTree,
+    personal: PyTree,
     examples: PyTree,
     size: jax.Array,
     opt_state: PyTree,
@@ -186,33 +186,33 @@ def train_scopes(
     products: jax.Array | None = None,
     anchor: PyTree | None = None,
 ) -> tuple[local.Trained, PyTree, PyTree]:
-    """Trains one client's model: the parameters of its cluster and its own.
+    """Trains one client's model: the parameters of its cluster and its personal ones.
 
     Args:
       task, training, key: as in `local.train`.
-      personal_steps: the client first trains its own parameters for so many steps, and then the others with these as
-        they are; None: all at once. A learning-rate schedule begins in each round at the step of the second part.
+      personal_steps: the client first trains its personal parameters for so many steps, and then the others with these
+        fixed; None: all at once. A learning-rate schedule begins in each round at the step of the second part.
       params: the parameters of its cluster.
-      own: its personal ones; `()` if there are none.
+      personal: its personal ones; `()` if there are none.
       examples, size, opt_state, rounds, products: as in `local.train`.
       anchor: what the proximal term pulls the parameters of the cluster to; `params` if None.
 
     Returns:
-      `(trained, update, own)`: the update of `params`, and the new personal parameters. With `personal_steps` the
+      `(trained, update, personal)`: the update of `params`, and the new personal parameters. With `personal_steps` the
       loss is that of the second part, and the steps are those of both.
     """
-    rest = examples, size, opt_state, rounds
+    args = examples, size, opt_state, rounds
     if personal_steps is None:
-        whole = joined(params, own)
-        near = None if anchor is None else joined(anchor, own)
-        trained = local.train(task, training, key, whole, *rest, products=products, anchor=near)
+        whole = joined(params, personal)
+        anchor = None if anchor is None else joined(anchor, personal)
+        trained = local.train(task, training, key, whole, *args, products=products, anchor=anchor)
         update = jax.tree.map(jnp.subtract, part_like(params, trained.params), params)
-        return trained, update, part_like(own, trained.params)
-    of_own, alone = of_rest(task, params), training._replace(num_steps=personal_steps, num_epochs=None)
-    most = jax.tree.leaves(examples)[0].shape[0]
-    begun = local.optimizer_at(training, trained_part(task, own), (), rounds, size, most)
-    first = local.train(of_own, alone, jax.random.fold_in(key, PERSONAL_STREAM), own, examples, size, begun)
-    trained = local.train(of_rest(task, first.params), training, key, params, *rest, anchor=anchor)
+        return trained, update, part_like(personal, trained.params)
+    of_personal, alone = of_rest(task, params), training._replace(num_steps=personal_steps, num_epochs=None)
+    max_size = jax.tree.leaves(examples)[0].shape[0]
+    start = local.optimizer_at(training, trained_part(task, personal), (), rounds, size, max_size)
+    first = local.train(of_personal, alone, jax.random.fold_in(key, PERSONAL_STREAM), personal, examples, size, start)
+    trained = local.train(of_rest(task, first.params), training, key, params, *args, anchor=anchor)
     update = jax.tree.map(jnp.subtract, trained.params, params)
     return trained._replace(num_steps=first.num_steps + trained.num_steps), update, first.params
 
@@ -232,21 +232,21 @@ def check_weights(weights: Any) -> None:
         check(fits, "weights", values if numbers else f"{values.dtype} {values.shape}", accepted)
 
 
-def own_weights(weights: str | jax.Array, ids: jax.Array) -> jax.Array | None:
-    """Returns `[C]` the given weights of the clients with `ids`; None where weights are not given but a name."""
+def weights_by_id(weights: str | jax.Array, ids: jax.Array) -> jax.Array | None:
+    """Returns the weights `[C]` of the clients with `ids` where `weights` is an array, and None where it is a name."""
     return None if isinstance(weights, str) else jnp.asarray(weights).astype(jnp.float32)[ids]
 
 
-def client_weight(weights: str | jax.Array, size: jax.Array, own: jax.Array | None = None) -> jax.Array:
-    """Returns a client's weight in a mean: its `size`, 1 for `"equal"`, or its `own`; 0 without examples."""
-    if own is not None:
-        return jnp.where(size > 0, own, jnp.zeros_like(own))
+def client_weight(weights: str | jax.Array, size: jax.Array, by_id: jax.Array | None = None) -> jax.Array:
+    """Returns a client's weight in a mean: its `size`, 1 for `"equal"`, or that `by_id`; 0 without examples."""
+    if by_id is not None:
+        return jnp.where(size > 0, by_id, jnp.zeros_like(by_id))
     return (size if isinstance(weights, str) and weights == "size" else jnp.minimum(size, 1)).astype(jnp.float32)
 
 
 def weights_of(weights: str | jax.Array, clients: Clients) -> jax.Array:
-    """Returns `[N]` the `client_weight` of each of the clients."""
-    return client_weight(weights, jnp.asarray(clients.size), own_weights(weights, client_ids(clients)))
+    """Returns the `client_weight` `[N]` of each of the clients."""
+    return client_weight(weights, jnp.asarray(clients.size), weights_by_id(weights, client_ids(clients)))
 
 
 def share(
@@ -266,7 +266,7 @@ def share(
       `(mean, changed)`; a shared parameter changes in all models if it changes in one.
     """
     totals = jax.tree.map(lambda s: jnp.broadcast_to(s.sum(axis=0, keepdims=True), s.shape), sums)
-    mean = jax.tree.map(lambda f, own, all_: all_ if f else own, flags, mean, divide_rows(totals, divisor, like))
+    mean = jax.tree.map(lambda f, m, total: total if f else m, flags, mean, divide_rows(totals, divisor, like))
     return mean, jax.tree.map(lambda f, c: jnp.broadcast_to(c.any(), c.shape) if f else c, flags, changed)
 
 

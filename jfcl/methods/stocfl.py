@@ -213,14 +213,14 @@ def _assign(rules, observe, observe_epochs, threshold, omega, key, cohort: Cohor
     target = jnp.where(usable, target, row).astype(jnp.int32)
 
     # The clusters after it.
-    known = jnp.where(usable & (row >= 0), row, k)
-    into = memory.into.at[known].set(target, mode="drop")
+    old_row = jnp.where(usable & (row >= 0), row, k)
+    into = memory.into.at[old_row].set(target, mode="drop")
     at = jnp.where(usable & (target >= 0), target, k)
     new = memory._replace(
         seen=phases.put_rows(cohort, memory.seen, jnp.where(usable[:, None], seen, 0.0)),
         into=into[into],
         first=memory.first.at[at].set(first[union], mode="drop"),
-        size=memory.size.at[known].set(0, mode="drop").at[at].set(sizes[union], mode="drop"),
+        size=memory.size.at[old_row].set(0, mode="drop").at[at].set(sizes[union], mode="drop"),
     )
     fresh = jnp.where(models[union] < 0, at, k)
     moves = jnp.arange(k, dtype=jnp.int32).at[fresh].set(-1, mode="drop")

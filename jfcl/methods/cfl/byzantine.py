@@ -11,7 +11,7 @@ from jfcl.core import Algorithm, Task
 from jfcl.core.options import Interval, OneOf, Real, Search
 from jfcl.methods.averaging import Averaging
 from jfcl.methods.cfl.rounds import SIMILARITIES, Privacy, PrivacySeed, rounds
-from jfcl.methods.cfl.server import Decision, Found, Rules, Sent
+from jfcl.methods.cfl.server import Comparison, Decision, Rules, Sent
 from jfcl.methods.cfl.state import CFLState
 from jfcl.methods.options import SENDING, Options, factory
 from jfcl.training import local
@@ -70,15 +70,16 @@ def byzantine_cfl(
     return rounds(Rules(common, ripe, accept, exclude_minority, compares_zero=False, similarity=similarity, **secret))
 
 
-def exclude_minority(rules: Rules, state: CFLState, sent: Sent, found: Found) -> Decision:
+def exclude_minority(rules: Rules, state: CFLState, sent: Sent, comparison: Comparison) -> Decision:
     """Excludes the clients on the smaller side of an accepted bipartition, and those that sent NaN or infinity.
 
     Of two equal halves the first client's remains.
     """
-    capacity, splits = len(state.active), found.splits
-    ones = jax.ops.segment_sum((splits.side & found.voice).astype(jnp.int32), state.cluster, capacity)
-    out_is_side = 2 * ones <= found.members
-    minority = found.accepted[state.cluster] & found.voice & (splits.side == out_is_side[state.cluster])
+    capacity, splits = len(state.active), comparison.splits
+    ones = jax.ops.segment_sum((splits.side & comparison.compared).astype(jnp.int32), state.cluster, capacity)
+    out_is_side = 2 * ones <= comparison.members
+    on_smaller = splits.side == out_is_side[state.cluster]
+    minority = comparison.accepted[state.cluster] & comparison.compared & on_smaller
     leaves = minority | (sent.present & ~sent.usable)
     state = state._replace(excluded=jnp.where(leaves, state.round + 1, state.excluded))
     into, full = jnp.full(capacity, capacity, jnp.int32), jnp.zeros((), bool)

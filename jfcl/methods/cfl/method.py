@@ -152,8 +152,8 @@ def cfl(
     eps_2 = (0.5 if in_units[1] else 1.6) if eps_2 is None else eps_2
     accepted = f'"single" with min_size={min_size}: complete linkage has no spanning tree to choose an edge of'
     check(linkage == "single" or min_size == 1, "linkage", linkage, accepted)
-    known = is_concrete(eps_1) and is_concrete(eps_2) and not any(in_units)
-    if known and eps_2 <= eps_1 and not math.isinf(eps_1):  # infinite: `min_rounds` is to decide
+    are_absolute = is_concrete(eps_1) and is_concrete(eps_2) and not any(in_units)
+    if are_absolute and eps_2 <= eps_1 and not math.isinf(eps_1):  # infinite: `min_rounds` is to decide
         warnings.warn(
             f"eps_2 ({eps_2}) is not above eps_1 ({eps_1}): clients that agree will be split too as soon as their"
             " updates are between the two, because the thresholds do not separate them from clients that disagree",

@@ -73,19 +73,19 @@ def nodes(state: CFLState) -> list[Node]:
     check_state(state)
     cluster, active, parent = (np.asarray(x) for x in (state.cluster, state.active, state.parent))
     born, side, cross = (np.asarray(x) for x in (state.tree.born, state.tree.side, state.tree.cross_similarity))
-    found = [Node(-1, (), 0, 0, np.arange(0), np.nan, -1)]
+    tree = [Node(-1, (), 0, 0, np.arange(0), np.nan, -1)]
     at = {0: 0}  # the node that is in a slot now
     for k in sorted(np.flatnonzero(active & (born > 0)).tolist(), key=lambda k: (born[k], parent[k])):
-        p, left = int(parent[k]), len(found)
+        p, first_child = int(parent[k]), len(tree)
         above = at[p]
-        divided = {"children": (left, left + 1), "clients": np.flatnonzero(side[k] > 0), "split": k}
-        found[above] = found[above]._replace(cross_similarity=float(cross[k]), **divided)
-        found += [Node(above, (), slot, int(born[k]), np.arange(0), np.nan, -1) for slot in (p, k)]
-        at |= {p: left, k: left + 1}
+        divided = {"children": (first_child, first_child + 1), "clients": np.flatnonzero(side[k] > 0), "split": k}
+        tree[above] = tree[above]._replace(cross_similarity=float(cross[k]), **divided)
+        tree += [Node(above, (), slot, int(born[k]), np.arange(0), np.nan, -1) for slot in (p, k)]
+        at |= {p: first_child, k: first_child + 1}
     gone = np.asarray(state.excluded) > 0
     for slot, i in at.items():
-        found[i] = found[i]._replace(clients=np.flatnonzero((cluster == slot) & ~gone))
-    return found
+        tree[i] = tree[i]._replace(clients=np.flatnonzero((cluster == slot) & ~gone))
+    return tree
 
 
 def first_split(state: CFLState) -> tuple[np.ndarray, np.ndarray]:
@@ -100,8 +100,8 @@ def first_split(state: CFLState) -> tuple[np.ndarray, np.ndarray]:
 
 def models(state: CFLState) -> PyTree:
     """Returns the models of all `nodes(state)`, stacked in their order: pytree of `[nodes, ...]`."""
-    found = nodes(state)
-    slot, split = (jnp.asarray([getattr(node, name) for node in found]) for name in ("slot", "split"))
+    tree = nodes(state)
+    slot, split = (jnp.asarray([getattr(node, name) for node in tree]) for name in ("slot", "split"))
     before = jax.tree.map(lambda p: p[jnp.maximum(split, 0)], state.tree.model)
     return where_rows(split >= 0, before, jax.tree.map(lambda p: p[slot], state.params))
 
@@ -163,8 +163,8 @@ def evaluate_paths(
     used = [ways[k] for k in np.asarray(state.cluster).tolist()]
     depth = max(map(len, used))
     node = np.array([way + way[-1:] * (depth - len(way)) for way in used], np.int32)
-    stacked, how = models(state), {"personal": state.personal, "client_axis": client_axis}
-    levels = [metrics.evaluate(task, stacked, clients, jnp.asarray(node[:, level]), **how) for level in range(depth)]
+    evaluate = partial(metrics.evaluate, task, models(state), clients, personal=state.personal, client_axis=client_axis)
+    levels = [evaluate(jnp.asarray(node[:, level])) for level in range(depth)]
     column = lambda name: np.stack([np.asarray(level[name]) for level in levels], axis=1)  # noqa: E731
     return PathEvaluation(node, column("loss"), column("accuracy") if "accuracy" in levels[0] else None)
 

@@ -38,7 +38,7 @@ NEVER = 1e-20  # an eps_1 below this is meant to prevent splits
 
 
 def rounds(rules: Rules) -> Algorithm:
-    """Builds the `Algorithm` of these rules, and checks the options that all rules share."""
+    """Checks the options that both variants share, and builds the `Algorithm` of these rules."""
     common, task = rules.common, rules.common.task
     if common.cohort is not None:
         accepted = 'left out with similarity="gradients": updates are kept, not gradients'
@@ -47,15 +47,15 @@ def rounds(rules: Rules) -> Algorithm:
         accepted = "left out where parameters are shared, or statistics are averaged: hidden updates have no parts"
         check(common.shared is None and task.statistics is None, "privacy", rules.privacy, accepted)
     rules = rules._replace(common=checked(common))
-    made = Algorithm(partial(init, rules), partial(step, rules), task, clients_check(common.adversary, common.weights))
-    made = made._replace(serve=serve, entries=ENTRIES)
+    check_clients = clients_check(common.adversary, common.weights)
+    algorithm = Algorithm(partial(init, rules), partial(step, rules), task, check_clients, serve=serve, entries=ENTRIES)
     if rules.validation:
-        made = made._replace(refresh=lambda state, clients: splits.in_active_clusters(state))
-    return made if common.cohort is None else made._replace(last_updates=lambda state: state.heard.round)
+        algorithm = algorithm._replace(refresh=lambda state, clients: splits.in_active_clusters(state))
+    return algorithm if common.cohort is None else algorithm._replace(last_updates=lambda state: state.heard.round)
 
 
 def serve(state: CFLState, clients: Clients | None) -> Served:
-    """Returns the models of the clusters, of which those that were split off are active."""
+    """Returns the models of the clusters; those of clusters that exist are active."""
     return Served(state.params, state.cluster, state.personal, active=state.active, excluded=state.excluded)
 
 
@@ -72,11 +72,11 @@ def init(rules: Rules, key: jax.Array, clients: Clients) -> CFLState:
         fits = shape == (n,) or (clients.id is not None and len(shape) == 1 and shape[0] < n)
         check(fits, "true_cluster", shape, f"of shape ({n},)")
         check(n <= DENSE_UP_TO, "true_cluster", f"{n} clients", f"left out beyond {DENSE_UP_TO} clients")
-    one = phases.initial_models(common.task, key, 1, common.init_params)
-    params = jax.tree.map(lambda p: jnp.broadcast_to(p, (capacity, *p.shape[1:])), one)
+    model = phases.initial_models(common.task, key, 1, common.init_params)
+    params = jax.tree.map(lambda p: jnp.broadcast_to(p, (capacity, *p.shape[1:])), model)
     cluster = jnp.zeros(n, jnp.int32)
     opt_states = phases.initial_optimizers(common.task, common.training, params, cluster)
-    params, own = phases.initial_scopes(common.personal, params, cluster)
+    params, personal = phases.initial_scopes(common.personal, params, cluster)
     sent = jax.eval_shape(lambda p: hide(jax.tree.map(lambda x: x[0], p), rules.privacy, rules.privacy_seed), params)
     compared, can_split = rules.compared(sent), capacity > 1
     length = min(sum(x.size for x in jax.tree.leaves(compared)), rules.tree_dim) if can_split else 0
@@ -100,7 +100,7 @@ def init(rules: Rules, key: jax.Array, clients: Clients) -> CFLState:
         excluded=jnp.zeros(n, jnp.int32),
         tree=tree,
         client=opt_states,
-        personal=own,
+        personal=personal,
         sides=splits.no_sides(compared, capacity, n, small=rules.min_examples > 1) if can_split else (),
         heard=() if common.cohort is None else no_updates(sent, n),
     )
@@ -123,15 +123,15 @@ def step(rules: Rules, key: jax.Array, state: CFLState, clients: Clients):
     weight = phases.weights_of(common.weights, clients._replace(size=learns))
     here = present & (jnp.asarray(clients.size) > 0)
     cohort = phases.select_cohort(key, clients._replace(size=jnp.where(here, learns, 0)), common.cohort)
-    place, kept = (state.cluster, missed, pending), (state.client, state.personal)
-    here, of_cohort, own = phases.take_rows(cohort, (here, place, kept))
+    place, before = (state.cluster, missed, pending), (state.client, state.personal)
+    here, of_cohort, local_state = phases.take_rows(cohort, (here, place, before))
 
     # Train it.
-    trained = phases.train_clients(client_axis, train_client(rules, state), cohort, of_cohort, own)
-    updates, finite, loss, steps, new_own = trained
+    trained = phases.train_clients(client_axis, train_client(rules, state), cohort, of_cohort, local_state)
+    updates, finite, loss, steps, after = trained
     lies_key, ids = attack_key(cohort.key), client_ids(cohort.clients)
     updates, usable = attacked(common.adversary, lies_key, updates, ids, here & finite, of_cohort[0])
-    opt_states, own = phases.put_rows(cohort, kept, where_rows(here & finite, new_own, own))
+    opt_states, personal = phases.put_rows(cohort, before, where_rows(here & finite, after, local_state))
 
     # Report.
     size = float(num_bytes(jax.eval_shape(lambda u: jax.tree.map(lambda x: x[0], u), updates)))
@@ -158,14 +158,14 @@ def step(rules: Rules, key: jax.Array, state: CFLState, clients: Clients):
     record, into, means, decided = server.serve(rules, record, sent)
 
     # Update the models: new clusters start from their parent's, and all move by the mean update.
-    one = jax.tree.map(lambda p: p[0], state.params)
-    means = reveal(means, one, rules.privacy, rules.privacy_seed)
+    model = jax.tree.map(lambda p: p[0], state.params)
+    means = reveal(means, model, rules.privacy, rules.privacy_seed)
     new, overflowed = new_models(state, record, into, means, is_shared)
     if len(state.active) > 1:  # without another cluster none goes on
         metrics["overflowed"] = overflowed
     if common.cohort is not None:  # the updates of clients that have moved belong to other models
         last = last._replace(round=jnp.where(new.cluster != state.cluster, 0, last.round))
-    return new._replace(client=opt_states, personal=own, heard=last), metrics | decided
+    return new._replace(client=opt_states, personal=personal, heard=last), metrics | decided
 
 
 def starting_model(state: CFLState, cluster: jax.Array, missed: jax.Array, pending: jax.Array) -> PyTree:
@@ -181,20 +181,15 @@ def starting_model(state: CFLState, cluster: jax.Array, missed: jax.Array, pendi
 
 def train_client(rules: Rules, state: CFLState) -> Callable:
     """Returns one client's part of the round, for `train_clients`."""
-    how = rules.common.task, rules.common.training, rules.common.personal_steps
+    settings = rules.common.task, rules.common.training, rules.common.personal_steps
 
-    def client(key, examples, size, place, kept):
-        opt_state, own = kept
+    def client(key, examples, size, place, local_state):
+        opt_state, personal = local_state
         begin = starting_model(state, *place)
-        trained, update, own = phases.train_scopes(*how, key, begin, own, examples, size, opt_state, state.round)
-        finite = is_finite((update, own))
-        return (
-            hide(update, rules.privacy, rules.privacy_seed),
-            finite,
-            trained.loss,
-            trained.num_steps,
-            (trained.opt_state, own),
-        )
+        data = examples, size, opt_state, state.round
+        trained, update, personal = phases.train_scopes(*settings, key, begin, personal, *data)
+        finite, message = is_finite((update, personal)), hide(update, rules.privacy, rules.privacy_seed)
+        return message, finite, trained.loss, trained.num_steps, (trained.opt_state, personal)
 
     return client
 
@@ -203,8 +198,8 @@ def gradients(rules: Rules, state: CFLState, place: tuple, learns: jax.Array, cl
     """Returns the messages with the gradients of all clients `[N, ...]` at the models that they started from."""
     task = rules.common.task
 
-    def gradient(examples, size, place, own):
-        loss = lambda p: losses.mean_loss(task, joined(p, own), examples, size)  # noqa: E731
+    def gradient(examples, size, place, personal):
+        loss = lambda p: losses.mean_loss(task, joined(p, personal), examples, size)  # noqa: E731
         return hide(jax.grad(loss)(starting_model(state, *place)), rules.privacy, rules.privacy_seed)
 
     sent = rules.common.client_axis(gradient)(clients.examples, learns, place, state.personal)
@@ -241,8 +236,8 @@ def keep_finite(params: PyTree, before: PyTree, active: jax.Array, is_shared: Py
     """
     finite = jax.vmap(is_finite)(params)
     overflowed = active & ~finite & (active & finite).any()
-    kept = where_rows(overflowed, before, params)
-    return jax.tree.map(lambda shared, new, own: new if shared else own, is_shared, params, kept), overflowed
+    safe = where_rows(overflowed, before, params)
+    return jax.tree.map(lambda shared, p, s: p if shared else s, is_shared, params, safe), overflowed
 
 
 # Hidden updates (section V-B): clients send their updates through a secret orthonormal operator.

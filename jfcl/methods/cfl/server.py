@@ -32,8 +32,8 @@ class Rules(NamedTuple):
         are clients.
       ripe: `(state, mean_norm [K], max_norm [K], members [K]) -> (stationary [K], wanted [K])` bool.
       accept: `(splits) -> [K]` bool: the bipartitions to act on.
-      decide: `(rules, state, sent, found) -> Decision`: the action on them.
-      compares_zero: clients with an update of zero, which has no direction, have a voice.
+      decide: `(rules, state, sent, comparison) -> Decision`: the action on them.
+      compares_zero: clients with an update of zero, which has no direction, are compared.
       thresholds: `(state) -> [2]`, those of the norms, for the metrics; or None.
       similarity and the others: as in `cfl`.
     """
@@ -65,13 +65,13 @@ class Sent(NamedTuple):
     """The server's input in a round.
 
     Attributes:
-      updates: pytree of `[N, ...]`: an orthonormal operator's image of them where they are hidden. With a cohort, the
-        last known ones.
+      updates: pytree of `[N, ...]`; where they are hidden, their images under an orthonormal operator. With a cohort,
+        the last known ones.
       usable: `[N]` bool: clients that took part and sent finite numbers.
       present: `[N]` bool: clients that took part.
       weight: `[N]` float32, of each client in the means of the models; 0 for clients that are not usable or pending.
-      voice_weight: `[N]` float32, of each client where it has a voice.
-      able: `[N]` bool: clients that have a voice in their cluster if their update is known.
+      compared_weight: `[N]` float32, of each client in the mean that its cluster is examined by.
+      able: `[N]` bool: clients with enough examples (`min_examples`) to be compared if their update is known.
       comparable: `[N]` bool: clients with a known update that was computed at their cluster's model.
       expected: `[N]` bool: clients that sent a finite update last, or none yet.
       missed, pending: of `splits.missed_splits`; pending clients trained the model before the split that they missed.
@@ -82,7 +82,7 @@ class Sent(NamedTuple):
     usable: jax.Array
     present: jax.Array
     weight: jax.Array
-    voice_weight: jax.Array
+    compared_weight: jax.Array
     able: jax.Array
     comparable: jax.Array
     expected: jax.Array
@@ -105,12 +105,12 @@ class Splits(NamedTuple):
     side: jax.Array
 
 
-class Found(NamedTuple):
+class Comparison(NamedTuple):
     """The comparison of a round, from which `Rules.decide` decides.
 
     Attributes:
       vectors: pytree of `[N, ...]`, the updates or gradients.
-      voice: `[N]` bool: clients with a voice and a comparable vector.
+      compared: `[N]` bool: able clients with a comparable vector.
       members: `[K]` int32, how many of them each cluster has.
       stationary: `[K]` bool.
       splits: the bipartitions.
@@ -118,7 +118,7 @@ class Found(NamedTuple):
     """
 
     vectors: PyTree
-    voice: jax.Array
+    compared: jax.Array
     members: jax.Array
     stationary: jax.Array
     splits: Splits
@@ -126,7 +126,7 @@ class Found(NamedTuple):
 
 
 # Result of `Rules.decide`: the state; `[K]` int32, by cluster the slot of the new cluster (`K`: no split); `[]` bool,
-# whether there were too few slots; `[N]`, `Sent.weight` with 0 for clients that do not count now; further metrics.
+# whether there were too few slots; `Sent.weight` `[N]` with 0 for clients that do not count now; further metrics.
 Decision = tuple[CFLState, jax.Array, jax.Array, jax.Array, dict[str, jax.Array]]
 
 
@@ -136,7 +136,7 @@ def serve(rules: Rules, state: CFLState, sent: Sent):
     Returns `(state, into [K], means [K, ...], metrics)`: `into` as in `Decision`, each cluster's mean update.
     """
     common, capacity = rules.common, len(state.active)
-    client_axis, cohort = common.client_axis, common.cohort
+    client_axis = common.client_axis
 
     # Compare updates, or gradients.
     vectors = rules.compared(sent.updates)
@@ -144,7 +144,7 @@ def serve(rules: Rules, state: CFLState, sent: Sent):
         vectors = rules.compared(sent.gradients())
         finite = finite_rows(rows_of(vectors))
         sent = sent._replace(usable=sent.usable & finite, comparable=sent.comparable & finite)
-    voice = sent.comparable & sent.able
+    compared = sent.comparable & sent.able
 
     def means(vectors: PyTree, cluster: jax.Array, weight: jax.Array) -> PyTree:
         """Returns the weighted mean of each cluster's vectors, `[K, ...]`, added up in the order of the clients."""
@@ -157,12 +157,12 @@ def serve(rules: Rules, state: CFLState, sent: Sent):
     # Norms: the mean update of each cluster, and its longest update. With a cohort, old updates are longer than new
     # ones; the longest is then one of this round, so that age does not count as disagreement.
     norms = jnp.sqrt(squared_norms(rows_of(vectors)))
-    voice = voice if rules.compares_zero else voice & (norms > 0)
-    newest = voice if cohort is None else voice & sent.usable
+    compared = compared if rules.compares_zero else compared & (norms > 0)
+    newest = compared if common.cohort is None else compared & sent.usable
     max_norm = jnp.maximum(jax.ops.segment_max(jnp.where(newest, norms, 0.0), state.cluster, capacity), 0.0)
-    mean_vectors = means(vectors, state.cluster, jnp.where(voice, sent.voice_weight, 0.0))
+    mean_vectors = means(vectors, state.cluster, jnp.where(compared, sent.compared_weight, 0.0))
     mean_norm = jnp.sqrt(squared_norms(rows_of(mean_vectors)))
-    members = jax.ops.segment_sum(voice.astype(jnp.int32), state.cluster, capacity)
+    members = jax.ops.segment_sum(compared.astype(jnp.int32), state.cluster, capacity)
     scale = jnp.where(state.scale[1] == 0, jnp.stack([mean_norm[0], max_norm[0]]), state.scale)
     state = state._replace(scale=scale)
 
@@ -170,17 +170,17 @@ def serve(rules: Rules, state: CFLState, sent: Sent):
     stationary, wanted = rules.ripe(state, mean_norm, max_norm, members)
     examined = state.active & ~state.final & (members > 0)
     wanted = wanted & examined
-    if cohort is not None:
+    if common.cohort is not None:
         expected = sent.able & ~sent.pending
-        wanted = wanted & enough_known(voice, expected, state.cluster, capacity)
+        wanted = wanted & enough_known(compared, expected, state.cluster, capacity)
         # Old updates say little on the model of today: a cluster ends in a round with most of its clients.
         examined = examined & enough_known(newest, expected, state.cluster, capacity, most=True)
-    sides = jnp.zeros(capacity, jnp.int32), jnp.zeros(len(voice), bool)
+    sides = jnp.zeros(capacity, jnp.int32), jnp.zeros(len(compared), bool)
     nothing = Splits(jnp.full(capacity, jnp.inf, jnp.float32), *sides)
     options = {"min_size": rules.min_size, "linkage": rules.linkage}
-    compare = partial(bipartitions, vectors, state.cluster, voice, wanted, client_axis, **options)
+    compare = partial(bipartitions, vectors, state.cluster, compared, wanted, client_axis, **options)
     splits = if_rare(wanted.any(), compare, lambda: nothing)
-    found = Found(vectors, voice, members, stationary & examined, splits, wanted & rules.accept(splits))
+    comparison = Comparison(vectors, compared, members, stationary & examined, splits, wanted & rules.accept(splits))
     metrics = {
         "decisions": wanted.sum().astype(jnp.int32),
         "mean_norm": mean_norm,
@@ -190,10 +190,10 @@ def serve(rules: Rules, state: CFLState, sent: Sent):
     if rules.thresholds is not None:
         metrics["thresholds"] = rules.thresholds(state)
     if rules.true_cluster is not None:
-        metrics["separation_gap"] = separation_gaps(rules, state, vectors, voice)
+        metrics["separation_gap"] = separation_gaps(rules, state, vectors, compared)
 
     # The decision, and the mean of each cluster after it: the children of a split average their own clients' updates.
-    state, into, full, weight, more = rules.decide(rules, state, sent, found)
+    state, into, full, weight, more = rules.decide(rules, state, sent, comparison)
     slots = jnp.arange(capacity, dtype=jnp.int32)
     metrics |= more | {
         "split_from": jnp.full(capacity, -1, jnp.int32).at[into].set(slots, mode="drop"),
@@ -234,7 +234,7 @@ def bipartitions(
     dense = count <= max(DENSE_UP_TO, numbers // DENSE_SHARE) or linkage != "single" or min_size > 1
 
     def one_by_one(bipartition, points, cluster, active):
-        """Returns the `Bipartition` of all clusters by that of each, which skips those without two active clients."""
+        """Returns the `Bipartition` of all clusters, computed one by one; without two active clients there is none."""
         nothing = Bipartition(jnp.zeros(count, bool), jnp.full((), jnp.inf, jnp.float32))
 
         def one(k):

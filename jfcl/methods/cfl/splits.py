@@ -1,7 +1,7 @@
 """Splits of clusters: a slot for each, its record in the parameter tree, and the clusters of all clients after it.
 
 A bipartition places the clients that it compares. Others remain: clients that were absent or sent NaN in the round of
-the split, clients with too few examples to have a voice, clients of a population that are not on the device. One rule
+the split, clients with too few examples to be compared, clients of a population that are not on the device. One rule
 places all of them. Every split leaves a *direction*: the mean unit update of the clients that moved minus that of the
 clients that stayed, both scaled to length 1. The inner product of a client's update and the direction is positive where
 the update is more similar to the side that moved.
@@ -22,7 +22,7 @@ from jfcl.core import Clients, PyTree, of_rest
 from jfcl.kernels.base import if_rare, rows_of
 from jfcl.kernels.blocks import product_of_rows
 from jfcl.kernels.similarity import scaled_rows, signed_sums, unit_scale
-from jfcl.methods.cfl.server import Decision, Found, Rules, Sent, Splits
+from jfcl.methods.cfl.server import Comparison, Decision, Rules, Sent, Splits
 from jfcl.methods.cfl.state import CFLState
 from jfcl.training import losses
 
@@ -40,12 +40,12 @@ def allot(accept: jax.Array, used: jax.Array) -> tuple[jax.Array, jax.Array]:
     return jnp.where(fits, free[jnp.clip(turn, 0, capacity - 1)], capacity), (accept & ~fits).any()
 
 
-def split_clusters(rules: Rules, state: CFLState, sent: Sent, found: Found) -> Decision:
+def split_clusters(rules: Rules, state: CFLState, sent: Sent, comparison: Comparison) -> Decision:
     """Makes the second side of every accepted bipartition a cluster, while there are free slots."""
-    into, full = allot(found.accepted, state.active | (state.parent >= 0))
+    into, full = allot(comparison.accepted, state.active | (state.parent >= 0))
     if rules.recursive:
-        state = state._replace(final=state.final | (found.stationary & (into == len(state.active))))
-    state, relocated = carry_out(rules, state, found.vectors, sent, found.splits, into)
+        state = state._replace(final=state.final | (comparison.stationary & (into == len(state.active))))
+    state, relocated = carry_out(rules, state, comparison.vectors, sent, comparison.splits, into)
     metrics = {}
     if rules.recursive:  # ended: all clusters with clients are final, and no client that can be placed waits for it
         waits = missed_splits(state)[1] & sent.able & sent.expected
@@ -67,14 +67,14 @@ def carry_out(
         return state, jnp.zeros(len(state.cluster), bool)
     slot, was_split = into[state.cluster], into < capacity
     here = sent.comparable & was_split[state.cluster]
-    voice, silent = here & sent.able, here & ~sent.able
+    compared, small = here & sent.able, here & ~sent.able
     moves = splits.side & was_split[state.cluster]
 
     def record():
         # The tree.
-        parts = jnp.where(moves, 2, jnp.where(voice, 1, 0)).astype(jnp.int8)
+        parts = jnp.where(moves, 2, jnp.where(compared, 1, 0)).astype(jnp.int8)
         side = jnp.where(state.cluster[None, :] == jnp.arange(capacity)[:, None], parts[None, :], jnp.int8(0))
-        updates = sketch(rules.compared(sent.updates), voice, rules.tree_dim)
+        updates = sketch(rules.compared(sent.updates), compared, rules.tree_dim)
         updates = jnp.where((side > 0)[:, :, None], updates[None, :, :], 0.0)
         recorded = tree._replace(
             born=tree.born.at[into].set(new_round, mode="drop"),
@@ -83,12 +83,12 @@ def carry_out(
             updates=tree.updates.at[into].set(updates, mode="drop"),
         )
 
-        # The directions, by which clients without a voice move too.
-        direction = add_directions(sides.direction, vectors, jnp.where(voice, slot, capacity), moves, into)
+        # The directions, by which small clients move too.
+        direction = add_directions(sides.direction, vectors, jnp.where(compared, slot, capacity), moves, into)
         all_moves, changing = moves, sides.changing
         if not isinstance(changing, tuple):
-            similarity = similarity_to_side(vectors, silent, direction, jnp.minimum(slot, capacity - 1))
-            all_moves, changing = moves | (silent & (similarity > 0)), changing | silent
+            similarity = similarity_to_side(vectors, small, direction, jnp.minimum(slot, capacity - 1))
+            all_moves, changing = moves | (small & (similarity > 0)), changing | small
         return recorded, Sides(direction, jnp.where(here, new_round, sides.placed), changing), all_moves
 
     tree, sides, moves = if_rare(was_split.any(), record, lambda: (tree, sides, moves))
@@ -124,8 +124,8 @@ class Sides(NamedTuple):
       direction: a list of `[K, d]` float32, one for each array of an update, by the slot of the cluster that the split
         made.
       placed: `[N]` int32, the round of the last split at which the client was placed; 0 before any.
-      changing: `[N]` bool, clients without a voice that still compare their side in every round; `()` where all
-        clients have a voice.
+      changing: `[N]` bool, small clients (fewer than `min_examples`) whose side is still compared in every round; `()`
+        where no client is small.
     """
 
     direction: list[jax.Array]
@@ -134,7 +134,7 @@ class Sides(NamedTuple):
 
 
 def no_sides(sent: PyTree, capacity: int, count: int, *, small: bool) -> Sides:
-    """Returns the `Sides` before the first round; `sent`: shapes of an update; `small`: some clients have no voice."""
+    """Returns the `Sides` before the first round; `sent`: shapes of an update; `small`: some clients may be small."""
     direction = [jnp.zeros((capacity, max(x.size, 1))) for x in jax.tree.leaves(sent)]
     return Sides(direction, jnp.zeros(count, jnp.int32), jnp.zeros(count, bool) if small else ())
 
@@ -203,16 +203,16 @@ def similarity_to_side(vectors: PyTree, usable: jax.Array, direction: list[jax.A
 def place_pending(state: CFLState, vectors: PyTree, sent: Sent, usable: jax.Array) -> tuple[CFLState, jax.Array]:
     """Places pending clients at the split that they missed, and compares the sides of changing clients again.
 
-    A pending client is placed once. The update of a client without a voice points towards the right cluster while the
-    client is in the wrong one. In the right cluster the update is noise: the client may move away, and comes back in
-    the next round. So its side is compared until two rounds agree. Equal similarities move no client.
+    A pending client is placed once. The update of a small client points towards the right cluster while the client is
+    in the wrong one. In the right cluster the update is noise: the client may move away, and comes back in the next
+    round. So its side is compared until two rounds agree. Equal similarities move no client.
 
     `usable` `[N]` are the clients with a finite update of this round that this round's splits did not place. Returns
     `(state, moved [N] bool)`.
     """
     sides, pending = state.sides, sent.pending & usable
-    split, changing, all_voices = sent.missed, jnp.zeros_like(pending), isinstance(sides.changing, tuple)
-    if not all_voices:
+    split, changing, none_small = sent.missed, jnp.zeros_like(pending), isinstance(sides.changing, tuple)
+    if not none_small:
         last, any_split = last_splits(state)
         changing = sides.changing & ~sent.able & usable & any_split & ~missed_splits(state)[1]
         split = jnp.where(pending, sent.missed, last)
@@ -223,7 +223,7 @@ def place_pending(state: CFLState, vectors: PyTree, sent: Sent, usable: jax.Arra
         toward = jnp.where((pending | changing) & (similarity != 0), toward, state.cluster)
         moved = toward != state.cluster
         placed = jnp.where(pending | (changing & moved), state.tree.born[split], sides.placed)
-        still = () if all_voices else (sides.changing & ~(changing & ~moved)) | (pending & ~sent.able)
+        still = () if none_small else (sides.changing & ~(changing & ~moved)) | (pending & ~sent.able)
         return toward, sides._replace(placed=placed, changing=still), moved
 
     unmoved = state.cluster, sides, jnp.zeros_like(pending)
@@ -263,18 +263,18 @@ def undo_harmful_splits(
     judged = jnp.full(capacity, -1, jnp.int32).at[jnp.where(due, state.parent, capacity)].set(slots, mode="drop")
     judged = jnp.where(due, slots, judged)
 
-    def client(examples, size, cluster, own):
+    def client(examples, size, cluster, personal):
         """Returns the gain of one client by the split that its cluster is judged for, and whether it counts."""
         task = rules.common.task
-        task, k = of_rest(task, own) if jax.tree.leaves(own) else task, judged[cluster]
+        task, k = of_rest(task, personal) if jax.tree.leaves(personal) else task, judged[cluster]
         rows = jnp.arange(jax.tree.leaves(examples)[0].shape[0])
         aside = (rows >= num_training(size, rules.validation)) & (rows < size)
         blank = losses.blank_padding(examples, size)
 
         def performance(models, k):
             params = jax.tree.map(lambda p: p[k], models)
-            each = -task.loss(params, blank) if task.correct is None else task.scores(task.correct, params, blank)
-            return losses.masked_mean(jnp.nan_to_num(each, nan=-WORST, posinf=WORST, neginf=-WORST), aside)
+            scores = -task.loss(params, blank) if task.correct is None else task.scores(task.correct, params, blank)
+            return losses.masked_mean(jnp.nan_to_num(scores, nan=-WORST, posinf=WORST, neginf=-WORST), aside)
 
         return performance(state.params, cluster) - performance(tree.model, k), (k >= 0) & aside.any()
 

@@ -117,8 +117,8 @@ def remember_updates(
 
 
 def enough_known(
-    voice: jax.Array, able: jax.Array, cluster: jax.Array, capacity: int, *, most: bool = False
+    compared: jax.Array, able: jax.Array, cluster: jax.Array, capacity: int, *, most: bool = False
 ) -> jax.Array:
-    """Returns the clusters `[K]` in which half of the `able` clients `[N]` (with `most`, more) have a `voice`."""
-    voices, all_able = (jax.ops.segment_sum(x.astype(jnp.int32), cluster, capacity) for x in (voice, able))
-    return (2 * voices >= all_able + int(most)) & (voices > 0)
+    """Returns the clusters `[K]` in which half of the `able` clients `[N]` (with `most`, more) are `compared`."""
+    num_compared, all_able = (jax.ops.segment_sum(x.astype(jnp.int32), cluster, capacity) for x in (compared, able))
+    return (2 * num_compared >= all_able + int(most)) & (num_compared > 0)

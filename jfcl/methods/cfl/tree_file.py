@@ -83,9 +83,9 @@ def _models(saved: dict[str, np.ndarray], part: str, task: Task, file: Path) -> 
     like = jax.eval_shape(task.init, jax.random.key(0))
     rows = {name.removeprefix(part): x for name, x in saved.items() if name.startswith(part)}
     wanted = {name: (len(saved["active"]), *leaf.shape) for name, leaf in named_leaves(like).items()}
-    found = {name: x.shape for name, x in rows.items()}
-    differ = [name for name in sorted(found.keys() | wanted.keys()) if found.get(name) != wanted.get(name)]
-    shapes = (f"{k} is {found.get(k, 'absent')} there, {wanted.get(k, 'absent')} here" for k in differ)
+    have = {name: x.shape for name, x in rows.items()}
+    differ = [name for name in sorted(have.keys() | wanted.keys()) if have.get(name) != wanted.get(name)]
+    shapes = (f"{k} is {have.get(k, 'absent')} there, {wanted.get(k, 'absent')} here" for k in differ)
     check(not differ, "file", str(file), f"of this task's model: {'; '.join(shapes)}")
     leaves = [jnp.asarray(rows[name], leaf.dtype) for name, leaf in named_leaves(like).items()]
     return jax.tree.unflatten(jax.tree.structure(like), leaves)
@@ -101,7 +101,7 @@ def check_state(state: CFLState) -> None:
 
 def check_model(task: Task, params: PyTree, personal: PyTree = ()) -> None:
     """Raises `ValueError` unless models `params` `[K, ...]`, with `personal` parameters, have the task's shapes."""
-    one = named_leaves(jax.eval_shape(task.init, jax.random.key(0)))
-    wanted = {name: leaf.shape for name, leaf in one.items()}
+    like = named_leaves(jax.eval_shape(task.init, jax.random.key(0)))
+    wanted = {name: leaf.shape for name, leaf in like.items()}
     have = {name: leaf.shape[1:] for part in (params, personal) for name, leaf in named_leaves(part).items()}
     check(have == wanted, "state", have, f"of the task's model {wanted}")
