@@ -25,7 +25,7 @@ from jfcl.data.store import example_shapes
 from jfcl.mapping import memory
 from jfcl.simulation.client_rows import ClientRows
 from jfcl.simulation.cohorts import make_sampler, who_answers
-from jfcl.simulation.state_split import split_state
+from jfcl.simulation.layout import layout_of
 from jfcl.testing import count_compilations, problem
 
 CLIENTS, CLUSTER, TASK, TRAINING = problem()
@@ -274,7 +274,7 @@ def test_every_client_goes_on_where_it_stopped(mapped):
         whole = whole._replace(
             params=jax.tree.map(keep, new.params, whole.params), client=jax.tree.map(keep, new.client, whole.client)
         )
-    split, _ = split_state(algorithm, algorithm.init, partial(example_shapes, STORE), 4)
+    split, _ = layout_of(algorithm, algorithm.init, partial(example_shapes, STORE), 4)
     wanted = split.apart(whole)[1]
     assert len(wanted) == len(history.rows.arrays) == 4  # two of the model, two of its momentum: not `cluster`
     for mine, array in zip(wanted, history.rows.arrays, strict=True):

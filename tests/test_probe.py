@@ -36,18 +36,18 @@ def test_the_fastest_is_taken_and_remembered(monkeypatch, tmp_path, capsys):
 
     monkeypatch.setattr(probe, "seconds_per_client", seconds)
     monkeypatch.setattr(memory, "needed_memory", lambda *_: 0)
-    assert probe.fastest(make, clients, candidates, about="x") == jfcl.chunked(3) and len(asked) == 3
+    assert probe.fastest(make, clients, candidates, options="x") == jfcl.chunked(3) and len(asked) == 3
     printed = capsys.readouterr().err
     assert "ms a client" in printed and "1e+03" in printed
-    assert probe.fastest(make, clients, candidates, about="x") == jfcl.chunked(3) and len(asked) == 3
+    assert probe.fastest(make, clients, candidates, options="x") == jfcl.chunked(3) and len(asked) == 3
     assert "as an earlier probe found" in capsys.readouterr().err
-    probe.fastest(make, clients, candidates, about="y", show=False)
+    probe.fastest(make, clients, candidates, options="y", show=False)
     assert len(asked) == 6 and capsys.readouterr().err == ""
     for file in (tmp_path / "mappings").iterdir():
         whole = file.read_text()
         file.write_text(whole[:20])  # whoever cannot be read is asked again
-        probe.fastest(make, clients, candidates, about="x", show=False)
-        probe.fastest(make, clients, candidates, about="y", show=False)
+        probe.fastest(make, clients, candidates, options="x", show=False)
+        probe.fastest(make, clients, candidates, options="y", show=False)
         assert file.read_text() == whole
     assert len(asked) == 12
     kept = [json.loads(f.read_text()) for f in (tmp_path / "mappings").iterdir()]
@@ -58,7 +58,7 @@ def test_a_cache_that_cannot_be_written_is_no_obstacle(monkeypatch, tmp_path, ca
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("JFCL_CACHE_DIR", str(tmp_path / "file" / "cache"))
     monkeypatch.setattr(probe, "seconds_per_client", lambda *_: 1.0)
-    assert probe.fastest(make, problem()[0], {"a": jfcl.chunked(1)}, about="x") == jfcl.chunked(1)
+    assert probe.fastest(make, problem()[0], {"a": jfcl.chunked(1)}, options="x") == jfcl.chunked(1)
     assert "the choice could not be kept for the next time" in capsys.readouterr().err
 
 

@@ -29,7 +29,7 @@ from jfcl.experiments.setups import Setup
 from jfcl.models import LANGUAGE_MODELS
 from jfcl.robust import attacks
 from jfcl.simulation.folder import differences
-from jfcl.simulation.state_split import Start, check_algorithm
+from jfcl.simulation.layout import Start, check_cohorts
 
 EVALUATED = 1000  # clients, at most
 # Options, and their names in the description of a store; the last two are those of texts.
@@ -189,7 +189,7 @@ def _rehearse(config: Config, dataset: data.Dataset, vocab_size: int | None) -> 
     cluster = (np.arange(min(config.clients, EVALUATED)) % setups.true_clusters(config)).astype(np.int32)
     about = (setups.true_clusters(config), dataset.num_classes, tuple(dataset.train["x"].shape[1:]), "", "")
     parts, join = _assembled(config, data.Federation(cohorts(1), cohorts(1), cluster, *about), vocab_size, most)
-    check_algorithm(parts.algorithm, config.clients, config.cohort, join, config.remember, cohorts)
+    check_cohorts(parts.algorithm, config.clients, config.cohort, join, config.remember, cohorts)
     if parts.algorithm.check is not None:
         parts.algorithm.check(cohorts(config.cohort))
 

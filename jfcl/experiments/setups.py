@@ -321,7 +321,7 @@ def assemble(
         costless = ("mapping", "seed", "seeds", "data_seed", "rounds", "eval_every", "lr", "lr_decay", "init_from")
         costless += ("lr_end", "warmup", "step_rounds", "step_factor")
         costly = {name: value for name, value in config.values.items() if name not in costless}
-        client_axis = probe.fastest(make, federation.train, candidates(config), about=costly)
+        client_axis = probe.fastest(make, federation.train, candidates(config), options=costly)
     return Setup(federation, task, make(client_axis), seeds_of(config), client_axis, training)
 
 

@@ -73,7 +73,7 @@ class End(NamedTuple):
 
 
 class Callback:
-    """The methods of a callback, all of which do nothing; a callback needs no base class.
+    """The methods of a callback, which do nothing here; a callback need not be a subclass.
 
     A text returned by `on_start` or `on_records` ends the run at an evaluated round: the current one, otherwise the
     next. The text becomes `History.ended`. An exception ends the run too, as `CallbackError`, after a checkpoint.
@@ -170,10 +170,10 @@ class EarlyStopping(Callback):
 def check_callbacks(callbacks: Any) -> None:
     """Raises `ValueError` unless `callbacks` are objects with at least one of the methods."""
     check(isinstance(callbacks, (list, tuple)), "callbacks", callbacks, "a list of callbacks")
-    for one in callbacks:
-        known = [callable(getattr(one, name)) for name in METHODS if hasattr(one, name)]
+    for callback in callbacks:
+        are_methods = [callable(getattr(callback, name)) for name in METHODS if hasattr(callback, name)]
         accepted = f"objects, not classes, with at least one of the methods {', '.join(METHODS)}"
-        check(known and all(known) and not isinstance(one, type), "callbacks", one, accepted)
+        check(are_methods and all(are_methods) and not isinstance(callback, type), "callbacks", callback, accepted)
 
 
 class Callbacks:
@@ -191,15 +191,15 @@ class Callbacks:
 
     def __init__(self, callbacks: Sequence, description: str, config: dict, num_rounds: int, out: str | Path | None):
         self._all, self._started = list(callbacks), []
-        self._about, self.folder = (description, config, num_rounds), None if out is None else Path(out)
+        self._run, self.folder = (description, config, num_rounds), None if out is None else Path(out)
         self.round, self.ended, self.reason, self.failure = 0, End("finished", "", 0), None, None
 
     def start(self, start: Restored, seeds: list) -> None:
         """Calls `on_start`."""
-        self.round, info = start.round, RunInfo(*self._about, seeds, start.round, start.records, self.folder)
-        for one in self._all if hosts.is_first() else []:
-            if self.failure is None and self._call(one, "on_start", info):
-                self._started.append(one)
+        self.round, info = start.round, RunInfo(*self._run, seeds, start.round, start.records, self.folder)
+        for callback in self._all if hosts.is_first() else []:
+            if self.failure is None and self._call(callback, "on_start", info):
+                self._started.append(callback)
         self._share()
 
     def is_finished(self) -> bool:
@@ -220,29 +220,29 @@ class Callbacks:
             end = End("failed", f"{kind.__name__}: {error}", self.round)
         if isinstance(error, KeyboardInterrupt):
             end = End("interrupted", "interrupted by Ctrl-C", self.round)
-        for one in self._started:
-            self._call(one, "on_end", end)
+        for callback in self._started:
+            self._call(callback, "on_end", end)
         if error is None:  # otherwise other processes may not come here
             self._share()
             self.raise_failure()
 
     def call(self, method: str, *values: Any) -> None:
         """Calls a method of all callbacks that have begun."""
-        for one in self._started:
+        for callback in self._started:
             if self.failure is None:
-                self._call(one, method, *values)
+                self._call(callback, method, *values)
         self._share()
 
-    def _call(self, one: Any, method: str, *values: Any) -> bool:
+    def _call(self, callback: Any, method: str, *values: Any) -> bool:
         """Calls a method with copies of `values`, and returns whether it returned; the first error is kept."""
         try:
-            answer = getattr(one, method, lambda *_: None)(*copy.deepcopy(values))
+            answer = getattr(callback, method, lambda *_: None)(*copy.deepcopy(values))
             if answer is not None and not isinstance(answer, str):
                 raise TypeError(f"it must return None or a text, not {type(answer).__name__}")
             self.reason = self.reason or answer
         except Exception as error:
             if self.failure is None:
-                what = f"callback {type(one).__name__}.{method} raised {type(error).__name__}: {error}"
+                what = f"callback {type(callback).__name__}.{method} raised {type(error).__name__}: {error}"
                 where = f"; {self.folder} is saved up to there, resume=True (--resume) continues" if self.folder else ""
                 self.failure = CallbackError(f"{what}, after round {self.round}{where}")
                 self.failure.__cause__ = error
@@ -251,6 +251,6 @@ class Callbacks:
 
     def _share(self) -> None:
         if self._all and hosts.several():
-            found = None if self.failure is None else str(self.failure)
-            self.reason, failed = hosts.same_everywhere([self.reason, found])
-            self.failure = self.failure or (None if failed is None else CallbackError(failed))
+            message = None if self.failure is None else str(self.failure)
+            self.reason, failure = hosts.same_everywhere([self.reason, message])
+            self.failure = self.failure or (None if failure is None else CallbackError(failure))

@@ -186,11 +186,11 @@ class ClientRows:
         if not journal.exists():
             without = "without the folder checkpoints/ the run begins again"
             raise ValueError(f"{journal} is missing: the rows of that checkpoint are lost; {without}")
-        dtype, found = self._table.dtype, []
+        dtype, changes = self._table.dtype, []
         for data in _records(journal):
             count = len(data) // (8 + dtype.itemsize)
-            found.append((np.frombuffer(data, np.int64, count), np.frombuffer(data, dtype, count, 8 * count)))
-        return found[::-1]
+            changes.append((np.frombuffer(data, np.int64, count), np.frombuffer(data, dtype, count, 8 * count)))
+        return changes[::-1]
 
 
 def _bytes(table: np.ndarray) -> np.ndarray:

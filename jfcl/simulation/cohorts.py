@@ -65,14 +65,14 @@ def _stratified(strata: np.ndarray, n: int, count: int):
     edges = np.concatenate([[0], np.cumsum(np.unique(strata, return_counts=True)[1])])
     shares = np.diff(edges) * count / n
     whole = np.floor(shares + 1e-9).astype(np.int64)
-    left = count - whole.sum()
+    remainder = count - whole.sum()
 
     def stratified(rng):
         # Systematic sampling: one more from some strata, with probability equal to the fractional part of the share. A
         # stratum with a share of half a client is thus sampled in every other round.
         order = rng.permutation(len(shares))
-        ends = np.minimum(np.cumsum((shares - whole)[order].clip(0)), left)
-        ends[-1] = left
+        ends = np.minimum(np.cumsum((shares - whole)[order].clip(0)), remainder)
+        ends[-1] = remainder
         quota = whole.copy()
         quota[order] += np.diff(np.floor(ends + rng.random()).astype(np.int64), prepend=0)
         drawn = [
@@ -106,24 +106,22 @@ def _by_size(store: ClientStore, count: int):
         size[drawn] = 0
         rings = np.full(n, np.inf)
         rings[size > 0] = rng.standard_exponential(int((size > 0).sum())) / size[size > 0]
-        rest = np.argpartition(rings, count - len(drawn) - 1)[: count - len(drawn)]
-        return np.sort(np.concatenate([drawn, rest]))
+        further = np.argpartition(rings, count - len(drawn) - 1)[: count - len(drawn)]
+        return np.sort(np.concatenate([drawn, further]))
 
     return by_size
 
 
-def who_answers(
-    rng: np.random.Generator, asked: int, cohort: int, dropout: float
-) -> tuple[np.ndarray, np.ndarray, int]:
-    """Returns `(rows [cohort], answered [cohort] bool, dropped)`: the part of `asked` clients that makes up a round.
+def who_answers(rng: np.random.Generator, asked: int, count: int, dropout: float) -> tuple[np.ndarray, np.ndarray, int]:
+    """Returns `(rows [count], answered [count] bool, dropped)`: the part of `asked` clients that makes up a round.
 
-    Each client fails to answer with probability `dropout`. The first `cohort` answers, in random order, are taken; if
+    Each client fails to answer with probability `dropout`. The first `count` answers, in random order, are taken; if
     there are fewer, clients without an answer fill the cohort.
     """
     answers = rng.random(asked) >= dropout
     order = rng.permutation(asked)
     order = order[np.argsort(~answers[order], kind="stable")]
-    rows = np.sort(order[:cohort])
+    rows = np.sort(order[:count])
     return rows, answers[rows], int((~answers).sum())
 
 

@@ -51,19 +51,19 @@ def check_step(returned: Any, state: Any) -> tuple[Any, dict[str, Any]]:
 
 
 def unlike(state: Any, wanted: Any) -> str:
-    """Returns in words which arrays of a state do not have the shapes and types of `wanted`; empty if all have."""
+    """Returns in words which arrays of a state do not have the shapes and types of `wanted`; empty without any."""
 
     def shapes(tree):
         return {name: f"{jnp.result_type(x)} {list(jnp.shape(x))}" for name, x in named_leaves(tree).items()}
 
-    found, like = shapes(state), shapes(wanted)
-    names = [name for name in sorted({*found, *like}) if found.get(name) != like.get(name)]
-    return "; ".join(f"{n} is {found.get(n, 'absent')}, not {like.get(n, 'there')}" for n in names[:3])
+    have, like = shapes(state), shapes(wanted)
+    names = [name for name in sorted({*have, *like}) if have.get(name) != like.get(name)]
+    return "; ".join(f"{n} is {have.get(n, 'absent')}, not {like.get(n, 'there')}" for n in names[:3])
 
 
-def check_further(given: Mapping[str, metrics.Metric] | None) -> tuple[tuple[str, metrics.Metric], ...]:
-    """Returns `metrics.check_metrics` of metrics that are recorded; `ValueError` for the name of another entry."""
-    further = metrics.check_metrics(given)
+def check_further(functions: Mapping[str, metrics.Metric] | None) -> tuple[tuple[str, metrics.Metric], ...]:
+    """Returns the checked metrics (`metrics.check_metrics`); `ValueError` for the name of another entry of records."""
+    further = metrics.check_metrics(functions)
     for name, _ in further:
         taken = name in (*OF_RECORDS, *OF_TABLES) or name.startswith((OF_NEWCOMERS, OF_NEXT))
         check(not taken, "metrics", name, "other names than those of entries of records and of columns of clients.csv")
@@ -186,38 +186,38 @@ def silence_after(silence: Silence, values: dict[str, Any]) -> Silence:
     return Silence((silence.count + counted) * lost, widest)
 
 
-def make_records(subjects: Subjects, t: int, found: Assessment, totals: dict[str, list]) -> list[dict[str, Any]]:
+def make_records(subjects: Subjects, t: int, assessment: Assessment, totals: dict[str, list]) -> list[dict[str, Any]]:
     """Returns the records of round `t`, one per seed; `totals`: the sums and the largest values, `[R, ...]` each."""
     rows = []
     for s, seed in enumerate(subjects.seeds):
         row = {"seed": seed, "round": t}
 
         # The models, and the clusters.
-        if found.held_out is not None:
-            row |= metrics.summarize({name: v[s] for name, v in found.held_out.items()}, subjects.test_size)
-        if found.newcomers is not None:
-            summary = metrics.summarize({name: v[s] for name, v in found.newcomers.items()}, subjects.new_size)
+        if assessment.held_out is not None:
+            row |= metrics.summarize({name: v[s] for name, v in assessment.held_out.items()}, subjects.test_size)
+        if assessment.newcomers is not None:
+            summary = metrics.summarize({name: v[s] for name, v in assessment.newcomers.items()}, subjects.new_size)
             row |= {f"{OF_NEWCOMERS}{name}": value for name, value in summary.items()}
         if subjects.step is not None:
             row |= {"step": subjects.step, "changed": subjects.changed}
-        if found.upcoming is not None:
-            row |= _upcoming({name: v[s] for name, v in found.upcoming.items()}, subjects)
-        row["train_loss"] = float(found.values["loss"][s])
-        row["clusters_in_use"] = len(np.unique(found.cluster[s]))
+        if assessment.upcoming is not None:
+            row |= _upcoming({name: v[s] for name, v in assessment.upcoming.items()}, subjects)
+        row["train_loss"] = float(assessment.values["loss"][s])
+        row["clusters_in_use"] = len(np.unique(assessment.cluster[s]))
         if subjects.true_cluster is not None:
-            row |= metrics.cluster_recovery(found.cluster[s], subjects.true_cluster)
+            row |= metrics.cluster_recovery(assessment.cluster[s], subjects.true_cluster)
 
         # Metrics of the method, and totals.
-        both = sorted((row.keys() & found.values.keys()) - {"loss"})
+        both = sorted((row.keys() & assessment.values.keys()) - {"loss"})
         check(not both, "metrics", ", ".join(both), "other names than those of the method's own metrics")
-        row |= {name: v[s].tolist() for name, v in found.values.items() if name != "loss"}
+        row |= {name: v[s].tolist() for name, v in assessment.values.items() if name != "loss"}
         if 0 < len(subjects.ids) <= MOST_LISTED:
-            row["cluster"] = found.cluster[s].tolist()
-            if found.excluded is not None:
-                row["excluded"] = found.excluded[s].tolist()
+            row["cluster"] = assessment.cluster[s].tolist()
+            if assessment.excluded is not None:
+                row["excluded"] = assessment.excluded[s].tolist()
         for name, total in totals.items():
             is_largest = name in subjects.entries.largest
-            row[name] = np.array(total[s], found.values[name].dtype).tolist() if is_largest else total[s]
+            row[name] = np.array(total[s], assessment.values[name].dtype).tolist() if is_largest else total[s]
         rows.append(row)
     return rows
 
@@ -233,7 +233,7 @@ def _upcoming(results: dict[str, np.ndarray], subjects: Subjects) -> dict[str, A
 
 
 def serving_part(algorithm: Algorithm) -> Algorithm:
-    """Returns what an evaluation needs of an algorithm, so that algorithms that serve alike share a program."""
+    """Returns the part of an algorithm that evaluations use, so that algorithms that serve alike share a program."""
     return Algorithm(None, None, algorithm.task, serve=algorithm.serve, adopt=algorithm.adopt)
 
 
@@ -254,17 +254,17 @@ def evaluate_rows(
     """
 
     def one(state, hyperparams, clients, learners):
-        made = algorithm if hyperparams is None else algorithm(**hyperparams)
-        served = made.serve(state, learners) if of_newcomers is None else adopted(made, state, clients, *of_newcomers)
-        if served.to is None and (of_newcomers is None or made.adopt is not None):  # a model of one's own
+        method = algorithm if hyperparams is None else algorithm(**hyperparams)
+        served = adopted(method, state, clients, *of_newcomers) if is_new else method.serve(state, learners)
+        if served.to is None and (not is_new or method.adopt is not None):  # a model of one's own
             served = served._replace(to=jnp.arange(num_clients(clients), dtype=jnp.int32))
-        results, found = evaluate_served(made.task, served, clients, client_axis=client_axis, further=further)
-        if of_newcomers is None:
-            return results | {"found": found} | ({"weights": served.to} if is_mixture(served) else {})
+        results, reported = evaluate_served(method.task, served, clients, client_axis=client_axis, further=further)
+        if not is_new:
+            return results | {"found": reported} | ({"weights": served.to} if is_mixture(served) else {})
         count = len(jax.tree.leaves(served.models)[0])
         return results if served.to is None else results | {"model": served.to, "num_models": jnp.int32(count)}
 
-    axes = (0, None if hyperparams is None else 0, None, None)
+    is_new, axes = of_newcomers is not None, (0, None if hyperparams is None else 0, None, None)
     return row_axis(one, in_axes=axes)(state, hyperparams, clients, learners)
 
 
@@ -275,10 +275,10 @@ def evaluate_served(
 
     Where `served.to` is None, it is the model of the lowest loss.
     """
-    to, own = served.to, () if served.personal is None else served.personal
+    to, personal = served.to, () if served.personal is None else served.personal
     models = len(jax.tree.leaves(served.models)[0]) if to is not None and to.ndim == 2 else 1
-    about = {"metrics": dict(further), "client_axis": in_lots(client_axis, task, clients, models)}
-    results = metrics.evaluate(task, served.models, clients, to, personal=own, **about)
+    options = {"metrics": dict(further), "client_axis": in_lots(client_axis, task, clients, models)}
+    results = metrics.evaluate(task, served.models, clients, to, personal=personal, **options)
     for name, _ in further:
         shape = results[name].shape[1:]
         check(not shape, f"metrics[{name!r}]", f"an array of shape {shape}", "a function that returns one number")

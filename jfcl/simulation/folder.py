@@ -58,28 +58,28 @@ class Restored(NamedTuple):
 
 
 def check_folder(path: str | Path, resume: bool, kind: str) -> None:
-    """`ValueError` if no new run or sweep (`kind`) can begin in `path`; with `resume`, one that is there continues."""
+    """`ValueError` if no new run or sweep (`kind`) can begin in `path`, nor an old one continue with `resume`."""
     plain.check_path("out", path)
-    path, how = Path(path), "choose a new or empty folder"
+    path, remedy = Path(path), "choose a new or empty folder"
     if path.exists() and not path.is_dir():
-        raise ValueError(f"{path} is a file; {how}")
+        raise ValueError(f"{path} is a file; {remedy}")
     plain.check_plain(path)
-    there = [known for known, (file, _) in KINDS.items() if (path / file).exists()]
-    if resume and kind in there:
+    kinds = [name for name, (file, _) in KINDS.items() if (path / file).exists()]
+    if resume and kind in kinds:
         return
-    if kind in there:
+    if kind in kinds:
         resuming = "resume it (--resume on the command line, resume=True in Python)"
-        raise ValueError(f"{path} already holds a {kind}: {resuming}, or {how}")
-    found = [name for name in KINDS[kind][1] if _holds_something(path / name)]
-    if there or found:
-        raise ValueError(f"{path} holds {f'a {there[0]}' if there else ', '.join(found)} already; {how}")
+        raise ValueError(f"{path} already holds a {kind}: {resuming}, or {remedy}")
+    files_there = [name for name in KINDS[kind][1] if _holds_something(path / name)]
+    if kinds or files_there:
+        raise ValueError(f"{path} holds {f'a {kinds[0]}' if kinds else ', '.join(files_there)} already; {remedy}")
 
 
 def check_same(path: Path, config: dict[str, Any], unknown: Sequence[str] = ()) -> dict[str, Any]:
     """Returns the configuration of the run in `path`; `ValueError` unless it is `config`, but for `unknown` names."""
     old, new = saved_config(path), _as_read(config)
-    if found := differences(old, new, {*old, *new} - {*FREE, *unknown}):
-        raise ValueError(f"{path} holds a run of another configuration ({found}); {UNCHANGED}")
+    if changed := differences(old, new, {*old, *new} - {*FREE, *unknown}):
+        raise ValueError(f"{path} holds a run of another configuration ({changed}); {UNCHANGED}")
     return old
 
 
@@ -138,9 +138,9 @@ class RunFolder:
             what = "the rest of the run may differ in the last bits from one that was not interrupted"
             warnings.warn(f"{self.path} is resumed with another mapping ({moved}): {what}", stacklevel=4)
         more = new.get("num_rounds", 0) > old.get("num_rounds", 0)
-        others = {n: new[n] for n in ENDS if n in new and new[n] != old.get(n) and (n != "num_rounds" or more)}
-        if others:  # the folder's own configuration then still resumes the run
-            self._config = old | others
+        ends = {n: new[n] for n in ENDS if n in new and new[n] != old.get(n) and (n != "num_rounds" or more)}
+        if ends:  # the configuration in the folder then still resumes the run
+            self._config = old | ends
 
     def _check_checkpoints(self) -> None:
         self._ended = (self.path / "summary.json").exists()
@@ -175,14 +175,14 @@ class RunFolder:
 
     def _lines(self, data: bytes) -> list[dict[str, Any]]:
         lines = data.splitlines(keepends=True)
-        found = []
+        records = []
         for i, line in enumerate(lines, 1):
             record = from_line(line)
             if record is not None:
-                found.append(record)
+                records.append(record)
             elif i < len(lines) or line.endswith(b"\n"):
                 raise ValueError(f"{self.metrics_path} is damaged: line {i} is no record; {UNCHANGED}")
-        return found
+        return records
 
     # ---- Writing ---------------------------------------------------------------------------------------------------
 
@@ -249,10 +249,10 @@ class RunFolder:
         try:
             scratch.mkdir(parents=True)
             leaves = write_leaves(scratch / "state.bin", state)
-            about = {"run": self._run, "round": round_, "leaves": leaves, "totals": totals, "versions": VERSIONS}
-            about["records"] = {"count": self._count, "bytes": self._bytes, "sha256": self._chain.hexdigest()}
+            metadata = {"run": self._run, "round": round_, "leaves": leaves, "totals": totals, "versions": VERSIONS}
+            metadata["records"] = {"count": self._count, "bytes": self._bytes, "sha256": self._chain.hexdigest()}
             with files.new_file(scratch / "about.json") as descriptor:
-                files.write_all(descriptor, files.json_bytes(files.seal(about), allow_nan=True))
+                files.write_all(descriptor, files.json_bytes(files.seal(metadata), allow_nan=True))
             files.sync(scratch)
             if self._ended:  # now that the checkpoint has found room
                 self._go_on()
@@ -284,10 +284,10 @@ class RunFolder:
         round_ = rounds[0]
         place = self._checkpoints / str(round_)
         try:
-            about = read_json(place / "about.json")
-            if about["run"] != self._run:
+            metadata = read_json(place / "about.json")
+            if metadata["run"] != self._run:
                 raise UnusableError("belongs to a run of another configuration, or config.json was changed since")
-            state = read_leaves(place / "state.bin", about["leaves"], like)
+            state = read_leaves(place / "state.bin", metadata["leaves"], like)
         except UnusableError as error:
             raise ValueError(f"the checkpoint of round {round_} in {self.path} {error}; {UNCHANGED}") from None
         except (ValueError, OSError, KeyError, TypeError, AttributeError) as error:  # of odd content
@@ -295,18 +295,18 @@ class RunFolder:
                 f"{place} is damaged ({type(error).__name__}: {str(error)[:200]}): remove it, and the run continues"
                 f" from the checkpoint before it, or from the beginning; {UNCHANGED}"
             ) from None
-        return Restored(round_, state, about["totals"], self._verified(round_, about["records"]))
+        return Restored(round_, state, metadata["totals"], self._verified(round_, metadata["records"]))
 
-    def _verified(self, round_: int, known: dict[str, Any]) -> list[dict[str, Any]]:
+    def _verified(self, round_: int, expected: dict[str, Any]) -> list[dict[str, Any]]:
         """Returns the records before a checkpoint; `ValueError` if their lines differ from its digest."""
-        data = plain.read_bytes(self.metrics_path)[: known["bytes"]] if self.metrics_path.exists() else b""
+        data = plain.read_bytes(self.metrics_path)[: expected["bytes"]] if self.metrics_path.exists() else b""
         chain = hashlib.sha256(data)
-        if len(data) != known["bytes"] or chain.hexdigest() != known["sha256"]:
+        if len(data) != expected["bytes"] or chain.hexdigest() != expected["sha256"]:
             raise ValueError(
-                f"{self.metrics_path} is damaged: its first {known['count']} lines are not those that preceded the"
+                f"{self.metrics_path} is damaged: its first {expected['count']} lines are not those that preceded the"
                 f" checkpoint of round {round_}; {UNCHANGED}"
             )
-        self._chain, self._count, self._bytes = chain, known["count"], known["bytes"]
+        self._chain, self._count, self._bytes = chain, expected["count"], expected["bytes"]
         return self._lines(data)
 
 
@@ -323,8 +323,8 @@ def identity(config: dict[str, Any]) -> str:
 
     It leaves out `FREE` names, and the folder of a warm start, which may be moved once the run has begun.
     """
-    kept = {name: v for name, v in config.items() if name not in (*FREE, "init_from") and v is not None}
-    return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()
+    fixed = {name: v for name, v in config.items() if name not in (*FREE, "init_from") and v is not None}
+    return hashlib.sha256(json.dumps(fixed, sort_keys=True).encode()).hexdigest()
 
 
 def _holds_something(path: Path) -> bool:
@@ -335,9 +335,9 @@ def _holds_something(path: Path) -> bool:
 
 def differences(old: dict[str, Any], new: dict[str, Any], names: Iterable[str]) -> str:
     """Returns the differences under `names` in words; of dicts, only the parts that differ."""
-    there, here = (_flat({name: config[name] for name in names if name in config}) for config in (old, new))
-    changed = [name for name in sorted({*there, *here}) if there.get(name) != here.get(name)]
-    return "; ".join(f"{name}: it has {there.get(name)!r}, asked for {here.get(name)!r}" for name in changed)
+    saved, wanted = (_flat({name: config[name] for name in names if name in config}) for config in (old, new))
+    changed = [name for name in sorted({*saved, *wanted}) if saved.get(name) != wanted.get(name)]
+    return "; ".join(f"{name}: it has {saved.get(name)!r}, asked for {wanted.get(name)!r}" for name in changed)
 
 
 def _flat(value: Any, name: str = "") -> dict[str, Any]:
@@ -355,8 +355,8 @@ def write_results(folder: Path, contents: dict[str, bytes], summary: dict[str, A
     """Writes the result files of a run, and `summary.json` with their digests; on a full disk nothing changes."""
     metrics, config = folder / "metrics.jsonl", folder / "config.json"
     with files.lock(folder / "lock"):
-        known = contents | ({"metrics.jsonl": plain.read_bytes(metrics)} if metrics.exists() else {})
-        digests = {name: hashlib.sha256(data).hexdigest() for name, data in known.items()}
+        results = contents | ({"metrics.jsonl": plain.read_bytes(metrics)} if metrics.exists() else {})
+        digests = {name: hashlib.sha256(data).hexdigest() for name, data in results.items()}
         run = identity(read_json(config, sealed=False)) if config.exists() else None
         sealed = files.seal(finite_or_none(summary) | {"files": digests, "run": run})
         files.replace_together(folder, contents | {"summary.json": files.json_bytes(sealed)})

@@ -168,7 +168,7 @@ def sweep(
         check_folder(out, resume, "sweep")
 
     # The data.
-    split = None if held_out is not None else share
+    held_share = None if held_out is not None else share
     check_clients(clients)
     if held_out is None:
         clients, held_out = hold_out(clients, share)
@@ -189,29 +189,29 @@ def sweep(
     groups = [Group(make, cells, group, traced, data, at_once) for group in numbers.values()]
     task = groups[0].task
     metric = metric or ("loss" if task.correct is None else "accuracy")
-    known = metric == "loss" or (task.perplexity if metric == "perplexity" else task.correct is not None)
-    check(known, "metric", metric, "one that the task has")
+    has_metric = metric == "loss" or (task.perplexity if metric == "perplexity" else task.correct is not None)
+    check(has_metric, "metric", metric, "one that the task has")
 
     # Run.
-    setting = {"grid": grid, "traced": sorted(traced), "num_rounds": num_rounds, "seeds": seeds, "share": split}
-    setting |= {"metric": metric, "serve": serve, "config": config}
+    setting = {"grid": grid, "traced": sorted(traced), "num_rounds": num_rounds}
+    setting |= {"seeds": seeds, "share": held_share, "metric": metric, "serve": serve, "config": config}
     setting |= {"key": np.asarray(jax.random.key_data(keys)).tolist()}
-    found: dict[int, list[dict[str, Any]]] = {}
+    finished: dict[int, list[dict[str, Any]]] = {}
     total, folder = len(cells) * len(keys) * num_rounds, None
     with contextlib.ExitStack() as opened, Watch(total, description="cells", progress=progress) as watch:
         if out is not None:
             folder = opened.enter_context(SweepFolder.open(out, setting, resume))
-            found = folder.finished(cells)
+            finished = folder.finished(cells)
             folder.begin()
             if resume:
-                watch.tell(f"resuming {out}: {len(found)} of {len(cells)} configurations are there")
+                watch.tell(f"resuming {out}: {len(finished)} of {len(cells)} configurations are there")
         watch.begin(0, total)
         for group in groups:
-            for cell, per_seed in group.run(found, seeds, watch):
-                found[cell] = per_seed
+            for cell, per_seed in group.run(finished, seeds, watch):
+                finished[cell] = per_seed
                 if folder is not None:
                     folder.keep(cell, cells[cell], per_seed)
-        judged = [make_cell(values, found[i]) for i, values in enumerate(cells)]
+        judged = [make_cell(values, finished[i]) for i, values in enumerate(cells)]
         result = Sweep(grid, judged, metric, best_of(judged, metric), *watch.clock())
         if folder is not None:
             drawn = plots.png(picture(result)) if len(grid) > 1 else None
@@ -278,7 +278,7 @@ def best_of(cells: list[Cell], metric: str) -> int | None:
     return int(np.argmax(scores)) if max(scores) > -np.inf else None
 
 
-def picture(found: Sweep) -> plots.Figure:
+def picture(result: Sweep) -> plots.Figure:
     """Returns the heat-map of a `Sweep` over its first two options, with the best result over the others.
 
     Example:
@@ -286,16 +286,16 @@ def picture(found: Sweep) -> plots.Figure:
       >>> picture(Sweep({"a": [1.0, 2.0], "b": [3, 4]}, cells, "loss", 0, 0, 0)).axes[0].get_ylabel()
       'a'
     """
-    (rows, columns), better = list(found.grid)[:2], METRICS[found.metric]
-    values = np.full((len(found.grid[rows]), len(found.grid[columns])), np.nan)
+    (rows, columns), better = list(result.grid)[:2], METRICS[result.metric]
+    values = np.full((len(result.grid[rows]), len(result.grid[columns])), np.nan)
     best = np.fmax if better else np.fmin
-    for cell in found.cells:
-        at = found.grid[rows].index(cell.values[rows]), found.grid[columns].index(cell.values[columns])
-        values[at] = best(values[at], cell.mean.get(found.metric, np.nan))
-    others = ", ".join(list(found.grid)[2:])
-    label = f"{found.metric.replace('_', ' ')} on held-out examples{f', best over {others}' if others else ''}"
+    for cell in result.cells:
+        at = result.grid[rows].index(cell.values[rows]), result.grid[columns].index(cell.values[columns])
+        values[at] = best(values[at], cell.mean.get(result.metric, np.nan))
+    further = ", ".join(list(result.grid)[2:])
+    label = f"{result.metric.replace('_', ' ')} on held-out examples{f', best over {further}' if further else ''}"
     return plots.heatmap(
-        values, {rows: found.grid[rows], columns: found.grid[columns]}, label=label, more_is_better=better
+        values, {rows: result.grid[rows], columns: result.grid[columns]}, label=label, more_is_better=better
     )
 
 
@@ -333,41 +333,41 @@ class Group:
     """
 
     def __init__(self, make, cells, numbers, traced, data, at_once):
-        """Raises all that a round would refuse, and takes as many rows at once as fit into memory.
+        """Raises every error of a round, and takes as many rows at once as fit into memory.
 
         The data are on the devices meanwhile, and again while the group runs: never those of two groups.
         """
         self._data, self._maker = data, Maker(make, static_options(cells[numbers[0]], traced))
         self._rows, self._cells, self._traced = list(itertools.product(numbers, range(len(data.keys)))), cells, traced
         algorithms = [make(**cells[i]) for i in numbers]
-        made = algorithms[0]
-        check(isinstance(made, Algorithm), "make", type(made).__name__, "a function that returns an Algorithm")
-        check(made.task is not None, "make", "an Algorithm without task", "a function that returns one with a task")
-        check_method(made, {"clients": data.clients, "held_out": data.held_out})
+        method = algorithms[0]
+        check(isinstance(method, Algorithm), "make", type(method).__name__, "a function that returns an Algorithm")
+        check(method.task is not None, "make", "an Algorithm without task", "a function that returns one with a task")
+        check_method(method, {"clients": data.clients, "held_out": data.held_out})
         alike = {serving_part(algorithm) for algorithm in algorithms}
         self._serving = self._maker if len(alike) > 1 else alike.pop()
-        self.task = made.task
+        self.task = method.task
 
         row_axis = data.axes["row_axis"]
         devices = row_axis.mesh.size if isinstance(row_axis, mapping.sharded) else 1
         most = -(-len(self._rows) // devices)
-        each = min(most, at_once or (1 if mapping.platform_of(row_axis) == "cpu" else most))
+        per_device = min(most, at_once or (1 if mapping.platform_of(row_axis) == "cpu" else most))
         while True:
-            self._size = each * devices
+            self._size = per_device * devices
             try:
                 self._placed()
                 return
             except ValueError:
-                if each == 1 or at_once is not None:
+                if per_device == 1 or at_once is not None:
                     raise
-                each = -(-each // 2)
+                per_device = -(-per_device // 2)
 
     def _placed(self) -> Resident:
-        """Returns the source of rows, which refuses all that a round would refuse; also options that are no tracers."""
-        data, how = self._data, {"seeds": list(range(self._size)), **self._data.axes}
+        """Returns the source of rows; raises every error of a round, and that of options that cannot be tracers."""
+        data, options = self._data, {"seeds": list(range(self._size)), **self._data.axes}
         try:
             arguments = self._arguments(self._rows[: self._size])
-            source = Resident(self._maker, data.clients, *arguments, tests=data.held_out, **how)
+            source = Resident(self._maker, data.clients, *arguments, tests=data.held_out, **options)
             source.place(data.serve, serving=self._serving)
         except (TypeError, ValueError) as error:  # those of jax, of which some are ValueErrors, and of checks
             why = str(error).splitlines()[0]
@@ -378,14 +378,14 @@ class Group:
         return source
 
     def _arguments(self, rows: list[tuple[int, int]]) -> tuple[jax.Array, dict[str, np.ndarray]]:
-        """Returns the keys and traced options of some rows: always as many, the first row fills them up."""
+        """Returns the keys and traced options of some rows, filled up with the first row to the size of a call."""
         rows = rows + rows[:1] * (self._size - len(rows))
         values = {name: np.array([self._cells[i][name] for i, _ in rows], np.float32) for name in self._traced}
         return self._data.keys[np.array([seed for _, seed in rows])], values
 
-    def run(self, found: Collection[int], seeds: list[int], watch: Watch) -> Iterator[tuple[int, list[dict[str, Any]]]]:
-        """Yields `(cell, per_seed)` of each cell that is not in `found`, when all its seeds are finished."""
-        rows, results = [row for row in self._rows if row[0] not in found], defaultdict(list)
+    def run(self, done: Collection[int], seeds: list[int], watch: Watch) -> Iterator[tuple[int, list[dict[str, Any]]]]:
+        """Yields `(cell, per_seed)` of each cell that is not `done`, as soon as all its seeds are finished."""
+        rows, results = [row for row in self._rows if row[0] not in done], defaultdict(list)
         watch.advance((len(self._rows) - len(rows)) * self._data.num_rounds, "")
         source = self._placed() if rows else None
         for begin in range(0, len(rows), self._size):

@@ -48,13 +48,13 @@ class SweepFolder:
         with files.lock(folder.path / "lock"):
             check_folder(path, resume, "sweep")
             if resume:
-                there = files.read_json(file, check_format=FORMAT)
-                check_version(folder.path, there.get("versions"))
-                old, new = there.get("setting"), folder._setting
+                saved = files.read_json(file, check_format=FORMAT)
+                check_version(folder.path, saved.get("versions"))
+                old, new = saved.get("setting"), folder._setting
                 check(isinstance(old, dict), str(folder.path / "setting.json"), old, "the setting of a sweep")
-                if found := differences(old, new, {*old, *new}):
-                    raise ValueError(f"{folder.path} holds another sweep ({found}); {UNCHANGED}")
-                warn_of_versions(folder.path, there["versions"])
+                if changed := differences(old, new, {*old, *new}):
+                    raise ValueError(f"{folder.path} holds another sweep ({changed}); {UNCHANGED}")
+                warn_of_versions(folder.path, saved["versions"])
             yield folder
 
     def begin(self) -> None:
@@ -69,30 +69,30 @@ class SweepFolder:
 
     def finished(self, cells: list[dict[str, Any]]) -> dict[int, list[dict[str, Any]]]:
         """Returns `per_seed` of the finished cells; one that is damaged is left out, with a warning."""
-        found = {}
+        finished = {}
         for i, values in enumerate(cells):
             file = self._file(i)
             if not file.exists():
                 continue
             try:
-                kept = files.read_json(file, check_format=FORMAT)
-                if kept.get("sweep") != self._run or kept.get("values") != spelled(values):
+                cell = files.read_json(file, check_format=FORMAT)
+                if cell.get("sweep") != self._run or cell.get("values") != spelled(values):
                     raise ValueError(f"{file} is of another sweep")
-                found[i] = kept["per_seed"]
+                finished[i] = cell["per_seed"]
             except ValueError as error:
                 warnings.warn(f"{error}; the cell runs again", stacklevel=3)
-        return found
+        return finished
 
     def _file(self, cell: int) -> Path:
         return self.path / "cells" / f"{cell:05d}.json"
 
     def keep(self, cell: int, values: dict[str, Any], per_seed: list[dict[str, Any]]) -> None:
         """Writes a finished cell."""
-        kept = {"format": FORMAT, "sweep": self._run, "cell": cell, "values": values, "per_seed": per_seed}
-        files.write_json(self._file(cell), files.seal(spelled(kept)))
+        content = {"format": FORMAT, "sweep": self._run, "cell": cell, "values": values, "per_seed": per_seed}
+        files.write_json(self._file(cell), files.seal(spelled(content)))
 
     def finish(self, best: int | None, cells: list[dict[str, Any]], picture: bytes | None) -> None:
         """Writes `sweep.json`, and `heatmap.png` if there is one."""
-        about = {"format": FORMAT, **self._setting, "best": best, "cells": spelled(cells), **environment()}
+        result = {"format": FORMAT, **self._setting, "best": best, "cells": spelled(cells), **environment()}
         contents = {} if picture is None else {"heatmap.png": picture}
-        files.replace_together(self.path, contents | {"sweep.json": files.json_bytes(files.seal(about))})
+        files.replace_together(self.path, contents | {"sweep.json": files.json_bytes(files.seal(result))})

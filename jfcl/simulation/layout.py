@@ -17,8 +17,8 @@ REMEMBER = 1000  # default number of clients outside the cohort that are compare
 Cohorts = Callable[[int], Clients]  # the shapes of so many clients
 
 
-class Split(NamedTuple):
-    """A state as two lists: shared arrays, and rows of clients. Hashable, so that programs can depend on it.
+class Layout(NamedTuple):
+    """How a state divides into two lists: shared arrays, and rows of clients. Programs depend on it: it is hashable.
 
     Attributes:
       structure: the state's.
@@ -54,8 +54,8 @@ def _moved(x: Any, source: int, target: int) -> Any:
     return jax.eval_shape(move, x) if isinstance(x, jax.ShapeDtypeStruct) else move(x)
 
 
-def split_state(algorithm: Algorithm, init: Start, cohorts: Cohorts, count: int) -> tuple[Split, Any]:
-    """Returns the division of a state of `count` clients, and its shapes. Client axes grow with one client more.
+def layout_of(algorithm: Algorithm, init: Start, cohorts: Cohorts, count: int) -> tuple[Layout, Any]:
+    """Returns the layout of a state of `count` clients, and its shapes. Client axes grow with one client more.
 
     Raises:
       ValueError: an array with several client axes, of a method that keeps something for each pair of clients; a method
@@ -64,7 +64,7 @@ def split_state(algorithm: Algorithm, init: Start, cohorts: Cohorts, count: int)
     key = jax.eval_shape(lambda: jax.random.key(0))
     state, more = (jax.eval_shape(init, key, cohorts(c)) for c in (count, count + 1))
     jax.eval_shape(partial(check_served, algorithm), state, cohorts(count))
-    served, of_more = (jax.eval_shape(lambda state: algorithm.serve(state, None), one) for one in (state, more))
+    served, of_more = (jax.eval_shape(lambda state: algorithm.serve(state, None), s) for s in (state, more))
     if served.active is not None:  # numbers of models that a population cannot have
         k, accepted = len(served.active), f"given for a cohort of {count}: the default depends on it"
         check(k == len(of_more.active), "max_clusters", None, accepted)
@@ -73,12 +73,12 @@ def split_state(algorithm: Algorithm, init: Start, cohorts: Cohorts, count: int)
     leaves = jax.tree_util.tree_leaves_with_path(state)
     names = [[getattr(part, "name", None) for part in path] for path, _ in leaves]
     axes = []
-    for (path, one), other in zip(leaves, jax.tree.leaves(more), strict=True):
-        grown = [axis for axis, (a, b) in enumerate(zip(one.shape, other.shape, strict=True)) if a != b]
-        if len(grown) > 1 or any(one.shape[axis] != count for axis in grown):
+    for (path, leaf), larger in zip(leaves, jax.tree.leaves(more), strict=True):
+        grown = [axis for axis, (a, b) in enumerate(zip(leaf.shape, larger.shape, strict=True)) if a != b]
+        if len(grown) > 1 or any(leaf.shape[axis] != count for axis in grown):
             raise ValueError(
                 "algorithm must be a method that allows other clients in every round; this one compares all of"
-                f" them with each other: state{jax.tree_util.keystr(path)} has shape {one.shape} for {count} clients."
+                f" them with each other: state{jax.tree_util.keystr(path)} has shape {leaf.shape} for {count} clients."
                 " Give it all clients on the device, as Clients"
             )
         axes.append(grown[0] if grown else None)
@@ -92,7 +92,7 @@ def split_state(algorithm: Algorithm, init: Start, cohorts: Cohorts, count: int)
     if algorithm.last_updates is not None:
         leaf = algorithm.last_updates(jax.tree.unflatten(structure, range(len(axes))))
         last_updates = sum(axis is not None for axis in axes[:leaf])
-    return Split(structure, tuple(axes), personal, last_updates), state
+    return Layout(structure, tuple(axes), personal, last_updates), state
 
 
 def depends_on_clients(init: Start, clients: Clients) -> list[bool]:
@@ -102,13 +102,13 @@ def depends_on_clients(init: Start, clients: Clients) -> list[bool]:
     return _reached(traced.jaxpr, [False, *[True for _ in jax.tree.leaves(clients)]])
 
 
-def serves_rows(algorithm: Algorithm, split: Split, state: Any, clients: Clients | None) -> bool:
+def serves_rows(algorithm: Algorithm, layout: Layout, state: Any, clients: Clients | None) -> bool:
     """Returns whether what clients are served depends on rows of the state; all arguments are shapes."""
 
     def serve(common, rows, clients):
-        return algorithm.serve(split.together(common, rows), clients)
+        return algorithm.serve(layout.together(common, rows), clients)
 
-    common, rows = split.apart(state)
+    common, rows = layout.apart(state)
     traced = jax.make_jaxpr(serve)(common, rows, clients)
     before, after = (len(jax.tree.leaves(part)) for part in (common, clients))
     return any(_reached(traced.jaxpr, [False] * before + [True] * len(rows) + [False] * after))
@@ -128,12 +128,12 @@ def _reached(jaxpr: Any, sources: list[bool]) -> list[bool]:
     return [id(v) in reached for v in jaxpr.outvars]
 
 
-def check_algorithm(
+def check_cohorts(
     algorithm: Algorithm, n: int, cohort: int, join: Start | None, remember: int | None, cohorts: Cohorts
-) -> tuple[int, Split, Any]:
+) -> tuple[int, Layout, Any]:
     """Checks that an algorithm suits cohorts of `n` clients; `join` and `remember` as in `jfcl.Population`.
 
-    Returns the number of remembered clients, the division of the algorithm's state, and its shapes.
+    Returns the number of remembered clients, the layout of the algorithm's state, and its shapes.
     """
     most = n - cohort
     fits = remember is None or remember <= most
@@ -146,16 +146,16 @@ def check_algorithm(
     remember = min(REMEMBER, most) if has_updates and remember is None else remember or 0
     clients, key = cohorts(cohort + remember), jax.eval_shape(lambda: jax.random.key(0))
     try:
-        split, state = split_state(algorithm, algorithm.init, cohorts, cohort + remember)
+        layout, state = layout_of(algorithm, algorithm.init, cohorts, cohort + remember)
         check_step(jax.eval_shape(algorithm.step, key, state, clients), state)
     except ValueError:
         raise
     except Exception as error:  # flax and jax have many kinds of errors for shapes that do not fit
-        about = ", ".join(f"{name} {x.dtype} {x.shape[2:]}" for name, x in clients.examples.items())
-        raise ValueError(f"algorithm must be of a model for the store's examples, {about}: {error}") from error
+        examples = ", ".join(f"{name} {x.dtype} {x.shape[2:]}" for name, x in clients.examples.items())
+        raise ValueError(f"algorithm must be of a model for the store's examples, {examples}: {error}") from error
     if join is None:
         learnt = depends_on_clients(algorithm.init, clients)
-        if any(depends for depends, axis in zip(learnt, split.axes, strict=True) if axis is None):
+        if any(depends for depends, axis in zip(learnt, layout.axes, strict=True) if axis is None):
             raise ValueError(
                 "join must be given for this algorithm: its init learns models from the clients of the first cohort, so"
                 " that it would give clients of later ones places among other models. Where options cause this, such as"
@@ -165,6 +165,6 @@ def check_algorithm(
     else:
         same = jax.eval_shape(join, key, clients)
         shapes = [jax.tree.map(lambda x: (x.shape, x.dtype), s) for s in (state, same)]
-        fits = shapes[0] == shapes[1] and split_state(algorithm, join, cohorts, cohort + remember)[0] == split
+        fits = shapes[0] == shapes[1] and layout_of(algorithm, join, cohorts, cohort + remember)[0] == layout
         check(fits, "join", join, "an init with states of the same shapes")
-    return remember, split, state
+    return remember, layout, state

@@ -72,9 +72,9 @@ class History(NamedTuple):
         last = [row for row in self.records if row["round"] == self.records[-1]["round"]]
         seeds = f", {len(last)} seeds" if len(last) > 1 else ""
         names = [name for name in SHOWN if last and all(name in row for row in last)]
-        found = {name: [row[name] for row in last] for name in names}
-        spread = {name: f" ± {deviation(values):.3g}" if seeds else "" for name, values in found.items()}
-        means = ", ".join(f"{name} {np.mean(values):.4g}{spread[name]}" for name, values in found.items())
+        columns = {name: [row[name] for row in last] for name in names}
+        spread = {name: f" ± {deviation(values):.3g}" if seeds else "" for name, values in columns.items()}
+        means = ", ".join(f"{name} {np.mean(values):.4g}{spread[name]}" for name, values in columns.items())
         rate = self.client_steps / max(self.seconds, 1e-9)
         return (
             f"{type(self).__name__}: {self.rounds} rounds{seeds}, {len(self.records)} records; {self.ended}\n"
@@ -242,10 +242,10 @@ def run_rounds(
             due, at_most = decisions[0, :2].tolist()
             is_interrupted = decisions[:, 2].any()
             if callbacks.folder is not None and (due or is_interrupted or callbacks.failure or done == until):
-                kept = source.saved(state)
+                arrays = source.saved(state)
                 if folder is not None:
                     more = {"time": watch.clock(), "silence": np.array(silence).tolist(), "init_rounds": before}
-                    folder.save(done, kept, totals | more, source.client_rows)
+                    folder.save(done, arrays, totals | more, source.client_rows)
                 watch.saved()
                 callbacks.call("on_checkpoint", done, callbacks.folder)
             callbacks.raise_failure()
@@ -280,14 +280,14 @@ def read_checkpoint(folder: RunFolder | None, like: PyTree, num_rounds: int) -> 
       ValueError: as `RunFolder.restore`; more than `num_rounds` rounds are done, or so many without the evaluation that
         ends a run.
     """
-    found = hosts.by_first(lambda: folder.restore(like))
-    about = hosts.same_everywhere(None if found is None else [found.round, found.totals, found.records])
-    if about is None:
+    restored = hosts.by_first(lambda: folder.restore(like))
+    shared = hosts.same_everywhere(None if restored is None else [restored.round, restored.totals, restored.records])
+    if shared is None:
         return None
-    done, totals, records = about
+    done, totals, records = shared
     trained = done - totals.get("init_rounds", 0)
     check(trained <= num_rounds, "num_rounds", num_rounds, f"at least the {trained} rounds already done")
     may_end = trained < num_rounds or (records and records[-1]["round"] == done)
     check(may_end, "num_rounds", num_rounds, f"more than the {trained} rounds already done: the last is not evaluated")
-    state = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), like) if found is None else found.state
+    state = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), like) if restored is None else restored.state
     return Restored(done, hosts.same_arrays(state), totals, records)

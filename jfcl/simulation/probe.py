@@ -50,10 +50,10 @@ def seconds_per_client(algorithm: Algorithm, clients: Clients, client_axis: mapp
     cohort, true clusters, the size of groups. A first round, which compiles, is not counted.
     """
     some, n = num_clients(clients), hosts.total(num_clients(clients))
-    own = mapping.own_rows(client_axis, few)
-    holds = hosts.everybodys([some >= own.stop - own.start]).all()  # the last processes hold padding clients
+    rows = mapping.own_rows(client_axis, few)
+    holds = hosts.everybodys([some >= rows.stop - rows.start]).all()  # the last processes hold padding clients
     if n > 2 * few and holds and _supports(algorithm, clients, few):
-        some, n = own.stop - own.start, few
+        some, n = rows.stop - rows.start, few
     few_clients = mapping.held(client_axis, algorithm.task, jax.tree.map(lambda x: x[:some], clients))
     placed = mapping.place(client_axis, few_clients, n)
     step = jitted(algorithm.step)
@@ -83,7 +83,7 @@ def fastest(
     clients: Clients,
     candidates: dict[str, mapping.Mapping],
     *,
-    about: Any = None,
+    options: Any = None,
     show: bool = True,
 ) -> mapping.Mapping:
     """Returns the candidate with the fastest rounds that fits into memory; prints and keeps the measurements.
@@ -94,7 +94,7 @@ def fastest(
       make: `(client_axis) -> Algorithm`.
       clients: training data, on the host.
       candidates: mappings by name.
-      about: the method and its options, JSON-like: with shapes, device and versions, the key of the cache. Without it
+      options: the method and its options, JSON-like: with shapes, device and versions, the key of the cache. Without it
         the cache is not used.
       show: print the table to stderr.
 
@@ -110,40 +110,40 @@ def fastest(
       chunked(size=1)
     """
     sizes = [[list(np.shape(x)), str(x.dtype)] for x in jax.tree.leaves(clients)]
-    key = hashlib.sha256(json.dumps([about, sizes, sorted(candidates), environment()]).encode()).hexdigest()[:16]
+    key = hashlib.sha256(json.dumps([options, sizes, sorted(candidates), environment()]).encode()).hexdigest()[:16]
     folder = cache_dir()
-    file = None if folder is None or about is None else folder / "mappings" / f"{key}.json"
-    known = None
+    file = None if folder is None or options is None else folder / "mappings" / f"{key}.json"
+    cached = None
     with contextlib.suppress(OSError, ValueError, TypeError, KeyError):  # there is no file, or none that can be read
-        known = None if file is None else json.loads(file.read_text())["fastest"]
-    known = hosts.same_everywhere(known)
+        cached = None if file is None else json.loads(file.read_text())["fastest"]
+    cached = hosts.same_everywhere(cached)
     console = Console(stderr=True, quiet=not (show and hosts.is_first()))
-    if known in candidates:
-        console.print(f"mapping: {known}, as an earlier probe found ({file})")
-        return candidates[known]
+    if cached in candidates:
+        console.print(f"mapping: {cached}, as an earlier probe found ({file})")
+        return candidates[cached]
 
     limit = memory.free_memory() - num_bytes(clients.examples)
     shapes = client_shapes(clients, hosts.total(num_clients(clients)))
     table = Table("mapping", title="mapping: a short probe", title_justify="left")
     for head in ("ms a client and round", "MB of temporaries"):
         table.add_column(head, justify="right")
-    found, needs = {}, {}
+    timings, needs = {}, {}
     few = enough_clients(candidates.values())
     for name, axis in candidates.items():
         algorithm = make(axis)
         needs[name] = memory.needed_memory(algorithm, shapes, axis)
         fits = hosts.same_everywhere(needs[name] <= limit)
         if fits:
-            found[name] = seconds_per_client(algorithm, clients, axis, few)
-        table.add_row(name, f"{1000 * found[name]:.3g}" if fits else "too much memory", f"{needs[name] / 1e6:,.1f}")
+            timings[name] = seconds_per_client(algorithm, clients, axis, few)
+        table.add_row(name, f"{1000 * timings[name]:.3g}" if fits else "too much memory", f"{needs[name] / 1e6:,.1f}")
     console.print(table)
-    if not found:
+    if not timings:
         least = min(needs.values()) / 1e9
         raise ValueError(f"memory: {limit / 1e9:.1f} GB are free, but a round needs {least:.1f} GB with every mapping")
-    best = hosts.same_everywhere(min(found, key=found.get))
+    best = hosts.same_everywhere(min(timings, key=timings.get))
     if file is not None and hosts.is_first():
         try:
-            write_json(file, {"fastest": best, "about": about, "seconds_per_client": found, **environment()})
+            write_json(file, {"fastest": best, "about": options, "seconds_per_client": timings, **environment()})
         except OSError as error:
             console.print(f"mapping: the choice could not be kept for the next time ({error})")
     return candidates[best]

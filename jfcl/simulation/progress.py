@@ -179,31 +179,31 @@ class Watch:
 def stop_if_diverged(finite: Any, silent: Any, t: int, seeds: Sequence, folder: RunFolder | None) -> None:
     """`DivergedError` if the models of a seed are not `finite`, or too many participants in a row were `silent`."""
     lost = {"a model is no longer finite": ~np.asarray(finite), "no client sent a finite update": np.asarray(silent)}
-    kept = "" if folder is None else f"; give it another folder (--out), since {folder.path} keeps this run"
+    hint = "" if folder is None else f"; give it another folder (--out), since {folder.path} keeps this run"
     if folder is not None and folder.has_checkpoint():
-        kept += f" and its last good checkpoint, of round {folder.rounds()[0]}"
+        hint += f" and its last good checkpoint, of round {folder.rounds()[0]}"
     for what, of_seeds in lost.items():
         for s in np.flatnonzero(of_seeds):
-            how = f"a lower learning rate (--lr) usually helps{kept}"
-            raise DivergedError(f"by round {t}, seed {seeds[s]}: {what}; {how}")
+            remedy = f"a lower learning rate (--lr) usually helps{hint}"
+            raise DivergedError(f"by round {t}, seed {seeds[s]}: {what}; {remedy}")
 
 
 def warn_once(warned: set, rows: list[dict[str, Any]], subjects: Subjects, *, is_last: bool = False) -> None:
     """Warns, once for each kind in `warned`, of collapsed models, excluded updates, and what the method notes."""
     notes = subjects.entries.notes or (lambda row, is_last: {})
     for row in rows:
-        found = notes(row, is_last)
+        texts = notes(row, is_last)
         if subjects.choices > 1 and not is_last and row["clusters_in_use"] == 1:
-            found["collapse"] = (
+            texts["collapse"] = (
                 f"all clients use one of the {subjects.choices} models; restarts or a warm start (init_params,"
                 " --init-from), where the method has them, can prevent that"
             )
         if row.get("nonfinite") and not is_last:
             updates = f"{row['nonfinite']:.0f} client update(s)"
-            found["nonfinite"] = f"{updates} so far held NaN or infinity and were left out"
-        for kind in found.keys() - warned:
+            texts["nonfinite"] = f"{updates} so far held NaN or infinity and were left out"
+        for kind in texts.keys() - warned:
             warned.add(kind)
-            warnings.warn(f"round {row['round']}, seed {row['seed']}: {found[kind]}", stacklevel=4)
+            warnings.warn(f"round {row['round']}, seed {row['seed']}: {texts[kind]}", stacklevel=4)
 
 
 def warn_if_cores_are_idle(client_axis: mapping.Mapping, seconds: float) -> None:
@@ -214,8 +214,8 @@ def warn_if_cores_are_idle(client_axis: mapping.Mapping, seconds: float) -> None
 
 @functools.cache
 def _warn_of_idle_cores() -> None:
-    how = "client_axis=jfcl.use_all_cores(), given to the method and to simulate, divides the clients among all"
-    warnings.warn(f"one of {mapping.num_cores()} cores trained most of the time; {how}", stacklevel=4)
+    remedy = "client_axis=jfcl.use_all_cores(), given to the method and to simulate, divides the clients among all"
+    warnings.warn(f"one of {mapping.num_cores()} cores trained most of the time; {remedy}", stacklevel=4)
 
 
 def warn_if_loss_is_high(records: list[dict[str, Any]], subjects: Subjects) -> None:

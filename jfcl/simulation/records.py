@@ -55,10 +55,10 @@ def to_line(record: dict[str, Any]) -> bytes:
 def from_line(line: bytes) -> dict[str, Any] | None:
     """Returns the record of a line; `None` if the line holds none."""
     try:
-        found = json.loads(line)
+        record = json.loads(line)
     except (ValueError, RecursionError):
         return None
-    is_record = isinstance(found, dict) and all(type(found.get(name)) is int for name in ("round", "seed"))
-    if not is_record or not isinstance(found.get(EXACT, {}), dict):
+    is_record = isinstance(record, dict) and all(type(record.get(name)) is int for name in ("round", "seed"))
+    if not is_record or not isinstance(record.get(EXACT, {}), dict):
         return None
-    return found | _numbers(found.pop(EXACT, {}))
+    return record | _numbers(record.pop(EXACT, {}))

@@ -29,9 +29,10 @@ from jfcl.simulation.progress import compile_ahead
 
 def build(algorithm, hyperparams) -> Algorithm:
     """Returns the algorithm of one row, made from its `hyperparams` where `algorithm` is a function of them."""
-    made = algorithm if hyperparams is None else algorithm(**hyperparams)
-    check(isinstance(made, Algorithm), "algorithm", made, "an Algorithm, or a function of hyperparams that returns one")
-    return made
+    method = algorithm if hyperparams is None else algorithm(**hyperparams)
+    accepted = "an Algorithm, or a function of hyperparams that returns one"
+    check(isinstance(method, Algorithm), "algorithm", method, accepted)
+    return method
 
 
 def first_row(rows: Any) -> Any:
@@ -57,9 +58,9 @@ STATIC = ("algorithm", "row_axis", "client_axis")
 @partial(jitted, static_argnames=STATIC, compiler_options=RUNS_ONCE)
 def _init(keys, hyperparams, clients, *, algorithm, row_axis, client_axis):
     def one(key, hyperparams, clients):
-        made = build(algorithm, hyperparams)
-        state = made.init(jax.random.fold_in(key, 0), clients)
-        check_served(made, state, clients)
+        method = build(algorithm, hyperparams)
+        state = method.init(jax.random.fold_in(key, 0), clients)
+        check_served(method, state, clients)
         return strong(state)
 
     state = row_axis(one, in_axes=(0, 0, None))(keys, hyperparams, clients)
@@ -81,7 +82,7 @@ def _advance(keys, hyperparams, state, silence, first, count, clients, *, algori
         return {name: evaluation.finite_mean(v) if name == "loss" or long[name] else v for name, v in values.items()}
 
     def one(key, hyperparams, state, silence, first, count, clients):
-        made = build(algorithm, hyperparams)
+        method = build(algorithm, hyperparams)
 
         def one_round(t, carry):
             state, _, sums, largest, silence, most = carry
@@ -92,15 +93,15 @@ def _advance(keys, hyperparams, state, silence, first, count, clients, *, algori
             return state, values, sums, largest, silence, jnp.maximum(most, silence.count)
 
         put = partial(jax.lax.dynamic_update_index_in_dim, axis=0)
-        step, returned = traced_once(made.step, key, state, clients)
+        step, returned = traced_once(method.step, key, state, clients)
         _, like = evaluation.check_step(returned, state)
         last = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), like)
-        summed = [name for name in (*evaluation.SUMMED, *made.entries.sums) if name in like]
+        summed = [name for name in (*evaluation.SUMMED, *method.entries.sums) if name in like]
         sums = dict.fromkeys(summed, jnp.zeros(MOST_ROUNDS, jnp.float32))
-        largest = {name: jnp.full(like[name].shape, -1, jnp.int32) for name in made.entries.largest if name in like}
+        largest = {name: jnp.full(like[name].shape, -1, jnp.int32) for name in method.entries.largest if name in like}
         carry = state, last, sums, largest, silence, silence.count
         state, last, sums, largest, silence, most = jax.lax.fori_loop(first, first + count, one_round, carry)
-        finite = is_finite(made.serve(state, None).models)
+        finite = is_finite(method.serve(state, None).models)
         return state, shorten(last), sums, largest, finite, silence, most
 
     axes = (0, 0, 0, 0, None, None, None)
@@ -141,7 +142,7 @@ class Resident:
 
     Attributes:
       rows: the keys `[R]`, and the hyperparameters of each row, `[R, ...]`, or None.
-      made: the algorithm of the first row.
+      method: the algorithm of the first row.
       like: shapes of the state without padding clients, those of a checkpoint. A run may thus be resumed on other
         devices.
       whole: shapes of the state on the devices.
@@ -171,10 +172,10 @@ class Resident:
     ):
         self._algorithm, self._seeds, self._row_axis, self._client_axis = algorithm, seeds, row_axis, client_axis
         self._static = {"algorithm": algorithm, "row_axis": row_axis, "client_axis": client_axis}
-        self.made, again = (build(algorithm, first_row(hyperparams)) for _ in range(2))
+        self.method, again = (build(algorithm, first_row(hyperparams)) for _ in range(2))
         # Functions that an algorithm makes for itself would be another program in every call.
-        is_same = serving_part(again) == serving_part(self.made)
-        self._serving = serving_part(self.made) if is_same else algorithm
+        is_same = serving_part(again) == serving_part(self.method)
+        self._serving = serving_part(self.method) if is_same else algorithm
         self._n, self._single = hosts.total(num_clients(clients)), keys.ndim == 0
         self.identity = {"key": np.asarray(jax.random.key_data(keys)).tolist()}
         self.identity |= {} if seeds == list(range(len(seeds))) else {"seeds": seeds}
@@ -193,7 +194,7 @@ class Resident:
         self._compiled, self._programs = compile_ahead(()), []
 
     def _held(self, clients: Clients | None) -> Clients | None:
-        return mapping.held(self._client_axis, self.made.task, clients)
+        return mapping.held(self._client_axis, self.method.task, clients)
 
     def _checked(self, state: Any) -> Any:
         """Returns a copy of a user's first state; `ValueError` unless its shapes are those of the algorithm."""
@@ -212,21 +213,21 @@ class Resident:
     def place(self, serve: str, further: tuple = (), serving: Any = None) -> None:
         """Moves the clients and those of evaluations to the devices, if the memory suffices.
 
-        Raises every `ValueError` of a round before anything is computed. `serving` is what evaluations need of the
-        algorithm, by default that of `made`; the function of hyperparameters where each row is served by its own.
+        Raises every `ValueError` of a round before anything is computed. `serving` is the part of the algorithm that
+        evaluations use, by default that of `method`; the function of hyperparameters where rows are served differently.
         """
-        n, made, self._further, self._serving = self._n, self.made, further, serving or self._serving
+        n, method, self._further, self._serving = self._n, self.method, further, serving or self._serving
 
         # Memory.
         tests, newcomers, true_cluster = self._tests, self._newcomers, self._true_cluster
-        others = [] if tests is None else [client_shapes(tests, n)] * (1 if self._drift is None else 2)
-        others += [] if newcomers is None else [newcomers]
+        evaluated = [] if tests is None else [client_shapes(tests, n)] * (1 if self._drift is None else 2)
+        evaluated += [] if newcomers is None else [newcomers]
         axis, count = self._row_axis, len(self._seeds)
         if isinstance(axis, mapping.sharded):
             axis, count = axis.inner, -(-count // axis.mesh.size)
         options = {"seeds_at_once": min(axis.size, count) if isinstance(axis, mapping.chunked) else count}
         shapes = client_shapes(self._clients, n)
-        memory.check_memory(made, shapes, self._client_axis, self.like, others=others, **options)
+        memory.check_memory(method, shapes, self._client_axis, self.like, others=evaluated, **options)
 
         # Placement.
         place = partial(mapping.place, self._client_axis)
@@ -242,17 +243,17 @@ class Resident:
         if newcomers is not None:
             new_size = np.asarray(newcomers.size)
             if hosts.several():  # every process holds all newcomers
-                own = mapping.own_rows(self._client_axis, len(new_size))
-                newcomers = jax.tree.map(lambda x: x[own], newcomers)
+                rows = mapping.own_rows(self._client_axis, len(new_size))
+                newcomers = jax.tree.map(lambda x: x[rows], newcomers)
             self._newcomers = place(newcomers, len(new_size))
         self._size = np.asarray(hosts.fetch(self._clients.size))[:n]
         self.most_silent = min(int((self._size > 0).sum()), evaluation.MOST_SILENT)
 
         # Evaluation.
-        self._serve = _selection(jax.vmap(lambda one: made.serve(one, None)), self.like)
+        self._serve = _selection(jax.vmap(lambda state: method.serve(state, None)), self.like)
         served = jax.eval_shape(self._serve, self.like)
         self._num_models = jax.tree.leaves(served.models)[0].shape[1]
-        self._learns = serve == "loss" and tests is not None and made.task is not None
+        self._learns = serve == "loss" and tests is not None and method.task is not None
         self.subjects = Subjects(
             self._seeds,
             self._ids,
@@ -260,8 +261,8 @@ class Resident:
             test_size,
             new_size,
             true_cluster,
-            entries=made.entries,
-            num_classes=None if made.task is None else made.task.num_classes,
+            entries=method.entries,
+            num_classes=None if method.task is None else method.task.num_classes,
             choices=evaluation.choices_among(served, self._num_models, n, true_cluster),
         )
         if self._drift is not None:
@@ -286,18 +287,18 @@ class Resident:
 
         The programs are compiled from here on, since up to here the run may still be refused.
         """
-        found = read_checkpoint(folder, self.like, num_rounds) if resume else None
-        if found is not None:
-            self._enter(found.round - found.totals.get("init_rounds", 0))
-        if found is None and self._first is not None:
-            found = Restored(0, self._first, {}, [])
+        restored = read_checkpoint(folder, self.like, num_rounds) if resume else None
+        if restored is not None:
+            self._enter(restored.round - restored.totals.get("init_rounds", 0))
+        if restored is None and self._first is not None:
+            restored = Restored(0, self._first, {}, [])
         self._compiled, self._programs = compile_ahead(self._programs), []
-        if found is None:
-            before = self.made.init_rounds
+        if restored is None:
+            before = self.method.init_rounds
             return Restored(before, self.first_state(), {"init_rounds": before}, [])
         if isinstance(self._client_axis, mapping.sharded):
-            return found._replace(state=_with_padding(found.state, self.whole))
-        return found._replace(state=jax.device_put(found.state))
+            return restored._replace(state=_with_padding(restored.state, self.whole))
+        return restored._replace(state=jax.device_put(restored.state))
 
     def first_state(self) -> Any:
         """Returns the state of `init`."""
@@ -336,14 +337,14 @@ class Resident:
         self._compiled()
         state, values, sums, largest, finite, *silence = jax.block_until_ready(_advance(*args, **self._static))
         sums, largest, silence = hosts.fetch((sums, largest, silence))
-        sums = {name: each[:, :count].sum(axis=1, dtype=np.float64).tolist() for name, each in sums.items()}
+        sums = {name: rounds[:, :count].sum(axis=1, dtype=np.float64).tolist() for name, rounds in sums.items()}
         return Block(state, values, sums, largest, finite, *silence)
 
     def evaluate(self, state, values) -> Assessment:
         n, padded, new = self._n, num_clients(self._clients), self.subjects.new_size
-        found = [self._losses(state, data) for data in (self._tests, self._newcomers, self._upcoming)]
+        results = [self._losses(state, data) for data in (self._tests, self._newcomers, self._upcoming)]
         served = self._serve(state)._replace(models=None, personal=None)
-        (held_out, newcomers, upcoming), values, served = hosts.fetch((found, values, served))
+        (held_out, newcomers, upcoming), values, served = hosts.fetch((results, values, served))
         if served.to is not None:
             evaluation.check_clusters(served.to[:, :n], self._num_models)
         if newcomers is not None and "model" in newcomers:
@@ -366,7 +367,7 @@ class Resident:
 
     def _losses(self, state: Any, data: Clients | None, call: Callable = evaluate_rows) -> Any:
         """Returns the results `[R, ...]` of the test clients or of the newcomers; None without these, or a task."""
-        if data is None or self.made.task is None:
+        if data is None or self.method.task is None:
             return None
         self._compiled()
         is_new = data is self._newcomers
@@ -382,9 +383,9 @@ class Resident:
     def final(self, state, done, assessment) -> tuple[Any, dict[str, np.ndarray], Served]:
         assessment = assessment or self.evaluate(state, {})
         clients = assessment.of_clients() | {"examples": np.tile(self._size, (len(self._seeds), 1))}
-        kept = state if num_clients(self._clients) == self._n else _without_padding(state, self.like)
+        state = state if num_clients(self._clients) == self._n else _without_padding(state, self.like)
         weights = assessment.weights  # also those of clients that have not taken part
         if self._single:
-            kept, weights = first_row((kept, weights))
-        served = self.made.serve(kept, None) if self._single else self._serve(kept)  # shares its arrays
-        return kept, clients, served if weights is None else served._replace(to=weights)
+            state, weights = first_row((state, weights))
+        served = self.method.serve(state, None) if self._single else self._serve(state)  # shares its arrays
+        return state, clients, served if weights is None else served._replace(to=weights)

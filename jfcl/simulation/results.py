@@ -62,8 +62,8 @@ def summarize_drift(records: list[dict[str, Any]]) -> dict[str, Any]:
     per_seed = [{"seed": seed} | drift_results(of_seed) for seed, of_seed in by_seed.items()]
     means = {}
     for name in ("next_accuracy", "next_stable_accuracy", "adjusted_rand", "recovery"):
-        known = [[value for value in row[name] if value is not None] for row in per_seed]
-        means[name] = [float(np.mean(values)) for values in known if values]
+        numbers = [[value for value in row[name] if value is not None] for row in per_seed]
+        means[name] = [float(np.mean(values)) for values in numbers if values]
     mean = {name: float(np.mean(values)) if values else None for name, values in means.items()}
     std = {name: deviation(values) for name, values in means.items()}
     return {"drift": {"per_seed": per_seed, "mean": mean, "std": std}}
@@ -119,7 +119,7 @@ def clients_csv(
     for record in history.records:
         if "clients" in record:
             by_round[record["round"]].append(record["clients"])
-    shape, known = last["cluster"].shape, {} if true_cluster is None else {"true_cluster": true_cluster}
+    shape, truth = last["cluster"].shape, {} if true_cluster is None else {"true_cluster": true_cluster}
     extra = {name: np.broadcast_to(values, shape) for name, values in (extra or {}).items()}
     # The model is a column where clients of one cluster have models of their own.
     results = [last, *itertools.chain.from_iterable(by_round.values())]
@@ -129,18 +129,18 @@ def clients_csv(
 
     def lines(of_seeds: Sequence[dict[str, Any]]) -> Iterator[list]:
         for s, results in enumerate(of_seeds):
-            counts = [last["examples"][s], *known.values(), results["cluster"], *(v[s] for v in extra.values())]
+            counts = [last["examples"][s], *truth.values(), results["cluster"], *(v[s] for v in extra.values())]
             counts += [results[name] for name in served]
             for i, client in enumerate(ids):
-                found = [int(values[i]) for values in counts]
-                yield [seeds[s], client, *found, *[f"{results[name][i]:.6g}" for name in names]]
+                integers = [int(values[i]) for values in counts]
+                yield [seeds[s], client, *integers, *[f"{results[name][i]:.6g}" for name in names]]
 
-    head = ["seed", "client", "examples", *known, "cluster", *extra, *served, *names]
+    head = ["seed", "client", "examples", *truth, "cluster", *extra, *served, *names]
     of_last = [{name: values[s] for name, values in last.items() if values.ndim == 2} for s in range(len(seeds))]
     tables = {"clients.csv": [head, *lines(of_last)]}
     if by_round:
-        each = ([t, *line] for t, of_seeds in by_round.items() for line in lines(of_seeds))
-        tables["clients_by_round.csv"] = [["round", *head], *each]
+        rows = ([t, *line] for t, of_seeds in by_round.items() for line in lines(of_seeds))
+        tables["clients_by_round.csv"] = [["round", *head], *rows]
     return {name: csv_bytes(table) for name, table in tables.items()}
 
 
@@ -152,9 +152,9 @@ def keep_results(out: str | Path, history: History, config: dict[str, Any], subj
     if not history.records:
         return
     true_cluster = subjects.true_cluster
-    known = None if true_cluster is None else np.unique(true_cluster[true_cluster >= 0])
+    clusters = None if true_cluster is None else np.unique(true_cluster[true_cluster >= 0])
     named = {name: value if isinstance(value := config.get(name), str) else None for name in ("method", "dataset")}
-    counts = {"num_clients": subjects.num_clients, "num_clusters": None if known is None else len(known)}
+    counts = {"num_clients": subjects.num_clients, "num_clusters": None if clusters is None else len(clusters)}
     summary = named | counts | {"split_hash": None} | summarize(history)
     listed = "cluster" in history.clients  # not by a population without test examples
     contents = clients_csv(history, subjects.seeds, subjects.ids, true_cluster) if listed else {}

@@ -192,9 +192,9 @@ def simulate(
         check_method(build(algorithm, first_row(hyperparams)), parts)
         seed_axis = seed_axis or (mapping.chunked(1) if len(seeds) == 1 else mapping.auto())
         axes = {"row_axis": seed_axis, "client_axis": client_axis}
-        others = {"tests": evaluated["test_clients"], "newcomers": evaluated["newcomers"], "true_cluster": true_cluster}
+        judged = {"tests": evaluated["test_clients"], "newcomers": evaluated["newcomers"], "true_cluster": true_cluster}
         of_time = {"drift": drift, "ends": ends}
-        source = Resident(algorithm, clients, key, hyperparams, seeds=seeds, state=state, **axes, **others, **of_time)
+        source = Resident(algorithm, clients, key, hyperparams, seeds=seeds, state=state, **axes, **judged, **of_time)
 
     is_shown = progress and hosts.is_first()
     watch = Watch(num_rounds, description=description, progress=is_shown, checkpoint_seconds=checkpoint_seconds)
@@ -233,16 +233,16 @@ def simulate(
     return history
 
 
-def _parts_of(federation: Federation, given: dict[str, Any], num_rounds: int) -> tuple:
-    """Returns the clients, what is evaluated (`given`, or its own), the drift, and the last round of each step."""
+def _parts_of(federation: Federation, evaluated: dict[str, Any], num_rounds: int) -> tuple:
+    """Returns the clients, `evaluated` with the federation's parts in the place of None, the drift and its `ends`."""
     drift, ends = federation.drift, [num_rounds]
     if drift is not None:
         accepted = "left out with drift, which has tests for each step"
-        check(given["test_clients"] is None, "test_clients", "Clients", accepted)
+        check(evaluated["test_clients"] is None, "test_clients", "Clients", accepted)
         ends, steps = drift.ends(num_rounds), drift.num_steps
         check(num_rounds >= steps, "num_rounds", num_rounds, f"at least {steps}, one for each step of the drift")
-    known = {"test_clients": federation.test, "newcomers": federation.newcomers, "true_cluster": federation.cluster}
-    evaluated = {name: known[name] if value is None else value for name, value in given.items()}
+    parts = {"test_clients": federation.test, "newcomers": federation.newcomers, "true_cluster": federation.cluster}
+    evaluated = {name: parts[name] if value is None else value for name, value in evaluated.items()}
     return federation.train, evaluated, drift, ends
 
 
@@ -268,15 +268,15 @@ def _check_data(client_axis: mapping.Mapping, parts: dict[str, Clients], true_cl
         if name != "newcomers":  # of which every process holds all
             total, accepted = hosts.total(here), f"of as many clients as there are in training, {n}"
             check(total == n, name, f"{total} clients", accepted)
-            own = here == rows.stop - rows.start
-            check(own, name, f"{here} clients in process {jax.process_index()}", f"those of {rows}")
+            fits = here == rows.stop - rows.start
+            check(fits, name, f"{here} clients in process {jax.process_index()}", f"those of {rows}")
         if here or not hosts.several():  # one of several may hold none
             check_clients(part, name=name, allow_empty=name != "clients")
-    known, tests = parts["clients"].id, parts.get("test_clients")
+    ids, tests = parts["clients"].id, parts.get("test_clients")
     if tests is not None and tests.id is not None:  # without ids, clients are numbered by their rows
-        known = np.arange(rows.start, rows.stop) if known is None else known
+        ids = np.arange(rows.start, rows.stop) if ids is None else ids
         accepted = "the ids of the clients in training, in the same order"
-        check(np.array_equal(known, tests.id), "test_clients.id", np.asarray(tests.id), accepted)
+        check(np.array_equal(ids, tests.id), "test_clients.id", np.asarray(tests.id), accepted)
     if true_cluster is not None:
         check(np.shape(true_cluster) == (n,), "true_cluster", np.shape(true_cluster), f"of shape ({n},)")
         kind = np.asarray(true_cluster).dtype
@@ -284,11 +284,11 @@ def _check_data(client_axis: mapping.Mapping, parts: dict[str, Clients], true_cl
         check((np.asarray(true_cluster) >= 0).any(), "true_cluster", "-1 for all", "known of one client at least")
 
 
-def check_method(made: Algorithm, parts: dict[str, Clients]) -> None:
+def check_method(method: Algorithm, parts: dict[str, Clients]) -> None:
     """Raises `ValueError` for examples that the task cannot read, and for clients that the method does not support."""
-    for name, part in parts.items() if made.task is not None else ():
-        check_examples(part, made.task, name=name)
-        if made.task.num_classes is not None and not hosts.several():
-            check_labels(part, made.task.num_classes, name=name)
-    if made.check is not None and num_clients(parts["clients"]):  # one of several processes may hold none
-        made.check(parts["clients"])
+    for name, part in parts.items() if method.task is not None else ():
+        check_examples(part, method.task, name=name)
+        if method.task.num_classes is not None and not hosts.several():
+            check_labels(part, method.task.num_classes, name=name)
+    if method.check is not None and num_clients(parts["clients"]):  # one of several processes may hold none
+        method.check(parts["clients"])

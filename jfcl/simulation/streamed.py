@@ -28,14 +28,14 @@ from jfcl.simulation.client_rows import ClientRows
 from jfcl.simulation.cohorts import COHORT_STREAM, Cohort, make_sampler, prefetched, who_answers
 from jfcl.simulation.evaluation import Assessment, Subjects
 from jfcl.simulation.folder import Restored, RunFolder
+from jfcl.simulation.layout import check_cohorts, serves_rows
 from jfcl.simulation.loop import Block, read_checkpoint
-from jfcl.simulation.state_split import check_algorithm, serves_rows
 
 NONE = np.zeros(0, np.int32)
 EVALUATION_STREAM = COHORT_STREAM + 1  # of the random numbers of a run on the host
 
 # ---------------------------------------------------------------------------------------------------------------
-# The compiled parts. Algorithm and split are static: a second call with the same objects compiles nothing.
+# The compiled parts. Algorithm and layout are static: a second call with the same objects compiles nothing.
 
 
 def _with(clients: Clients, remembered: Any) -> Clients:
@@ -51,19 +51,19 @@ def _with(clients: Clients, remembered: Any) -> Clients:
     return Clients(jax.tree.map(extend, clients.examples), extend(clients.size), ids)
 
 
-@partial(jitted, static_argnames=("algorithm", "split"), compiler_options=RUNS_ONCE)
-def _start(key, clients, remembered, *, algorithm, split):
+@partial(jitted, static_argnames=("algorithm", "layout"), compiler_options=RUNS_ONCE)
+def _start(key, clients, remembered, *, algorithm, layout):
     """Returns the first state, divided."""
     clients = _with(clients, remembered)
     state = algorithm.init(jax.random.fold_in(key, 0), clients)
     check_served(algorithm, state, clients)
-    return strong(split.apart(state))
+    return strong(layout.apart(state))
 
 
-@partial(jitted, static_argnames=("join", "split"))
-def _fresh(key, clients, remembered, *, join, split):
+@partial(jitted, static_argnames=("join", "layout"))
+def _fresh(key, clients, remembered, *, join, layout):
     """Returns the first rows of clients. XLA removes all other computations of `join`."""
-    return strong(split.apart(join(jax.random.fold_in(key, 0), _with(clients, remembered)))[1])
+    return strong(layout.apart(join(jax.random.fold_in(key, 0), _with(clients, remembered)))[1])
 
 
 @partial(jitted, static_argnames=("function",))
@@ -72,15 +72,15 @@ def _called(state, clients, *, function):
     return function(state, clients)
 
 
-@partial(jitted, static_argnames=("algorithm", "split"), donate_argnames="common")
-def _round(key, t, common, rows, clients, remembered, *, algorithm, split):
+@partial(jitted, static_argnames=("algorithm", "layout"), donate_argnames="common")
+def _round(key, t, common, rows, clients, remembered, *, algorithm, layout):
     """Returns `(common, rows, values, finite)` after round `t`; per-client metrics as means over participants."""
     clients = _with(clients, remembered)
-    state, values = algorithm.step(jax.random.fold_in(key, t), split.together(common, rows), clients)
+    state, values = algorithm.step(jax.random.fold_in(key, t), layout.together(common, rows), clients)
     n = clients.size.shape[0]
     of_clients = {name for name, v in values.items() if v.ndim > 0 and v.shape[0] == n} - {*algorithm.entries.largest}
     values = {name: evaluation.finite_mean(v) if name in of_clients else v for name, v in values.items()}
-    return *strong(split.apart(state)), values, is_finite(algorithm.serve(state, None).models)
+    return *strong(layout.apart(state)), values, is_finite(algorithm.serve(state, None).models)
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -139,20 +139,20 @@ class Streamed:
 
         # The method and the memory.
         shapes_of = partial(example_shapes, store)
-        found = check_algorithm(algorithm, len(store), size, population.join, population.remember, shapes_of)
-        self._remember, self._split, self._shapes = found
+        checked = check_cohorts(algorithm, len(store), size, population.join, population.remember, shapes_of)
+        self._remember, self._layout, self._shapes = checked
         _check_hardest(algorithm, store, size)
         self._hold = hold = partial(mapping.held, client_axis, algorithm.task)
         served = jax.eval_shape(lambda state: algorithm.serve(state, None), self._shapes)
-        self._num_models = 1 if self._split.personal else jax.tree.leaves(served.models)[0].shape[0]
-        self._several = self._split.personal or self._num_models > 1 or bool(jax.tree.leaves(served.personal))
+        self._num_models = 1 if self._layout.personal else jax.tree.leaves(served.models)[0].shape[0]
+        self._several = self._layout.personal or self._num_models > 1 or bool(jax.tree.leaves(served.personal))
         self._choices = evaluation.choices_among(served, self._num_models, size, store.cluster)
         self._is_tested = tests is not None and algorithm.task is not None
         judged = ([tests, store] if self._several else [tests]) if self._is_tested else []
-        others = [hold(example_shapes(part, len(evaluated))) for part in judged]
+        judged_shapes = [hold(example_shapes(part, len(evaluated))) for part in judged]
         with_seed = jax.tree.map(lambda x: jax.ShapeDtypeStruct((1, *x.shape), x.dtype), self._shapes)
         trained = hold(example_shapes(store, size + self._remember))
-        memory.check_memory(algorithm, trained, client_axis, with_seed, copies=2, others=others)
+        memory.check_memory(algorithm, trained, client_axis, with_seed, copies=2, others=judged_shapes)
         self.most_silent, self._drawn = min(len(store), evaluation.MOST_SILENT), None
         self._take = prefetched(partial(_prepare, population, sampler, self._words, client_axis, hold), until)
 
@@ -172,15 +172,15 @@ class Streamed:
         algorithm, store, evaluated = self._algorithm, self._store, self._evaluated
         self._chooses = serve == "loss"
         learners = example_shapes(store, self._population.cohort + self._remember) if self._chooses else None
-        self._needs_rows = self._several and serves_rows(algorithm, self._split, self._shapes, learners)
+        self._needs_rows = self._several and serves_rows(algorithm, self._layout, self._shapes, learners)
         self._test_clients = self._learners = true = None
         if self._is_tested:
             self._test_clients = jax.device_put(self._hold(self._tests.gather(evaluated)))
             if self._needs_rows or self._num_models > 1:
                 self._learners = jax.device_put(self._hold(store.gather(evaluated)))
-            known = store.cluster is not None and (store.cluster[evaluated] >= 0).any()
-            true = store.cluster[evaluated] if known else None
-        self._how = {"client_axis": self._client_axis, "further": further}
+            has_truth = store.cluster is not None and (store.cluster[evaluated] >= 0).any()
+            true = store.cluster[evaluated] if has_truth else None
+        self._options = {"client_axis": self._client_axis, "further": further}
         self.subjects = Subjects(
             self._seeds,
             evaluated.tolist() if self._is_tested else [],
@@ -194,7 +194,7 @@ class Streamed:
 
     def start(self, folder: RunFolder | None, resume: bool, num_rounds: int) -> Restored:
         """Returns the checkpoint that is resumed, or the beginning of a run; the rows of clients are those of it."""
-        common, of_clients = self._split.apart(self._shapes)
+        common, of_clients = self._layout.apart(self._shapes)
         row = [jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in of_clients]
         place = None if folder is None else folder.path / "client_rows"
         is_there, in_memory = resume and folder.has_checkpoint(), self._population.rows_in_memory
@@ -204,71 +204,71 @@ class Streamed:
             shutil.rmtree(place, ignore_errors=True)
         self.client_rows = ClientRows(len(self._store), row, folder=place, resume=is_there, in_memory=in_memory)
         like = {"common": common, **self.client_rows.saved()}
-        found = read_checkpoint(folder, like, num_rounds) if resume else None
-        if found is None:
+        restored = read_checkpoint(folder, like, num_rounds) if resume else None
+        if restored is None:
             before = self._algorithm.init_rounds
             return Restored(before, [], {"init_rounds": before}, [])
-        begun = {row["seed"] for row in found.records}
+        begun = {row["seed"] for row in restored.records}
         accepted = f"{', '.join(map(str, begun))}, the name in the records of {folder.path}"
         check(begun <= {*self._seeds}, "seeds", self._seeds, accepted)
-        self.client_rows.restore(found.round, found.state)
-        return found._replace(state=[jnp.asarray(x) for x in found.state["common"]])
+        self.client_rows.restore(restored.round, restored.state)
+        return restored._replace(state=[jnp.asarray(x) for x in restored.state["common"]])
 
     def advance(self, state, first, count, silence) -> Block:
         # The cohort, the remembered clients and their rows.
         drawn, rows = self._take(first), self.client_rows
-        others = self._heard_last(drawn.ids) if self._remember else NONE
-        static = {"algorithm": self._algorithm, "split": self._split}
+        remembered = self._latest(drawn.ids) if self._remember else NONE
+        static = {"algorithm": self._algorithm, "layout": self._layout}
         if first == 1:
-            common, before = _start(self._key, drawn.clients, others, **static)
+            common, before = _start(self._key, drawn.clients, remembered, **static)
         else:
-            common, before = state, self._rows_of(drawn.ids, drawn.clients, others)
+            common, before = state, self._rows_of(drawn.ids, drawn.clients, remembered)
 
         # The round.
-        args = (self._key, np.int32(first), common, jax.device_put(before), drawn.clients, others)
+        args = (self._key, np.int32(first), common, jax.device_put(before), drawn.clients, remembered)
         common, after, values, finite = _round(*args, **static)
         after, values, finite = jax.device_get((after, values, finite))
-        entries, each = self._algorithm.entries, {name: v[None] for name, v in values.items()}
-        silence = evaluation.silence_after(silence, each)
+        entries, per_seed = self._algorithm.entries, {name: v[None] for name, v in values.items()}
+        silence = evaluation.silence_after(silence, per_seed)
 
         # The rows of participants change, and those of remembered clients where the server has changed them; none where
         # the models are lost, which ends the run.
         changed = drawn.size > 0
         if self._remember:
-            changed = np.concatenate([changed, rows.seen[others] & _differ(before, after, self._population.cohort)])
-        self._drawn, self._after, kept = drawn, after, np.flatnonzero(changed)
+            changed = np.concatenate([changed, rows.seen[remembered] & _differ(before, after, self._population.cohort)])
+        self._drawn, self._after, written = drawn, after, np.flatnonzero(changed)
         if finite and silence.count[0] < self.most_silent:
-            rows.write(np.concatenate([drawn.ids, others])[kept], [values[kept] for values in after])
+            rows.write(np.concatenate([drawn.ids, remembered])[written], [values[written] for values in after])
         sums = {name: [float(v)] for name, v in values.items() if name in (*evaluation.SUMMED, *entries.sums)}
         sums |= {name: [float(getattr(drawn, name))] for name in ("asked", "dropped", "cut")}
-        largest = {name: each[name].astype(np.int32) for name in entries.largest if name in each}
-        return Block(common, each, sums, largest, finite[None], silence, silence.count)
+        largest = {name: per_seed[name].astype(np.int32) for name in entries.largest if name in per_seed}
+        return Block(common, per_seed, sums, largest, finite[None], silence, silence.count)
 
     def evaluate(self, state, values) -> Assessment:
         values = values | {"seen": self.client_rows.seen.sum(keepdims=True)}
         if self._test_clients is None:
-            served = self._algorithm.serve(self._split.together(state, self._after), None)
+            served = self._algorithm.serve(self._layout.together(state, self._after), None)
             count = self._population.cohort + self._remember
             return Assessment(np.asarray(evaluation.found_clusters(served, (count,)))[None], values)
         # What the evaluated clients are served.
-        split, ids, learners, algorithm = self._split, self._evaluated, self._learners, self._algorithm
-        rows = self._rows_of(ids, learners) if self._needs_rows else [0] * len(split.axes)
-        whole = split.together(state, rows)
+        layout, ids, learners, algorithm = self._layout, self._evaluated, self._learners, self._algorithm
+        rows = self._rows_of(ids, learners) if self._needs_rows else [0] * len(layout.axes)
+        whole = layout.together(state, rows)
         if algorithm.refresh:
             whole = _called(whole, learners, function=algorithm.refresh)
-        if split.personal or self._num_models > 1 or self._needs_rows:
+        if layout.personal or self._num_models > 1 or self._needs_rows:
             served = _called(whole, learners if self._chooses else None, function=algorithm.serve)
         else:  # the only model
             served = algorithm.serve(whole, None)._replace(to=jnp.zeros(len(ids), jnp.int32))
-        if split.personal:
+        if layout.personal:
             served = served._replace(to=jnp.arange(len(ids), dtype=jnp.int32))
 
-        results = evaluation.evaluate_served(algorithm.task, served, self._test_clients, **self._how)
+        results = evaluation.evaluate_served(algorithm.task, served, self._test_clients, **self._options)
         weights = served.to if evaluation.is_mixture(served) else served.shares
-        to, (held_out, found), weights = jax.device_get((served.to, results, weights))
-        if not split.personal:
+        to, (held_out, reported), weights = jax.device_get((served.to, results, weights))
+        if not layout.personal:
             evaluation.check_clusters(np.asarray(to), self._num_models)
-        assessment = Assessment(np.asarray(found)[None], values, {name: v[None] for name, v in held_out.items()})
+        assessment = Assessment(np.asarray(reported)[None], values, {name: v[None] for name, v in held_out.items()})
         return assessment if weights is None else assessment._replace(weights=weights[None])
 
     def saved(self, state) -> Any:
@@ -278,7 +278,7 @@ class Streamed:
         # The rows of the last cohort; of that of round `done` if none was drawn.
         cohort = self._drawn or self._take(done)
         rows = self._rows_of(cohort.ids, cohort.clients)
-        whole = self._split.together(state, jax.tree.map(jnp.asarray, rows))
+        whole = self._layout.together(state, jax.tree.map(jnp.asarray, rows))
         clients = {"id": self._evaluated, "examples": self._store.sizes(self._evaluated)[None]}
         if self._test_clients is not None:
             assessment = assessment or self.evaluate(state, {})
@@ -288,25 +288,25 @@ class Streamed:
 
     def _rows_of(self, ids: np.ndarray, clients: Clients, remembered: np.ndarray = NONE) -> list:
         """Returns the rows of the clients `ids` and `remembered`; clients without a row get their first one."""
-        fresh = partial(_fresh, self._key, clients, remembered, join=self._join, split=self._split)
+        fresh = partial(_fresh, self._key, clients, remembered, join=self._join, layout=self._layout)
         return self.client_rows.take(np.concatenate([ids, remembered]), lambda: jax.device_get(fresh()))
 
-    def _heard_last(self, ids: np.ndarray) -> np.ndarray:
-        """Returns `[R]` ids, ascending: the clients with the latest updates, without `ids`; ties are deterministic."""
+    def _latest(self, ids: np.ndarray) -> np.ndarray:
+        """Returns the ids `[R]`, ascending, of the clients with the latest updates besides `ids`."""
         rows, seen = self.client_rows, np.flatnonzero(self.client_rows.seen)
         when = np.zeros(len(rows.seen), np.int32)
-        when[seen] = rows.arrays[self._split.last_updates][seen]  # those alone that have a row in the file
+        when[seen] = rows.arrays[self._layout.last_updates][seen]  # those alone that have a row in the file
         when[ids] = -1
         return np.sort(np.argpartition(-when, self._remember - 1)[: self._remember]).astype(np.int32)
 
 
 def _differ(before: list, after: list, first: int) -> np.ndarray:
     """Returns `[R]` bool: the rows from `first` on that differ in any bit."""
-    found = np.zeros(len(after[0]) - first, bool)
+    differ = np.zeros(len(after[0]) - first, bool)
     for old, new in zip(before, after, strict=True):
-        pair = [np.ascontiguousarray(x[first:]).reshape(len(found), -1).view(np.uint8) for x in (old, new)]
-        found |= (pair[0] != pair[1]).any(axis=1)
-    return found
+        pair = [np.ascontiguousarray(x[first:]).reshape(len(differ), -1).view(np.uint8) for x in (old, new)]
+        differ |= (pair[0] != pair[1]).any(axis=1)
+    return differ
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -345,11 +345,11 @@ def _check_population(population: Population, algorithm: Algorithm) -> None:
             check_store_labels(part, classes, name)
 
 
-def _check_hardest(algorithm: Algorithm, store: ClientStore, cohort: int) -> None:
+def _check_hardest(algorithm: Algorithm, store: ClientStore, count: int) -> None:
     """Calls the algorithm's own check, if it has one, on the clients with the fewest examples."""
     if algorithm.check is not None:
         sizes = store.sizes().astype(np.int64)
         order = np.where(sizes > 0, sizes, np.iinfo(np.int64).max)
-        hardest = store.gather(np.sort(np.argpartition(order, cohort - 1)[:cohort]))
+        hardest = store.gather(np.sort(np.argpartition(order, count - 1)[:count]))
         largest = np.flatnonzero(sizes)[-1].astype(hardest.id.dtype)  # which arguments by id must include as well
         algorithm.check(hardest._replace(id=np.maximum(hardest.id, largest)))

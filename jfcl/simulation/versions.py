@@ -19,10 +19,10 @@ def check_version(folder: Path, versions: Any) -> None:
     """`ValueError` unless what is in `folder` was made by this version of jfcl: the first two numbers are the same."""
     if not isinstance(versions, dict) or not isinstance(versions.get("jfcl"), str):
         raise ValueError(f"{folder} is damaged, or was not made by jfcl: it has no versions")
-    made = versions["jfcl"]
-    if made.split(".")[:2] != __version__.split(".")[:2]:
-        how = f"use that version (pip install jfcl=={made}), or run it again in another folder"
-        raise ValueError(f"{folder} was made by jfcl {made}, and this is jfcl {__version__}: {how}; {UNCHANGED}")
+    version = versions["jfcl"]
+    if version.split(".")[:2] != __version__.split(".")[:2]:
+        remedy = f"use that version (pip install jfcl=={version}), or run it again in another folder"
+        raise ValueError(f"{folder} was made by jfcl {version}, and this is jfcl {__version__}: {remedy}; {UNCHANGED}")
 
 
 def warn_of_versions(folder: Path, versions: dict[str, Any]) -> None:
