@@ -217,8 +217,8 @@ def _check_resumption(trial: _Trial) -> None:
 def _check_mappings(trial: _Trial, make: Callable[[Any], Algorithm]) -> None:
     """Checks that `make(client_axis)` gives the same results for every mapping."""
     parts = sharded(client_mesh(2), chunked(3)) if len(jax.devices()) > 1 else chunked(3)
-    others = [axis for axis in (jax.vmap, chunked(1)) if axis != auto()]  # without the methods' default
-    for axis in [*others, parts]:
+    axes = [axis for axis in (jax.vmap, chunked(1)) if axis != auto()]  # without the methods' default
+    for axis in [*axes, parts]:
         mapped = _run(_compiled(make(axis)), trial.key, trial.clients)
         _assert_equal(trial.whole, mapped, f"client_axis={axis}", tolerance=1e-4)
 
@@ -236,7 +236,7 @@ def _check_padding(trial: _Trial, of_examples: float, of_clients: float) -> None
     of_more = compiled.serve(more, None)
     models = jax.tree.map(lambda p: p[:n], of_more.models) if served.to is None else of_more.models
     _assert_equal(served.models, models, "padding clients must not change a model", tolerance=of_clients)
-    rows = [one._replace(models=(), personal=(), active=None) for one in (served, of_more)]
+    rows = [s._replace(models=(), personal=(), active=None) for s in (served, of_more)]
     rows[1], personal = jax.tree.map(lambda x: x[:n], (rows[1], of_more.personal))
     _assert_equal(*rows, "padding clients must not change a cluster")
     _assert_equal(
@@ -276,17 +276,17 @@ def _check_seeds(trial: _Trial, cluster: np.ndarray | None, num_rounds: int) -> 
     for t in range(1, 5):
         many = advance(keys, t, many)
     for s in range(2):
-        one = jax.tree.map(lambda x, s=s: x[s], many)
-        _assert_equal(_run(compiled, keys[s], clients), one, f"seed {s} under vmap", tolerance=1e-4)
+        single = jax.tree.map(lambda x, s=s: x[s], many)
+        _assert_equal(_run(compiled, keys[s], clients), single, f"seed {s} under vmap", tolerance=1e-4)
     if cluster is None:
         return
     for t in range(5, num_rounds + 1):
         many = advance(keys, t, many)
     served = jax.vmap(lambda state: algorithm.serve(state, None))(many)
-    found = found_clusters(served, (len(keys), num_clients(clients)))
+    clusters = found_clusters(served, (len(keys), num_clients(clients)))
     same = (cluster[:, None] == cluster[None, :])[None]
-    recovered = ((found[:, :, None] == found[:, None, :]) == same).all(axis=(1, 2)).any()
-    assert recovered, f"no seed found the clusters {cluster.tolist()}: {found.tolist()}"
+    recovered = ((clusters[:, :, None] == clusters[:, None, :]) == same).all(axis=(1, 2)).any()
+    assert recovered, f"no seed found the clusters {cluster.tolist()}: {clusters.tolist()}"
 
 
 def check_algorithm(

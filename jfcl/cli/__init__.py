@@ -70,8 +70,8 @@ def _main(argv: list[str], console: Console, errors: Console) -> int:
         return 130
     except Exception as error:
         if hosts.is_of_a_lost_process(error):
-            how = "; continue with --resume, with any number of processes" if getattr(args, "out", None) else ""
-            errors.print(f"jfcl: stopped: another process was lost{how} ({str(error).splitlines()[0]})")
+            remedy = "; continue with --resume, with any number of processes" if getattr(args, "out", None) else ""
+            errors.print(f"jfcl: stopped: another process was lost{remedy} ({str(error).splitlines()[0]})")
             return 1
         stopped = isinstance(error, (DivergedError, CallbackError))
         if stopped or isinstance(error, (ValueError, OSError, MemoryError)):  # OSError: no permission, a full disk

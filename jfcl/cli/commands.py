@@ -100,8 +100,8 @@ def given_options(args: argparse.Namespace) -> dict[str, Any]:
 
 def _flags(args: argparse.Namespace, method: str | None) -> dict[str, Any]:
     """Returns the options of a `Config` that are given by flags."""
-    known = all_options(method)
-    return {name: value for name, value in vars(args).items() if name in known}
+    schema = all_options(method)
+    return {name: value for name, value in vars(args).items() if name in schema}
 
 
 def _arguments(function: Callable, args: argparse.Namespace) -> dict[str, Any]:
@@ -199,11 +199,11 @@ def command_shifts(args: argparse.Namespace, console: Console) -> None:
             texts = [text for text in ",".join(getattr(args, name)).split(",") if text] or [""]
             options[name] = [_read(name, kind, text) for text in texts]
     _check_out(args.out)
-    found = shifts(**options, progress=not args.quiet)
-    cost = f"{found.programs} programs compiled, {found.training:.0%} of the time in training and evaluation"
-    console.print(f"{found.done} of {found.cells} cells in {found.seconds:.0f} s, {cost}")
-    console.print(f"kept in {found.folder}: {', '.join(RANKING_FILES)}")
-    if found.done < found.cells:
+    result = shifts(**options, progress=not args.quiet)
+    cost = f"{result.programs} programs compiled, {result.training:.0%} of the time in training and evaluation"
+    console.print(f"{result.done} of {result.cells} cells in {result.seconds:.0f} s, {cost}")
+    console.print(f"kept in {result.folder}: {', '.join(RANKING_FILES)}")
+    if result.done < result.cells:
         console.print("the cells that are left are those of other parts; the folder is whole once all are there")
 
 

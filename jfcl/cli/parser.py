@@ -178,8 +178,8 @@ class Parser(argparse.ArgumentParser):
         if self.method is not None:
             names = {flag.lstrip("-").replace("-", "_") for flag in flags} & all_options().keys()
             check_method_takes(self.method, dict.fromkeys(names, "given"))
-        known = [flag.lstrip("-").replace("-", "_") for action in self._actions for flag in action.option_strings]
-        raise ValueError(f"unknown option {flags[0]}{option_hint(flags[0].lstrip('-'), known, flag_of)}")
+        accepted = [flag.lstrip("-").replace("-", "_") for action in self._actions for flag in action.option_strings]
+        raise ValueError(f"unknown option {flags[0]}{option_hint(flags[0].lstrip('-'), accepted, flag_of)}")
 
     def format_help(self):
         return super().format_help() if self.method or self.prog.split()[1] not in OF_RUNS else _run_overview(self)
@@ -228,9 +228,9 @@ def _sentence(text: str) -> str:
 
 def overview() -> str:
     """Returns the text of `jfcl --help`."""
-    about = "Simulate clustered federated learning: many clients, hidden clusters, one model per cluster."
+    description = "Simulate clustered federated learning: many clients, hidden clusters, one model per cluster."
     lines = [f"  {name:<9} {text}" for name, text in COMMANDS.items()]
-    return "\n".join(["usage: jfcl COMMAND [options]", "", about, "", "commands:", *lines, "", EXAMPLES])
+    return "\n".join(["usage: jfcl COMMAND [options]", "", description, "", "commands:", *lines, "", EXAMPLES])
 
 
 def _method(args: list[str]) -> str | None:
@@ -251,16 +251,16 @@ def _method(args: list[str]) -> str | None:
 
 def _of_runs(command: str, method: str | None) -> Parser:
     """Returns the parser of `run`, `plan` or `sweep`, with the options of a method, or of all of them."""
-    about = _sentence(COMMANDS[command] if method is None else find_method(method).summary)
-    about += "" if method is None else "\n\nAn option that is left out has the value in brackets."
+    description = _sentence(COMMANDS[command] if method is None else find_method(method).summary)
+    description += "" if method is None else "\n\nAn option that is left out has the value in brackets."
     usage = f"jfcl {command} {method or 'METHOD'} [options]"
-    parser = Parser(prog=f"jfcl {command}", usage=usage, description=about, **PLAIN)
+    parser = Parser(prog=f"jfcl {command}", usage=usage, description=description, **PLAIN)
     parser.method = method
     what = "'jfcl list methods', or MODULE:FACTORY for your own; default: that of --config"
     parser.add_argument("method", metavar="METHOD", nargs="?", help=what)
     if command == "plan":
-        known = "v5e:2x2 or v5e-4, v6e:2x4, v5p:2x2x2, ..., a100, h100, h200, b200, h100:8"
-        parser.add_argument_group("Target").add_argument("--target", dest="chip", metavar="NAME", help=known)
+        examples = "v5e:2x2 or v5e-4, v6e:2x4, v5p:2x2x2, ..., a100, h100, h200, b200, h100:8"
+        parser.add_argument_group("Target").add_argument("--target", dest="chip", metavar="NAME", help=examples)
     names = method_options(method) if method else all_options().keys() - common_options().keys()
     options = [option for name, option in all_options(method).items() if name in names]
     try:
@@ -313,8 +313,8 @@ def _add_others(parser: argparse.ArgumentParser, command: str) -> None:
     for title, declaration in ARGUMENTS.get(command, ()):
         groups[title] = groups.get(title) or parser.add_argument_group(title)
         _add(groups[title], flags_of(declaration), has_default=True)
-    for name, how, kind, metavar, text in LISTS.get(command, ()):
-        several = {"action": "append"} if how == "append" else {"nargs": how}
+    for name, arity, kind, metavar, text in LISTS.get(command, ()):
+        several = {"action": "append"} if arity == "append" else {"nargs": arity}
         next(iter(groups.values()), parser).add_argument(name, type=kind, metavar=metavar, help=text, **several)
 
 

@@ -135,8 +135,8 @@ def plan_tables(planned: Plan, config: Config) -> list[Table]:
         return [mappings, facts]
     # The parts of a round.
     parts, seconds = numbers_table(None, ["part of a round"], ["predicted", "%"], 1), list(cost.parts.items())
-    others, whole = sum(s for _, s in seconds[LARGEST_PARTS:]), sum(s for _, s in seconds) or 1.0
-    for name, s in [*seconds[:LARGEST_PARTS], *([("others", others)] if others else [])]:
+    remaining, whole = sum(s for _, s in seconds[LARGEST_PARTS:]), sum(s for _, s in seconds) or 1.0
+    for name, s in [*seconds[:LARGEST_PARTS], *([("others", remaining)] if remaining else [])]:
         parts.add_row(name, _duration(s), f"{100 * s / whole:.0f}")
     return [mappings, facts, parts]
 

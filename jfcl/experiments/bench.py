@@ -160,16 +160,16 @@ def sweep(
         images of 28 x 28.
     """
     settings = {name: value for name, value in locals().items() if name != "tick"}
-    for argument, known in {"methods": METHODS, "models": IMAGE_MODELS, "mappings": MAPPINGS, "clients": ()}.items():
+    for argument, accepted in {"methods": METHODS, "models": IMAGE_MODELS, "mappings": MAPPINGS, "clients": ()}.items():
         check(len(settings[argument]) > 0, argument, settings[argument], "at least one")
-        for one in settings[argument]:
+        for value in settings[argument]:
             if argument == "clients":
-                check_count(argument, one)
-            elif argument == "methods" and is_import_path(one):
-                missing = [option for option in required(find_method(one).make) if option not in GIVEN]
-                check(not missing, "method", one, f"one that has a default for {', '.join(missing)}")
+                check_count(argument, value)
+            elif argument == "methods" and is_import_path(value):
+                missing = [option for option in required(find_method(value).make) if option not in GIVEN]
+                check(not missing, "method", value, f"one that has a default for {', '.join(missing)}")
             else:
-                check_choice(argument.removesuffix("s"), one, known)
+                check_choice(argument.removesuffix("s"), value, accepted)
     for name, option in options_of(sweep).items():
         option.check(settings[name])
     enough = "ifca" not in methods or clusters <= min(clients)
@@ -204,7 +204,7 @@ def sweep(
 def _measure_round(
     case: Case, client_axis: mapping.Mapping, arguments: tuple[jax.Array, Any, Clients], repeats: int, seconds: float
 ) -> dict[str, Any]:
-    """Returns the entries of a row of `sweep` on a round that is run if it fits into half of the free memory."""
+    """Returns the entries of a row on a round, which is run if it fits into half of the free memory."""
     limits = {"limit_mb": memory.free_memory() / 2e6, "limit_seconds": seconds}
     step = make_algorithm(case, client_axis).step
     row = measure(step, *placed(client_axis, arguments), repeats=repeats, **limits)

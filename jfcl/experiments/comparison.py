@@ -208,11 +208,11 @@ def over_seeds(summary: dict[str, Any], metric: str) -> tuple[float | None, floa
     also for one seed. Those of `rounds_to_recovery` are over the seeds that have found the clusters.
     """
     values = [row.get(metric) for row in summary["per_seed"]]
-    known = [value for value in values if value is not None]
-    lacking = len(known) < len(values) and metric != "rounds_to_recovery"
-    if not known or lacking or (metric in OF_CLUSTERS and not compares_clusters(summary)):
+    numbers = [value for value in values if value is not None]
+    lacking = len(numbers) < len(values) and metric != "rounds_to_recovery"
+    if not numbers or lacking or (metric in OF_CLUSTERS and not compares_clusters(summary)):
         return None, None
-    return float(np.mean(known)), deviation(known)
+    return float(np.mean(numbers)), deviation(numbers)
 
 
 def size_text(value: float | None) -> str:
@@ -232,8 +232,8 @@ def recovered_seeds(summary: dict[str, Any]) -> int:
 
 def judged_by(results: Iterable[dict[str, Any]]) -> str:
     """Returns the metric that results are shown by: loss where no result has an accuracy, as of regressions."""
-    known = {name for result in results for name in ("accuracy", "loss") if result.get(name) is not None}
-    return "loss" if known == {"loss"} else "accuracy"
+    names = {name for result in results for name in ("accuracy", "loss") if result.get(name) is not None}
+    return "loss" if names == {"loss"} else "accuracy"
 
 
 def compares_clusters(summary: dict[str, Any]) -> bool:
@@ -285,8 +285,8 @@ def clusters_notes(summary: dict[str, Any], clusters: np.ndarray, true: np.ndarr
       >>> clusters_notes({"per_seed": rows[1:]}, np.array([[0, 0, 1, 0]]), np.array([0, 0, 1, 1]))
       ['the true clusters are not found in seed 1 (75.0 % of the clients)']
     """
-    known = true >= 0
-    if not compares_clusters(summary) or len(set(true[known].tolist())) < 2:
+    has_truth = true >= 0
+    if not compares_clusters(summary) or len(set(true[has_truth].tolist())) < 2:
         return []
     rows, notes = summary["per_seed"], []
     wrong = [row for row in rows if row["cluster_accuracy"] is not None and row["cluster_accuracy"] < FOUND]
@@ -296,8 +296,8 @@ def clusters_notes(summary: dict[str, Any], clusters: np.ndarray, true: np.ndarr
         notes.append(f"the true clusters are {found_in} in seed{'s' * (len(wrong) > 1)} {shares}")
     shared = []  # seeds in which most clients of two models are from one true cluster
     for row, cluster in zip(rows, clusters, strict=True):
-        models = np.unique(cluster[known])
-        most = {int(np.bincount(true[known & (cluster == model)]).argmax()) for model in models}
+        models = np.unique(cluster[has_truth])
+        most = {int(np.bincount(true[has_truth & (cluster == model)]).argmax()) for model in models}
         shared += [str(row["seed"])] if len(most) < len(models) else []
     if shared:
         in_seeds = f"in seed{'s' * (len(shared) > 1)} {', '.join(shared)}"
@@ -318,9 +318,9 @@ def differences_notes(configs: dict[str, dict[str, Any]]) -> list[str]:
     """Returns notes on runs that cannot be compared by their options alone."""
     splits = {config["split_hash"] for config in configs.values() if is_configured(config)}
     notes = [f"these runs are on {len(splits)} different splits of the data"] if len(splits) > 1 else []
-    others = [name for name, config in configs.items() if not is_configured(config)]
-    if others and len(configs) > 1:
-        notes.append(f"options and data of {', '.join(others)} are not known, since config.json does not hold them")
+    unknown = [name for name, config in configs.items() if not is_configured(config)]
+    if unknown and len(configs) > 1:
+        notes.append(f"options and data of {', '.join(unknown)} are not known, since config.json does not hold them")
     return notes
 
 
@@ -342,8 +342,8 @@ def differences(configs: dict[str, dict[str, Any]]) -> dict[str, dict[str, str]]
     """
     compared = {"num_rounds", "method"}
     for config in configs.values():  # one of a run in Python does not say which options were given
-        given = config.get("given")
-        compared |= {*given} if isinstance(given, list) else {*config} - {*NOT_COMPARED}
+        names = config.get("given")
+        compared |= {*names} if isinstance(names, list) else {*config} - {*NOT_COMPARED}
     if all(str(config.get("method")) in name for name, config in configs.items()):
         compared.remove("method")
     differing = {}

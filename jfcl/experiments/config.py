@@ -79,12 +79,12 @@ class Config(declared.Data, declared.Training, declared.Attack, declared.Privacy
         check(isinstance(method, str), "method", method, "of type str")
         find_method(method)
         given = {name: value for name, value in ((given or {}) | options).items() if value is not None}
-        known = all_options(method)
+        schema = all_options(method)
         for name, value in given.items():
-            if name not in known:
-                raise TypeError(f"Config has no option {name!r}{option_hint(name, known)}")
+            if name not in schema:
+                raise TypeError(f"Config has no option {name!r}{option_hint(name, schema)}")
             if not isinstance(value, jax.Array):  # as in a sweep, perhaps a tracer
-                known[name].check(value)
+                schema[name].check(value)
         check_method_takes(method, given)
         values = _resolved(method, given)
         self.__dict__.update(values | {"method": method, "given": given, "values": {"method": method} | values})
@@ -215,10 +215,10 @@ def _check_together(config: Config) -> None:
     # Options of which one is given.
     both_seeds = config.seed is not None and config.seeds != 1
     both_lengths = config.local_steps is not None and config.local_epochs is not None
-    for one, other, both in (("seed", "seeds", both_seeds), ("local_steps", "local_epochs", both_lengths)):
+    for first, second, both in (("seed", "seeds", both_seeds), ("local_steps", "local_epochs", both_lengths)):
         if both:
-            got = f"{getattr(config, one)} and {getattr(config, other)}"
-            raise ValueError(f"Give {one} or {other}, not both (got {got}).")
+            got = f"{getattr(config, first)} and {getattr(config, second)}"
+            raise ValueError(f"Give {first} or {second}, not both (got {got}).")
     # The others.
     fits = config.num_models != "auto" or method.chooses_number
     check(fits, "num_models", config.num_models, f"a number: method {config.method} does not choose it")
@@ -278,9 +278,10 @@ def _of_training(config: Config, of_method: set[str]) -> Rules:
 def _of_attack(config: Config, of_method: set[str], sends: bool) -> Rules:
     if config.attack is not None:
         yield config.malicious > 0, "malicious", "above 0 with --attack"
-        some, known = round(config.malicious * config.clients), config.store is None or config.population is not None
+        some = round(config.malicious * config.clients)
+        is_counted = config.store is None or config.population is not None
         accepted = f"enough for one of the {config.clients} clients, and not for all"
-        yield 0 < some < config.clients or not known, "malicious", accepted
+        yield 0 < some < config.clients or not is_counted, "malicious", accepted
         # Local training sends no updates: an attack on them changes only which clients are evaluated.
         attacked = "adversary" in of_method or not sends or is_on_data(config.attack)
         on_data = ", ".join(attacks.DATA_ATTACKS)
@@ -356,22 +357,22 @@ def from_saved(saved: dict[str, Any], where: str = "config.json", *, method: str
 def check_options(raw: dict[str, Any], where: str, method: str | None = None, text: str = "") -> dict[str, Any]:
     """Returns the options in `raw`, read from the file `where`, which has `text`; of `method`, or that in it."""
     method = method or raw.get("method")
-    known = {"method": Option("method", str, False, None, "", ())}
-    known |= all_options(method if isinstance(method, str) else None)
+    schema = {"method": Option("method", str, False, None, "", ())}
+    schema |= all_options(method if isinstance(method, str) else None)
     options: dict[str, Any] = {}
     for key, value in raw.items():
         name = key.replace("-", "_")
         lines = [i for i, line in enumerate(text.splitlines(), 1) if re.match(rf"\s*\"?{re.escape(key)}\b", line)]
         at = f"{where}, line {lines[0]}" if lines else where
-        if name not in known:
-            raise ValueError(f"{at}: unknown option {shown(key)}{option_hint(name, known)}")
+        if name not in schema:
+            raise ValueError(f"{at}: unknown option {shown(key)}{option_hint(name, schema)}")
         if name in options:
             raise ValueError(f"{at}: {name} is given twice")
         try:
-            known[name].check(value)
+            schema[name].check(value)
         except ValueError as error:
             raise ValueError(f"{at}: {error}") from None
-        options[name] = float(value) if known[name].kind is float else value
+        options[name] = float(value) if schema[name].kind is float else value
     return options
 
 

@@ -104,7 +104,7 @@ def in_processes(
 
 @contextlib.contextmanager
 def folder_of_programs() -> Iterator[str]:
-    """Makes a temporary folder, and removes it at the end; and first those that killed processes have left.
+    """Makes a temporary folder, and removes it at the end; removes first those that killed processes have left.
 
     A folder is left where nobody holds its lock, which the operating system releases when a process ends in any way.
     """
@@ -113,8 +113,8 @@ def folder_of_programs() -> Iterator[str]:
         if files.fcntl is not None and not lock.parent.name.startswith(mine):
             with contextlib.suppress(ValueError, OSError), files.lock(lock):  # ValueError: it is in use
                 shutil.rmtree(lock.parent, ignore_errors=True)
-    made = tempfile.TemporaryDirectory(prefix=mine, ignore_cleanup_errors=True)
-    with made as folder, files.lock(Path(folder) / "lock"):
+    temporary = tempfile.TemporaryDirectory(prefix=mine, ignore_cleanup_errors=True)
+    with temporary as folder, files.lock(Path(folder) / "lock"):
         yield folder
 
 

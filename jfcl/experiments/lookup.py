@@ -216,11 +216,11 @@ def required(make: Callable) -> list[str]:
 # What a user's module holds.
 
 
-def _imported(what: str, name: str, known: Collection[str] = (), form: str = "MODULE:NAME") -> Any:
-    """Imports what `MODULE:NAME` names; the error for another name suggests the nearest of those `known`."""
+def _imported(what: str, name: str, choices: Collection[str] = (), form: str = "MODULE:NAME") -> Any:
+    """Imports what `MODULE:NAME` names; the error for another name suggests the nearest of the `choices`."""
     if not is_import_path(name):
         try:
-            check_choice(what, name, known)
+            check_choice(what, name, choices)
         except ValueError as error:
             raise ValueError(f"{error}, or {form} for one of your own") from None
     module_name, _, attribute = name.partition(":")
@@ -250,8 +250,8 @@ def _why_not_imported(module: str, error: BaseException) -> str:
     return f"module {module!r} cannot be imported: {type(error).__name__}: {error}{at}"
 
 
-def _near(name: str, known: Collection[str]) -> str:
-    near = difflib.get_close_matches(name, known, n=1)
+def _near(name: str, choices: Collection[str]) -> str:
+    near = difflib.get_close_matches(name, choices, n=1)
     return f": did you mean {near[0]!r}?" if near else ""
 
 

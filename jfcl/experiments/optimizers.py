@@ -127,7 +127,7 @@ def _learning_rate(config: Any, training: LocalTraining, largest: int) -> float 
 
 def beginnings(listed: str) -> tuple[str, ...]:
     """Returns the beginnings of paths in an option such as `--share`, separated by commas."""
-    return tuple(one.strip() for one in listed.split(","))
+    return tuple(beginning.strip() for beginning in listed.split(","))
 
 
 def starting_with(listed: str) -> Callable[[str], bool]:

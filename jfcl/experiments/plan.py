@@ -56,7 +56,7 @@ def plan_run(
     task = setups.make_task(config, federation, vocab_size, target="tpu" if chosen.chip.is_tpu else "gpu")
     training = setups.make_training(config, max_examples(federation.train))
     both = federation.train, federation.test
-    clients, tests = (client_shapes(Clients(one.examples, one.size), config.clients) for one in both)
+    clients, tests = (client_shapes(Clients(part.examples, part.size), config.clients) for part in both)
     inner = {"vmap": [jax.vmap]}.get(config.mapping)
     with jax.default_matmul_precision(PRECISIONS[config.precision]), renamed(setups.names_of_method(config)):
         planned = plan(
@@ -70,9 +70,9 @@ def plan_run(
             tick=tick,
         )
     if out is not None:
-        about = {"method": config.method, "model": config.model, "num_rounds": config.rounds, "predicted": True}
-        about |= {"seconds": planned.seconds(config.rounds), "config": config.values}
-        plan_json = files.json_bytes(finite_or_none(about | planned.as_dict()))
+        content = {"method": config.method, "model": config.model, "num_rounds": config.rounds, "predicted": True}
+        content |= {"seconds": planned.seconds(config.rounds), "config": config.values}
+        plan_json = files.json_bytes(finite_or_none(content | planned.as_dict()))
         contents = (plan_json, planned.step_hlo.encode(), planned.init_hlo.encode())
         Path(out).mkdir(parents=True, exist_ok=True)
         files.replace_together(Path(out), dict(zip(FILES, contents, strict=True)))

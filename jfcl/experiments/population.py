@@ -69,20 +69,20 @@ def open_population(
         # Attacks on data.
         change = None
         if is_on_data(config.attack):
-            about = {"num_classes": parts.federation.num_classes, "seed": config.data_seed}
-            change = partial(_poisoned, malicious=malicious, attack=find_attack(config.attack), **about)
+            options = {"num_classes": parts.federation.num_classes, "seed": config.data_seed}
+            change = partial(_poisoned, malicious=malicious, attack=find_attack(config.attack), **options)
             change(store.gather(np.flatnonzero(malicious)[:1]))  # what it refuses, it refuses before the run begins
         named = {name: getattr(config, name) for name in ("cohort", "sampling", "dropout", "stragglers", "remember")}
-        people = Population(store, test_clients=tests, join=join, change=change, evaluate=evaluated, **named)
-        yield config, parts, people
+        population = Population(store, test_clients=tests, join=join, change=change, evaluate=evaluated, **named)
+        yield config, parts, population
 
 
-def population_summary(people: Population, last: dict[str, Any]) -> dict[str, Any]:
+def population_summary(population: Population, last: dict[str, Any]) -> dict[str, Any]:
     """Returns the entries of `summary.json` that a population has, from its `last` record."""
-    entries: dict[str, Any] = {"num_clients": len(people.clients), "cohort": people.cohort}
+    entries: dict[str, Any] = {"num_clients": len(population.clients), "cohort": population.cohort}
     entries |= {name: int(last[name]) for name in ("asked", "dropped", "cut", "seen")}
-    entries["evaluated"] = len(people.evaluate)
-    if "made" not in people.clients.about:  # of the user's clients: the options of a data set do not describe them
+    entries["evaluated"] = len(population.evaluate)
+    if "made" not in population.clients.about:  # of the user's clients: the options of a data set do not describe them
         entries |= {"dataset": None, "heterogeneity": None}
     return entries
 
@@ -160,12 +160,12 @@ def _make_or_open(
 
 def _as_dealt(store: ClientStore) -> dict[str, Any]:
     """Returns the options of `Config` that describe a store."""
-    made = store.about.get("made", {"num_clients": len(store)})
-    made = {"strength": 1.0, "mixture": None} | made if "heterogeneity" in made else made
-    options = {option: made[name] for option, name in DEALT.items() if name in made}
-    options |= {name: made[name] for name, p in OF_PARTITION.items() if name in made and made.get("partition") in p}
-    known = {name: value for name, value in options.items() if value is not None}
-    check_options(known, f"{store.path or 'the store'}: store.json")  # it may come from elsewhere
+    deal = store.about.get("made", {"num_clients": len(store)})
+    deal = {"strength": 1.0, "mixture": None} | deal if "heterogeneity" in deal else deal
+    options = {option: deal[name] for option, name in DEALT.items() if name in deal}
+    options |= {name: deal[name] for name, p in OF_PARTITION.items() if name in deal and deal.get("partition") in p}
+    present = {name: value for name, value in options.items() if value is not None}
+    check_options(present, f"{store.path or 'the store'}: store.json")  # it may come from elsewhere
     if options.get("heterogeneity") == "none":
         options.pop("clusters", None)  # --clusters are the models, then
     elif store.cluster is not None:
@@ -187,8 +187,8 @@ def _rehearse(config: Config, dataset: data.Dataset, vocab_size: int | None) -> 
         return Clients(examples, np.full(count, most, np.int32), largest_id - np.arange(count, dtype=np.int32)[::-1])
 
     cluster = (np.arange(min(config.clients, EVALUATED)) % setups.true_clusters(config)).astype(np.int32)
-    about = (setups.true_clusters(config), dataset.num_classes, tuple(dataset.train["x"].shape[1:]), "", "")
-    parts, join = _assembled(config, data.Federation(cohorts(1), cohorts(1), cluster, *about), vocab_size, most)
+    fields = (setups.true_clusters(config), dataset.num_classes, tuple(dataset.train["x"].shape[1:]), "", "")
+    parts, join = _assembled(config, data.Federation(cohorts(1), cohorts(1), cluster, *fields), vocab_size, most)
     check_cohorts(parts.algorithm, config.clients, config.cohort, join, config.remember, cohorts)
     if parts.algorithm.check is not None:
         parts.algorithm.check(cohorts(config.cohort))

@@ -138,11 +138,11 @@ def template(name: str) -> Any:
 def page_of(runs: dict[str, Results]) -> bytes:
     """Returns the page on named runs."""
     names, is_alone = list(runs), len(runs) == 1
-    each = runs if len(runs) <= comparison.MOST_DRAWN else {}  # runs with sections of their own
+    detailed = runs if len(runs) <= comparison.MOST_DRAWN else {}  # runs with sections of their own
     differ = [[option, *values.values()] for option, values in comparison.run_differences(runs).items()]
     page = template("report.html").render(
         command="report",
-        title=names[0] if is_alone else f"{len(runs)} runs{': ' * bool(each)}{', '.join(each)}",
+        title=names[0] if is_alone else f"{len(runs)} runs{': ' * bool(detailed)}{', '.join(detailed)}",
         version=__version__,
         is_alone=is_alone,
         notes=[run.note for run in runs.values() if run.note],
@@ -151,7 +151,7 @@ def page_of(runs: dict[str, Results]) -> bytes:
         differences_notes=_sentences(comparison.differences_notes({name: run.config for name, run in runs.items()})),
         figures=_curves(dict(list(runs.items())[: comparison.MOST_DRAWN])),
         costs=_costs(runs),
-        runs=[parts_of(run, "" if is_alone else f"{name}-") | {"name": name} for name, run in each.items()],
+        runs=[parts_of(run, "" if is_alone else f"{name}-") | {"name": name} for name, run in detailed.items()],
     )
     return f"{page}\n".encode(errors="replace")
 
@@ -213,7 +213,7 @@ def _curves(runs: dict[str, Results]) -> list[Figure]:
     if len(evaluated) > 1:
         caption = "Final accuracy: mean over clients, and of the worst client; with the sample standard deviation over"
         figures.append(figure(None, "methods", partial(plots.bars, evaluated), f"{caption} seeds."))
-    return [one for one in figures if one]
+    return [drawn for drawn in figures if drawn]
 
 
 def _costs(runs: dict[str, Results]) -> Table:
@@ -266,8 +266,8 @@ def _clusters(run: Results, label: str) -> Figure | None:
         seed, count = records[0]["seed"], len(records[0]["cluster"])
         records = [r for r in records if r["seed"] == seed and len(r["cluster"]) == count]
         true = run.first_seed().get("true_cluster", ())
-        known = true if len(true) == count else None
-        draw, by = partial(plots.assignments, records, known), "last cluster" if known is None else by
+        truth = true if len(true) == count else None
+        draw, by = partial(plots.assignments, records, truth), "last cluster" if truth is None else by
     caption = f"Cluster of each client over rounds, of the first seed; clients are sorted by their {by}."
     return figure(run, "clusters", draw, caption, label)
 

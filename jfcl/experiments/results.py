@@ -240,5 +240,5 @@ def _init_rounds(folder: Path, checkpoints: list[int]) -> int:
     """Returns the rounds of the method's start, which a checkpoint has; 0 without one."""
     if not checkpoints:
         return 0
-    about = read_json(folder / "checkpoints" / str(checkpoints[0]) / "about.json")
-    return about.get("totals", {}).get("init_rounds", 0)
+    metadata = read_json(folder / "checkpoints" / str(checkpoints[0]) / "about.json")
+    return metadata.get("totals", {}).get("init_rounds", 0)

@@ -117,7 +117,7 @@ def run(
 
 @contextlib.contextmanager
 def _open_clients(config: Config, data_dir: str | None, *_: Any) -> Iterator[tuple[Config, Setup, Federation]]:
-    """`open_population` for clients that are all on the device."""
+    """Does what `open_population` does, for clients that are all on the device."""
     parts = setup(config, data_dir=data_dir)
     yield config, parts, parts.federation
 
@@ -155,10 +155,10 @@ def summarize_run(config: Config, history: History, parts: Setup) -> dict[str, A
     summary |= {} if parts.federation.table is None else {"table": parts.federation.table}
     summary |= summarize(history)
     true, served = parts.federation.mixture, history.served
-    found = history.clients.get("weights", served.to if served.shares is None else served.shares)
-    if true is not None and found is not None and found.shape[1:2] == true.shape[:1] and found.ndim == 3:
-        each = [metrics.mixture_recovery(np.asarray(weights), true) for weights in found]
-        summary |= {name: float(np.mean([one[name] for one in each])) for name in each[0]}
+    mixtures = history.clients.get("weights", served.to if served.shares is None else served.shares)
+    if true is not None and mixtures is not None and mixtures.shape[1:2] == true.shape[:1] and mixtures.ndim == 3:
+        recoveries = [metrics.mixture_recovery(np.asarray(weights), true) for weights in mixtures]
+        summary |= {name: float(np.mean([recovery[name] for recovery in recoveries])) for name in recoveries[0]}
     if config.dp_clip is not None:
         clusters = np.asarray(history.clients["cluster"])[0]
         clip = next(r for r in history.records if r["round"] == history.rounds).get("clip", config.dp_clip)
@@ -173,7 +173,7 @@ def silhouettes_by_number(records: list[dict[str, Any]]) -> list[dict[str, Any]]
       >>> silhouettes_by_number([{"seed": 0, "round": 4, "silhouettes": [None, None, 0.5]}])
       [{'seed': 0, 'number of clusters': 2, 'mean silhouette': 0.5}]
     """
-    scores = {r["seed"]: found for r in records if (found := _numbered(r.get("silhouettes", ())))}
+    scores = {r["seed"]: pairs for r in records if (pairs := _numbered(r.get("silhouettes", ())))}
     names = "number of clusters", "mean silhouette"
     return [{"seed": seed} | dict(zip(names, pair, strict=True)) for seed in scores for pair in scores[seed]]
 

@@ -63,8 +63,8 @@ class LoadedRun(NamedTuple):
         check_count("client", client, least=0, most=len(self.cluster) - 1)
         if self.weights is not None:
             return jax.tree.map(jnp.asarray, (self.params, self.weights[client]))
-        one = jax.tree.map(lambda p: jnp.asarray(p[self.cluster[client]]), self.params)
-        return joined(one, jax.tree.map(lambda p: jnp.asarray(p[client]), self.personal))
+        shared = jax.tree.map(lambda p: jnp.asarray(p[self.cluster[client]]), self.params)
+        return joined(shared, jax.tree.map(lambda p: jnp.asarray(p[client]), self.personal))
 
     def predictor(self, client: int) -> Callable[[Any], jax.Array]:
         """Returns the compiled function `x [B, ...] -> outputs [B, ...]` of a client's model: logits, for classes.
@@ -204,10 +204,10 @@ def choose(task: Task, params: PyTree, cluster: np.ndarray, clients: Clients, ex
         for name, values in named_leaves(examples).items():
             shape = np.shape(values)
             check(shape[:1] == (len(x),), f"examples{name}", shape, f"one for each of the {len(x)} inputs")
-        one = Clients(jax.tree.map(lambda values: np.asarray(values)[None], examples), np.array([len(x)], np.int32))
+        client = Clients(jax.tree.map(lambda values: np.asarray(values)[None], examples), np.array([len(x)], np.int32))
         if task.num_classes is not None:
-            check_labels(one, task.num_classes, name="examples")
-        return int(evaluate(task, params, one, None)["cluster"][0])
+            check_labels(client, task.num_classes, name="examples")
+        return int(evaluate(task, params, client, None)["cluster"][0])
     # The squared distance between mean inputs, of each cluster that has examples.
     new, distances = x.astype(np.float64).mean(axis=0), {}
     for k in np.unique(cluster).tolist():
@@ -262,6 +262,6 @@ def export_model(
         dtype = (np.int32 if task.perplexity else np.float32) if dtype is None else dtype
         x = jax.ShapeDtypeStruct((*export.symbolic_shape("b"), *shape), dtype)
         # One example mapped over a batch of symbolic size: modules may use `len(x)`, which must be a number.
-        predict = jax.jit(jax.vmap(lambda one: task.apply(model, one[None])[0]))
+        predict = jax.jit(jax.vmap(lambda example: task.apply(model, example[None])[0]))
         content = bytes(export.export(predict, platforms=("cpu", "cuda", "tpu"))(x).serialize())
     write_whole(file, content)

@@ -90,7 +90,7 @@ def make_algorithm(config: Config, task: Task, training: LocalTraining, federati
         "personal": None if config.personal is None else starting_with(config.personal),
         "init_params": None if config.init_from is None else _warm_start(config, task),
         "num_clusters": config.num_models if "num_clusters" in method.options else None,
-        "cluster": given_clusters(federation) if "cluster" in method.options else None,
+        "cluster": oracle_clusters(federation) if "cluster" in method.options else None,
         "true_cluster": federation.cluster if config.track_gap else None,
     }
     options = {name: value for name, value in options.items() if value is not None}
@@ -99,7 +99,7 @@ def make_algorithm(config: Config, task: Task, training: LocalTraining, federati
     return algorithm
 
 
-def given_clusters(federation: data.Federation) -> np.ndarray:
+def oracle_clusters(federation: data.Federation) -> np.ndarray:
     """Returns the true clusters `[N]`, of drifting data `[T, N]`."""
     return federation.cluster if federation.drift is None else federation.drift.cluster
 
@@ -110,8 +110,8 @@ def _check_beginnings(config: Config, task: Task) -> None:
         listed = getattr(config, option)
         paths = [] if listed is None else models.parameter_paths(task)
         for beginning in () if listed is None else beginnings(listed):
-            known = beginning and any(path.startswith(beginning) for path in paths)
-            check(known, option, beginning, f"the beginning of one of the model's parameters: {', '.join(paths)}")
+            fits = beginning and any(path.startswith(beginning) for path in paths)
+            check(fits, option, beginning, f"the beginning of one of the model's parameters: {', '.join(paths)}")
 
 
 def make_aggregator(config: Config) -> Callable:
@@ -293,9 +293,9 @@ def names_of_data(config: Config) -> dict[str, str]:
     return {"num_clusters": "clusters", "num_clients": count, "seed": "data_seed"}
 
 
-def names_of_method(config: Config, given: Iterable[str] = ()) -> dict[str, str]:
-    """Returns the options that reach a factory under other names, by these; `given`, as those of `config`."""
-    models = "num_models" if "num_models" in {*config.given, *given} else "clusters"
+def names_of_method(config: Config, further: Iterable[str] = ()) -> dict[str, str]:
+    """Returns the options that reach a factory under other names, by these; `further` ones are given with `config`."""
+    models = "num_models" if "num_models" in {*config.given, *further} else "clusters"
     return {"num_clusters": models, "init_params": "init_from", "shared": "share"}
 
 

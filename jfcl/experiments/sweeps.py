@@ -47,19 +47,19 @@ def read_grid(texts: Sequence[str] | None, flags: dict[str, Any], method: str | 
       {'lr': [0.01, 0.1], 'num_models': [2, 4]}
     """
     check(texts, "grid", texts, "given: --grid NAME=VALUE,VALUE,..., such as --grid lr=0.01,0.1")
-    known, grid = all_options(method), {}
+    schema, grid = all_options(method), {}
     for text in texts:
         flag, _, values = text.partition("=")
         check(flag.strip() and values.strip(), "grid", text, "NAME=VALUE,VALUE,..., such as lr=0.01,0.1")
         name = flag.strip().removeprefix("--").replace("-", "_")
         name = "num_models" if name == "num_clusters" else name  # as the factories call it
-        if name not in known:
-            raise ValueError(f"grid: unknown option {flag[:100]!r}{option_hint(name, known)}")
+        if name not in schema:
+            raise ValueError(f"grid: unknown option {flag[:100]!r}{option_hint(name, schema)}")
         accepted = f"an option that may differ between cells; give {flag_of(name)} for all of them"
         check(name not in OF_ALL_CELLS, "grid", flag, accepted)
         check(name not in grid, "grid", flag, f"given once: {name} has two axes")
         check(name not in flags, name, flags.get(name), "given once: as a flag, or in --grid")
-        grid[name] = [_read_value(known[name], value.strip()) for value in values.split(",")]
+        grid[name] = [_read_value(schema[name], value.strip()) for value in values.split(",")]
     return grid
 
 
@@ -114,13 +114,13 @@ def run_sweep(
     check_options(run_sweep, locals())
     accepted = "left out of a sweep, whose cells see all examples in each round"
     check(config.drift is None, "drift", config.drift, accepted)
-    known = all_options(config.method)
+    schema = all_options(config.method)
     for name in grid:
-        check(name in known and name not in OF_ALL_CELLS, "grid", name, "an option that may differ between cells")
+        check(name in schema and name not in OF_ALL_CELLS, "grid", name, "an option that may differ between cells")
     combinations = itertools.product(*check_grid(grid).values())
     cells = [dataclasses.replace(config, **dict(zip(grid, values, strict=True))) for values in combinations]
-    given = (config.population, config.store)
-    check(not config.of_population, "population, store", given, "left out: a sweep is of clients on the device")
+    value = (config.population, config.store)
+    check(not config.of_population, "population, store", value, "left out: a sweep is of clients on the device")
     accepted = "vmap or chunked, or left out: a sweep divides its runs, not the clients, among the devices"
     check(config.mapping in (None, "vmap", "chunked"), "mapping", config.mapping, accepted)
     check(config.patience is None, "patience", config.patience, "left out: a sweep judges the last round alone")
@@ -161,7 +161,7 @@ def run_sweep(
             num_rounds=config.rounds,
             held_out=held_out,
             metric=metric,
-            traced=[name for name in grid if known[name].traced],
+            traced=[name for name in grid if schema[name].traced],
             seeds=seeds,
             serve=config.serve,
             row_axis=row_axis,

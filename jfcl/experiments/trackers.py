@@ -35,8 +35,8 @@ def _library(package: str, extra: str) -> ModuleType:
     try:
         return importlib.import_module(package)
     except ImportError as error:
-        how = f"pip install 'jfcl[{extra}]'"
-        raise ValueError(f"track must be a tracker that is installed, got {extra!r} ({error}): {how}") from None
+        remedy = f"pip install 'jfcl[{extra}]'"
+        raise ValueError(f"track must be a tracker that is installed, got {extra!r} ({error}): {remedy}") from None
 
 
 def scalars(records: list[dict[str, Any]]) -> dict[str, float]:
@@ -68,8 +68,8 @@ def _tell(text: str) -> None:
 
 def _identities(folder: Path | None) -> dict[str, str]:
     """Returns the identities of the run in a folder, by tracker."""
-    there = folder is not None and (folder / FILE).exists()
-    return read_json(folder / FILE, sealed=False) if there else {}
+    has_file = folder is not None and (folder / FILE).exists()
+    return read_json(folder / FILE, sealed=False) if has_file else {}
 
 
 def _keep_identity(folder: Path | None, tracker: str, identity: str) -> None:
@@ -166,8 +166,8 @@ class MLflow(Callback):
         if self._id is not None:
             self._client.update_run(self._id, status="RUNNING")
             return
-        known = self._client.get_experiment_by_name(self._experiment)
-        experiment = self._client.create_experiment(self._experiment) if known is None else known.experiment_id
+        existing = self._client.get_experiment_by_name(self._experiment)
+        experiment = self._client.create_experiment(self._experiment) if existing is None else existing.experiment_id
         self._id = self._client.create_run(experiment, run_name=_name_of(run)).info.run_id
         _keep_identity(run.folder, "mlflow", self._id)
         values = {name: str(value)[:LONGEST] for name, value in run.config.items() if value is not None}

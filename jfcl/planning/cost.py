@@ -116,22 +116,22 @@ class _Pricing:
     def __init__(self, program: Program, target: Target, branch: Callable[..., Tally]):
         self.program, self.chip, self.count, self.branch = program, target.chip, target.count, branch
         self.loops: list[Loop] = []
-        self._known: dict[str, Tally] = {}
+        self._tallies: dict[str, Tally] = {}
 
     def computation(self, name: str | None) -> Tally:
         """Returns the tally of a computation and of all that it runs."""
-        if name not in self._known:
+        if name not in self._tallies:
             tally: Tally = Counter()
             for instruction in self.program.computations.get(name, {}).values():
                 tally.update(self._instruction(instruction))
-            self._known[name] = tally
-        return self._known[name]
+            self._tallies[name] = tally
+        return self._tallies[name]
 
     def _instruction(self, i: Instruction) -> Tally:
         if i.op == "while":
             return self._loop(i)
         if i.op in ("conditional", "call", "async-start"):
-            inner = [self.computation(each) for each in hlo.called(self.program, i)]
+            inner = [self.computation(name) for name in hlo.called(self.program, i)]
             if i.op == "conditional":
                 return self.branch(inner, key=lambda tally: _total(tally, "seconds", "network"), default=Counter())
             return sum(inner, Counter())
@@ -246,16 +246,16 @@ def operations(program: Program, i: Instruction, is_tpu: bool) -> Iterator[tuple
         inputs = [operand.arrays[0] for operand in i.operands[:2] if operand.arrays]
         if len(inputs) == 2:
             count = _convolution if "dim_labels=" in i.attributes else _dot
-            left, right, out = (array.shape for array in (*inputs, i.arrays[0]))
+            lhs, rhs, out = (array.shape for array in (*inputs, i.arrays[0]))
             if "convBackwardInput" in i.attributes:  # cuDNN's labels are those of the convolution, not of its gradient
-                left, out = out, left
+                lhs, out = out, lhs
             elif "convBackwardFilter" in i.attributes:
-                right, out = out, right
-            yield _precision(i, {array.dtype for array in inputs}, is_tpu), count(i, left, right, out)
+                rhs, out = out, rhs
+            yield _precision(i, {array.dtype for array in inputs}, is_tpu), count(i, lhs, rhs, out)
     elif i.op in ("fusion", "call", "map"):
         for inner in hlo.called(program, i):
-            for each in program.computations[inner].values():
-                yield from operations(program, each, is_tpu)
+            for instruction in program.computations[inner].values():
+                yield from operations(program, instruction, is_tpu)
 
 
 def _is_library_call(i: Instruction) -> bool:
@@ -264,33 +264,33 @@ def _is_library_call(i: Instruction) -> bool:
     return called is not None and any(name in called[1] for name in ("cublas", "cudnn$conv"))
 
 
-def _dot(i: Instruction, left: tuple[int, ...], right: tuple[int, ...], out: tuple[int, ...]) -> float:
+def _dot(i: Instruction, lhs: tuple[int, ...], rhs: tuple[int, ...], out: tuple[int, ...]) -> float:
     contracted = hlo.numbers(i, "lhs_contracting_dims")
     if i.op == "custom-call":
         noted = re.search(r'"lhs_contracting_dimensions":\[([^\]]*)\]', i.attributes)
         contracted = map(int, re.findall(r"\d+", noted[1])) if noted else ()
-    return 2.0 * math.prod(out) * math.prod(left[axis] for axis in contracted)
+    return 2.0 * math.prod(out) * math.prod(lhs[axis] for axis in contracted)
 
 
-def _convolution(i: Instruction, left: tuple[int, ...], right: tuple[int, ...], out: tuple[int, ...]) -> float:
+def _convolution(i: Instruction, lhs: tuple[int, ...], rhs: tuple[int, ...], out: tuple[int, ...]) -> float:
     """Returns the operations of a convolution, without those on the zeros around and between its inputs."""
     labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", i.attributes)
-    of_left, of_right, of_out = labels.groups()
+    of_lhs, of_rhs, of_out = labels.groups()
     window = re.search(r"window=\{([^}]*)\}", i.attributes)
     fields = dict(field.split("=") for field in window[1].split()) if window else {}  # such as 3x3, and 1_1x1_1
     pairs = 1.0
-    for axis, c in enumerate(sorted(c for c in of_right if c.isdigit())):
+    for axis, c in enumerate(sorted(c for c in of_rhs if c.isdigit())):
         names = (("size", 1), ("stride", 1), ("lhs_dilate", 1), ("rhs_dilate", 1), ("pad", 0))
         values = (fields[name].split("x")[axis].split("_")[0] if name in fields else default for name, default in names)
         size, stride, spread, dilated, low = map(int, values)
-        inputs, outputs = left[of_left.index(c)], out[of_out.index(c)]
+        inputs, outputs = lhs[of_lhs.index(c)], out[of_out.index(c)]
         if outputs * size > MOST_PAIRS:
             pairs *= outputs * size
             continue
         at = np.arange(outputs)[:, None] * stride + np.arange(size) * dilated - low
         pairs *= int(((at >= 0) & (at <= (inputs - 1) * spread) & (at % spread == 0)).sum())
-    others = out[of_out.index("b")] * out[of_out.index("f")] if {"b", "f"} <= set(of_out) else 1
-    return 2.0 * pairs * others * right[of_right.index("i")]
+    outer = out[of_out.index("b")] * out[of_out.index("f")] if {"b", "f"} <= set(of_out) else 1
+    return 2.0 * pairs * outer * rhs[of_rhs.index("i")]
 
 
 def _in_memory(arrays: Iterable[hlo.Array]) -> float:
@@ -311,11 +311,11 @@ def _bytes_moved(program: Program, i: Instruction) -> float:
     if inner is None:
         return _in_memory(i.arrays) + sum(_in_memory(operand.arrays) for operand in i.operands)
     users: dict[str, list[Instruction]] = {}
-    for each in inner.values():
-        for operand in each.operands:
-            users.setdefault(operand.name, []).append(each)
+    for instruction in inner.values():
+        for operand in instruction.operands:
+            users.setdefault(operand.name, []).append(instruction)
     parameters = {int(p.inside): p for p in inner.values() if p.op == "parameter"}
-    results = [each for each in inner.values() if each.is_root]
+    results = [instruction for instruction in inner.values() if instruction.is_root]
     for result in results:
         results += result.operands if result.op in ("tuple", "bitcast", "reshape") else ()
     read, written = 0.0, _in_memory(i.arrays)
@@ -344,8 +344,8 @@ def _uses(users: dict[str, list[Instruction]], value: Instruction) -> Iterator[t
 
 def _rows_moved(program: Program, i: Instruction) -> Iterator[tuple[str, float]]:
     """Yields `(opcode, rows)` of the gathers and scatters in an instruction."""
-    for each in program.computations.get(hlo.attribute(i, "calls") or "", {i.name: i}).values():
-        if each.op == "gather":
-            yield each.op, each.arrays[0].size / max(math.prod(hlo.numbers(each, "slice_sizes")), 1)
-        elif each.op == "scatter" and len(each.operands) > 1:
-            yield each.op, math.prod(each.operands[1].arrays[0].shape[:-1])
+    for inner in program.computations.get(hlo.attribute(i, "calls") or "", {i.name: i}).values():
+        if inner.op == "gather":
+            yield inner.op, inner.arrays[0].size / max(math.prod(hlo.numbers(inner, "slice_sizes")), 1)
+        elif inner.op == "scatter" and len(inner.operands) > 1:
+            yield inner.op, math.prod(inner.operands[1].arrays[0].shape[:-1])

@@ -180,16 +180,16 @@ def plan(
 
 def candidates(clients: int, devices: int) -> list[mapping.Mapping]:
     """Returns the mappings of a chip's clients that a plan compares: `vmap`, and chunks of less than half of them."""
-    each = -(-clients // devices)
-    return [jax.vmap, *(mapping.chunked(size) for size in CHUNKS if 2 * size < each)]
+    per_device = -(-clients // devices)
+    return [jax.vmap, *(mapping.chunked(size) for size in CHUNKS if 2 * size < per_device)]
 
 
 class _Work:
     """The compilations of one plan."""
 
-    def __init__(self, chosen: Target, mesh: Mesh, clients: Clients, seeds: int, others: float, what: str, tick: Tick):
+    def __init__(self, chosen: Target, mesh: Mesh, clients: Clients, seeds: int, extra: float, what: str, tick: Tick):
         self.target, self.mesh, self.seeds, self.tick = chosen, mesh, seeds, tick
-        self.others, self.refusal = int(others), f"target {chosen.name!r} cannot compile {what}"
+        self.other_bytes, self.refusal = int(extra), f"target {chosen.name!r} cannot compile {what}"
         self.rows = mapping.num_rows(mapping.sharded(mesh), num_clients(clients))
         like = Clients(clients.examples, clients.size, clients.size)  # ids are int32, as sizes are
         self.clients = on_mesh(client_shapes(like, self.rows), mesh, self.rows)
@@ -205,13 +205,13 @@ class _Work:
         ]
         rounds = dict(zip(algorithms, self.compiled(jobs, len(jobs) + 1), strict=True))
         compared = {
-            axis: Candidate(*_described(axis)[:2], program.needed + self.others, program.seconds)
+            axis: Candidate(*_described(axis)[:2], program.needed + self.other_bytes, program.seconds)
             for axis, program in rounds.items()
         }
         best = min(compared, key=lambda axis: self.order(compared[axis]))
         step, chosen = rounds[best], compared[best]
         [start] = self.compiled([("the start", algorithms[best].init, (self.key, self.clients))], len(jobs) + 1)
-        needed, limit = max(step.needed, start.needed) + self.others, int(self.target.chip.memory)
+        needed, limit = max(step.needed, start.needed) + self.other_bytes, int(self.target.chip.memory)
         return Plan(
             target=self.target.name,
             mapping=chosen.mapping,
@@ -221,7 +221,7 @@ class _Work:
             output_bytes=step.memory.results - step.memory.aliased,
             temp_bytes=step.memory.temporaries,
             data_bytes=num_bytes(self.clients) // self.mesh.size,
-            other_bytes=self.others,
+            other_bytes=self.other_bytes,
             needed_bytes=needed,
             limit_bytes=limit,
             cost=step.cost,
@@ -233,7 +233,7 @@ class _Work:
         )
 
     def order(self, candidate: Candidate) -> tuple:
-        """Returns a key that sorts what fits before what does not, then fast before slow, or small before large."""
+        """Returns a key that sorts candidates that fit by their seconds, and behind them the others by their size."""
         large = candidate.needed_bytes > self.target.chip.memory  # as of every program that is refused
         return large, candidate.needed_bytes if large else candidate.seconds
 
@@ -247,8 +247,8 @@ class _Work:
                 return program
 
             # Traced here: a precision that is set for a block of code holds for one thread.
-            begun = [pool.submit(finished, self.lowered(self.over_seeds(fn), *args), name) for name, fn, args in jobs]
-            return [job.result() for job in begun]
+            futures = [pool.submit(finished, self.lowered(self.over_seeds(fn), *args), name) for name, fn, args in jobs]
+            return [job.result() for job in futures]
 
     def over_seeds(self, fn: Callable) -> Callable:
         """Returns `init` or `step`, of which all arguments but the clients are of every seed."""
