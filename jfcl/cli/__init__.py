@@ -23,7 +23,7 @@ LONGEST_MESSAGE = 4000  # characters
 
 
 class _Console(Console):
-    """A console that prints no control character of a text, such as the name of a folder, as it is."""
+    """A console that escapes the control characters of texts, such as names of folders."""
 
     def render(self, renderable, options=None):
         for segment in super().render(renderable, options):

@@ -96,7 +96,7 @@ def write_comparison(
 
 
 def by_name(folders: Sequence[str | Path]) -> dict[str, Path]:
-    """Returns the folders by their names, or by their whole paths where a name is there already."""
+    """Returns the folders by their names, or by their whole paths where a name is taken."""
     check(len(folders) > 0, "runs", folders, "at least one folder")
     named: dict[str, Path] = {}
     for folder in folders:

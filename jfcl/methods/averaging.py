@@ -28,7 +28,7 @@ from jfcl.training.optimizer import check_optimizer
 
 DIVIDE_BY = ("cluster", "participants", "all")
 
-# (key of the client's training, its examples and size, its last cluster, rounds without a change of any cluster, its
+# (key of the client's training, its examples and size, its last cluster, the least `unchanged` of all clients, its
 # personal parameters) -> (its cluster, whether it compared all models, the products of `local.train` if they are known)
 Choice = Callable[..., tuple[jax.Array, jax.Array, jax.Array | None]]
 Choose = Callable[[PyTree], Choice]  # of the models [K, ...]; here belong computations for all clients
@@ -91,7 +91,7 @@ def one_cluster(params: PyTree, clients: Clients) -> jax.Array:
 
 def keep_cluster(params: PyTree) -> Choice:
     """Returns the choice of methods with fixed clusters."""
-    return lambda key, examples, size, cluster, quiet, personal: (cluster, jnp.zeros((), bool), None)
+    return lambda key, examples, size, cluster, unchanged, personal: (cluster, jnp.zeros((), bool), None)
 
 
 class Averaging(NamedTuple):
@@ -284,13 +284,13 @@ def train_client(rules: Averaging, state: AveragingState, clients: Clients) -> C
     It is `(key, examples, size, cluster, (opt_state, personal), by_id) -> ((update, cluster, weight), Report)`, where
     `by_id` is of `round.weights_by_id`.
     """
-    idle = jnp.full_like(state.unchanged, jnp.iinfo(jnp.int32).max)
-    quiet = jnp.where(jnp.asarray(clients.size) > 0, state.unchanged, idle).min()
+    never = jnp.full_like(state.unchanged, jnp.iinfo(jnp.int32).max)
+    unchanged = jnp.where(jnp.asarray(clients.size) > 0, state.unchanged, never).min()
     choice = rules.choose(state.params)
 
     def client(key, examples, size, cluster, local_state, by_id):
         opt_state, personal = local_state
-        chosen, compared, products = choice(key, examples, size, cluster, quiet, personal)
+        chosen, compared, products = choice(key, examples, size, cluster, unchanged, personal)
         begin = jax.tree.map(lambda p: p[chosen], state.params)
         settings, data = (rules.task, rules.training, rules.personal_steps), (examples, size, opt_state, state.round)
         trained, update, personal = rules.train(

@@ -84,13 +84,13 @@ def ditto(
         # The cohort of FedAvg: both models are trained on the same batches.
         cohort = select_cohort(key, clients, options["cohort"])
         params, opt_states = take_rows(cohort, (state.params, state.client))
-        mine = state._replace(params=params, client=opt_states)
-        trained, finite = train_personal(task, training, client_axis, cohort, mine, pull=lambda _: (global_model, lam))
+        part = state._replace(params=params, client=opt_states)
+        trained, finite = train_personal(task, training, client_axis, cohort, part, pull=lambda _: (global_model, lam))
         common_state, metrics = common.step(key, state.common, clients)
         present = take_rows(cohort, ~jnp.isnan(metrics["loss"]))  # NaN for absent clients alone
-        mine = next_personal(mine, trained, present & finite)
-        params, opt_states = put_rows(cohort, (state.params, state.client), (mine.params, mine.client))
-        new = mine._replace(params=params, client=opt_states, common=common_state)
+        part = next_personal(part, trained, present & finite)
+        params, opt_states = put_rows(cohort, (state.params, state.client), (part.params, part.client))
+        new = part._replace(params=params, client=opt_states, common=common_state)
         loss = jnp.where(present, jnp.where(jnp.isnan(trained.loss), jnp.inf, trained.loss), jnp.nan)
         metrics |= {
             "loss": loss_of_all(cohort, loss, num_clients(clients)),

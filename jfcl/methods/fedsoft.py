@@ -150,7 +150,8 @@ def fedsoft(
         # Train the clients that were drawn, near the centres.
         local_state = state.params, state.client
         begin, opt_states = phases.take_rows(cohort, local_state)
-        mine, near, counts = state._replace(params=begin, client=opt_states), *phases.take_rows(cohort, (share, counts))
+        part = state._replace(params=begin, client=opt_states)
+        importances, counts = phases.take_rows(cohort, (share, counts))
         present = (counts > 0).any(axis=1)
 
         def pull(row):
@@ -159,12 +160,12 @@ def fedsoft(
 
             return jax.tree.map(mean, centres), lam * row.sum()
 
-        trained, finite = train_personal(task, training, client_axis, cohort, mine, pull=pull, rows=near)
-        mine = next_personal(mine, trained, present & finite)
-        params, opt_states = phases.put_rows(cohort, local_state, (mine.params, mine.client))
+        trained, finite = train_personal(task, training, client_axis, cohort, part, pull=pull, rows=importances)
+        part = next_personal(part, trained, present & finite)
+        params, opt_states = phases.put_rows(cohort, local_state, (part.params, part.client))
 
         # Average the models that are sent into the centres, and report.
-        arguments = cohort.key, begin, trained.params, cohort.clients, present & finite, near.argmax(axis=1)
+        arguments = cohort.key, begin, trained.params, cohort.clients, present & finite, importances.argmax(axis=1)
         sent, usable = attacked_models(adversary, *arguments)
         counts, all_one = counts * usable[:, None].astype(jnp.float32), jnp.zeros(len(usable), jnp.int32)
         means_of = jax.vmap(lambda weights: cluster_mean(sent, all_one, weights, 1, client_axis), in_axes=1)(counts)
@@ -176,7 +177,7 @@ def fedsoft(
         metrics["bytes_down"] += asked * (num_clusters * model)
         metrics["bytes_up"] += asked * (4.0 * num_clusters)
         metrics |= spread(share / share.sum(axis=1, keepdims=True), size)
-        return state._replace(params=params, client=opt_states, round=mine.round, share=estimated, common=new), metrics
+        return state._replace(params=params, client=opt_states, round=part.round, share=estimated, common=new), metrics
 
     def check_selection(clients: Clients) -> None:
         if of_options is not None:

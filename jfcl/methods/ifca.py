@@ -126,19 +126,19 @@ def ifca(
     def choose(params):
         of_all = under_all(comparing, params)
 
-        def choice(key, examples, size, cluster, quiet, personal):
+        def choice(key, examples, size, cluster, unchanged, personal):
             losses_of = under_all(of_rest(task, personal), params) if jax.tree.leaves(personal) else of_all
 
             def compare():
-                some, number = examples, size
+                batch, count = examples, size
                 if identity_batch is not None:  # with the key of the training, hence its first batch under num_steps
-                    some, real = draw_batch(task, estimate, key, examples, size)
-                    number = real.sum()
+                    batch, real = draw_batch(task, estimate, key, examples, size)
+                    count = real.sum()
                 if identity_augment:
                     model = of_rest(task, personal)
-                    losses, products = losses_when_changed(model, training, params, key, some, number), None
+                    losses, products = losses_when_changed(model, training, params, key, batch, count), None
                 else:
-                    losses, products = losses_of(some, number)
+                    losses, products = losses_of(batch, count)
                 best = jnp.argmin(losses).astype(jnp.int32)
                 reusable = products is not None and identity_batch is None
                 return best, jnp.ones((), bool), products[:, best] if reusable else None
@@ -152,7 +152,7 @@ def ifca(
                     products = inputs @ kernel.astype(inputs.dtype)
                 return cluster, jnp.zeros((), bool), products
 
-            return compare() if stable_rounds is None else jax.lax.cond(quiet < stable_rounds, compare, stay)
+            return compare() if stable_rounds is None else jax.lax.cond(unchanged < stable_rounds, compare, stay)
 
         return choice
 

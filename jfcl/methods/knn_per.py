@@ -144,8 +144,8 @@ def knn_per(
         if is_concrete(clients.size):
             enough_neighbours(clients)
         common_state = common.init(key, training_part(clients))
-        every = jnp.arange(num_clients(clients), dtype=jnp.int32)
-        return KnnPerState(personal_models(common_state, clients), every, jnp.zeros((), jnp.int32), common_state)
+        cluster = jnp.arange(num_clients(clients), dtype=jnp.int32)
+        return KnnPerState(personal_models(common_state, clients), cluster, jnp.zeros((), jnp.int32), common_state)
 
     def step(key: jax.Array, state: KnnPerState, clients: Clients):
         common_state, metrics = common.step(key, state.common, training_part(clients))

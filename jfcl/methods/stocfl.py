@@ -190,7 +190,7 @@ def _assign(rules, observe, observe_epochs, threshold, omega, key, cohort: Cohor
     seen = embedded_again(rules, observe, cohort, is_new, seen)
     usable = real & jnp.isfinite(seen).all(axis=1)
     row = jnp.where((unchanged == UNSEEN) | (last < 0), -1, memory.into[jnp.maximum(last, 0)])
-    first, size = (jnp.where(row >= 0, x[row], alone) for x, alone in ((memory.first, ids), (memory.size, 1)))
+    first, size = (jnp.where(row >= 0, x[row], single) for x, single in ((memory.first, ids), (memory.size, 1)))
 
     # A cluster stands at the place of its first client in the cohort.
     places = jnp.arange(len(ids), dtype=jnp.int32)

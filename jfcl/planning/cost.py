@@ -206,7 +206,7 @@ class _Pricing:
 
 
 def _slowdown(i: Instruction) -> float:
-    """Returns how many times as long as the roofline a GPU's instruction takes: more than once where it has groups."""
+    """Returns the factor on the roofline of a GPU's instruction: above 1 for a convolution with groups."""
     groups = re.search(r"(?:feature|batch)_group_count=(\d+)", i.attributes)
     if i.op != "custom-call" or not _is_library_call(i) or groups is None or int(groups[1]) == 1:
         return 1.0

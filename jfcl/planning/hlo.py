@@ -196,8 +196,8 @@ def trip_count(program: Program, loop: Instruction) -> int | None:
 def source(program: Program, instruction: Instruction) -> str:
     """Returns the function of Python that an instruction comes from, such as `"kernels.similarity.pairwise_cosine"`.
 
-    It is the innermost of this library, or of a user's own file, but for the mapping of clients and the core where
-    there is another one; a gradient's second half has "(gradient)" behind it. What the compiler adds has none: "".
+    It is the innermost one of this library or of a user's file; those of `mapping` and `core` count only where there is
+    no other. The second half of a gradient has "(gradient)" behind it. What the compiler adds has none: "".
     """
     names = _functions(program, instruction)
     chosen = [name for name in names if not name.startswith(("mapping.", "core."))] or names

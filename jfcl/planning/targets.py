@@ -168,7 +168,7 @@ def _devices(chosen: Target) -> list:
 
 
 def _described(kind: str, package: str, description: dict[str, Any]) -> list:
-    """Returns the devices of a description from JAX, also where it has looked for a GPU before and found none."""
+    """Returns the devices of a description from JAX, also after JAX has looked for a GPU and found none."""
     from jax.experimental import topologies
 
     try:

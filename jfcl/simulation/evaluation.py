@@ -167,7 +167,7 @@ class Silence(NamedTuple):
 
     Attributes:
       count: `[]` int32, so many in a row up to the last round, without rounds of less than half of `widest`: the last
-        active clients of a recursive CFL may be hostile.
+        active clients of a method that ends may be hostile.
       widest: `[]` int32, the most participants of a round.
     """
 

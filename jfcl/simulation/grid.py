@@ -316,7 +316,7 @@ class Shared(NamedTuple):
 
 @dataclass(frozen=True)
 class Maker:
-    """The function of the traced options; two of the same other options are equal, and share their programs."""
+    """The function of the traced options; those with the same other options are equal, and share programs."""
 
     make: Callable[..., Algorithm]
     static: tuple

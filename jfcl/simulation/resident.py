@@ -72,9 +72,9 @@ def _advance(keys, hyperparams, state, silence, first, count, clients, *, algori
     """Runs `count` rounds from round `first` on, at most `MOST_ROUNDS`.
 
     Returns:
-      `(state, values, sums, largest, finite, silence, most)`, all but the state on the host's side of `Block`: the
-      metrics of the last round; those of `Entries.sums` of every round, `[R, MOST_ROUNDS]` each; the largest values of
-      `Entries.largest`; whether the models are finite; the silence after the last round, and its largest count.
+      `(state, values, sums, largest, finite, silence, most)`, of which a `Block` is made: the metrics of the last
+      round; those of `Entries.sums` of every round, `[R, MOST_ROUNDS]` each; the largest values of `Entries.largest`;
+      whether the models are finite; the silence after the last round, and its largest count.
     """
 
     def shorten(values):  # the loss, and arrays too long for a record, as their mean over participating clients
@@ -125,7 +125,7 @@ def _with_padding(small: Any, whole: Any) -> Any:
 
 
 def _selection(serve: Callable[[Any], Served], like: Any) -> Callable[[Any], Served]:
-    """Returns `serve`, without a call of JAX in every evaluation where its results are arrays of the state as they are.
+    """Returns `serve`; where it returns arrays of the state unchanged, a function that selects them without JAX.
 
     `like` has the shapes of the state.
     """
