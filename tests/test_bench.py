@@ -53,6 +53,21 @@ def test_the_floor_of_a_round_by_hand(floor):
     assert whole == pytest.approx(5 * floor.floor_gflop(case._replace(method="fedavg")))
 
 
+def test_the_layers_of_a_step_have_the_multiplications_of_its_round(floor):
+    cnn_cpu = importlib.import_module("cnn_cpu")
+    products = sum(flop for _, _, flop in cnn_cpu.operations().values())
+    steps = cnn_cpu.CASE.clients * cnn_cpu.CASE.steps
+    assert products == pytest.approx(1e9 * floor.floor_gflop(cnn_cpu.CASE) / steps)
+
+
+@pytest.mark.slow
+def test_the_profile_of_a_step_on_one_core():
+    command = [sys.executable, BENCHMARKS / "cnn_cpu.py", "--quick"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "conv 2" in done.stdout and "a whole step" in done.stdout
+
+
 def test_measure_stops_at_its_limits():
     def work(x):
         return jnp.sin(x) @ jnp.cos(x)
