@@ -218,10 +218,10 @@ def _read(name: str, kind: type, text: str) -> Any:
 def _print_summary(config: Config, summary: dict[str, Any], out: str | None, console: Console) -> None:
     """Prints the results of a run."""
     attack = "" if config.attack is None else f"; {config.malicious:.0%} malicious: {config.attack}"
-    alone = {summary["method"]: summary}
-    title = f"{summary['description']}{attack}; {comparison.seeds_text(alone)}"
-    console.print(tables.results_table(alone, title))
-    for note in comparison.results_notes(alone):
+    summaries = {summary["method"]: summary}
+    title = f"{summary['description']}{attack}; {comparison.seeds_text(summaries)}"
+    console.print(tables.results_table(summaries, title))
+    for note in comparison.results_notes(summaries):
         console.print(f"note: {note}")
     start = f" (the first {summary['init_rounds']} to find a start)" if summary["init_rounds"] else ""
     precision = default_precision() if config.precision == "default" or platform() == "cpu" else config.precision

@@ -126,8 +126,8 @@ def plan_tables(planned: Plan, config: Config) -> list[Table]:
     for c in planned.candidates:
         large = c.needed_bytes > planned.limit_bytes
         name = {"vmap": "all", "chunked": f"{c.chunk}"}.get(c.mapping, c.mapping)
-        late = "does not fit" if large or c.seconds is None else _duration(c.seconds)
-        mappings.add_row(name, size_text(c.needed_bytes), late)
+        duration = "does not fit" if large or c.seconds is None else _duration(c.seconds)
+        mappings.add_row(name, size_text(c.needed_bytes), duration)
     facts = Table(Column(), Column(overflow="fold"), show_header=False, **LOOK)
     for row in _facts(planned, config):
         facts.add_row(*row)

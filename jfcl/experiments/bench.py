@@ -211,6 +211,6 @@ def _measure_round(
     runs = row.pop("seconds")
     if not runs:
         return row | {"left_out": f"needs {row['temporary_mb'] / 1000:.2g} GB"}
-    middle = statistics.median(runs)
-    speeds = {"rounds/s": 1 / middle, "client_steps/s": case.clients * case.steps / middle}
-    return row | {"seconds": middle, **speeds, "runs": runs}
+    median = statistics.median(runs)
+    speeds = {"rounds/s": 1 / median, "client_steps/s": case.clients * case.steps / median}
+    return row | {"seconds": median, **speeds, "runs": runs}

@@ -257,13 +257,13 @@ def results_notes(summaries: dict[str, dict[str, Any]]) -> list[str]:
     new = {name: over_seeds(summary, "newcomer_accuracy") for name, summary in summaries.items()}
     if cells := [f"{number(mean, std, 1, 100)} % ({name})" for name, (mean, std) in new.items() if mean is not None]:
         notes.append(f"client acc. of newcomers, with the model of lowest loss: {', '.join(cells)}")
-    for metric, of in (("next_accuracy", ""), ("next_stable_accuracy", ", of clients whose cluster stays")):
+    for metric, suffix in (("next_accuracy", ""), ("next_stable_accuracy", ", of clients whose cluster stays")):
         drifts = {name: summary["drift"] for name, summary in summaries.items() if "drift" in summary}
         means = {name: (drift["mean"][metric], drift["std"][metric]) for name, drift in drifts.items()}
         if cells := [
             f"{number(mean, std, 1, 100)} % ({name})" for name, (mean, std) in means.items() if mean is not None
         ]:
-            notes.append(f"client acc. on the next step's data, before adapting{of}: {', '.join(cells)}")
+            notes.append(f"client acc. on the next step's data, before adapting{suffix}: {', '.join(cells)}")
     if len(summaries) > MOST_DRAWN:
         notes.append(f"pictures show the first {MOST_DRAWN} of the {len(summaries)} runs, tables all of them")
     return notes

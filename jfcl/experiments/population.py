@@ -63,8 +63,8 @@ def open_population(
         config, store, tests, vocab_size = _make_or_open(config, Path(folder), data_dir, progress, new_stores)
         # Evaluated clients.
         malicious, rng = setups.malicious_clients(config), np.random.default_rng([config.data_seed, len(store)])
-        good = np.flatnonzero(~malicious)
-        evaluated = np.sort(rng.choice(good, min(EVALUATED, len(good)), replace=False))
+        benign = np.flatnonzero(~malicious)
+        evaluated = np.sort(rng.choice(benign, min(EVALUATED, len(benign)), replace=False))
         parts, join = _setup(config, store, tests, evaluated, vocab_size)
         # Attacks on data.
         change = None
@@ -230,6 +230,6 @@ def _assembled(
 
     join = None  # new clients start without what chose the first cohort's models: restarts, warm rounds, draws
     if config.restarts not in (None, 1) or config.warm_rounds or config.min_share:
-        alone = {} if config.restarts is None else {"restarts": 1}
-        join = assembled(**alone, warm_rounds=None, min_share=None).algorithm.init
+        restarts = {} if config.restarts is None else {"restarts": 1}
+        join = assembled(**restarts, warm_rounds=None, min_share=None).algorithm.init
     return assembled(), join

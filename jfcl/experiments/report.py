@@ -98,9 +98,9 @@ def report(runs: str | Path | Sequence[str | Path], *, out: str | Path | None = 
         check_path("out", out)
         check(Path(out).suffix == ".html", "out", str(out), "a file that ends in .html")
         file = Path(out)
-    read = {name: read_results(folder) for name, folder in named.items()}
-    write_report(read, file)
-    for run in read.values():
+    results = {name: read_results(folder) for name, folder in named.items()}
+    write_report(results, file)
+    for run in results.values():
         if run.note:
             warnings.warn(f"in the report of {run.folder}: {run.note}", stacklevel=2)
     return file
@@ -188,27 +188,27 @@ def _results(runs: dict[str, Results]) -> Table | None:
 
 def _curves(runs: dict[str, Results]) -> list[Figure]:
     """Returns the figures that show all runs."""
-    alone = next(iter(runs.values())) if len(runs) == 1 else None
+    single = next(iter(runs.values())) if len(runs) == 1 else None
     records = {plots.label(name): run.records for name, run in runs.items()}
 
     def with_values(metric: str) -> dict[str, list[dict[str, Any]]]:
         return {name: rows for name, rows in records.items() if any(row.get(metric) is not None for row in rows)}
 
     figures = []
-    for name, metric, of in (
+    for name, metric, text in (
         ("accuracy", "accuracy", "Accuracy on test examples, mean over clients."),
         ("loss", "train_loss", "Loss of the local training."),
         ("perplexity", "perplexity", "Perplexity on test examples."),
         ("next_accuracy", "next_accuracy", "Accuracy on the test examples of the next step, before adapting."),
     ):
         rows = with_values(metric)
-        caption = f"{of} The line is the mean over seeds, the band reaches from the lowest to the highest seed."
-        figures.append(figure(alone, name, partial(plots.curves, rows, metric) if rows else None, caption))
+        caption = f"{text} The line is the mean over seeds, the band reaches from the lowest to the highest seed."
+        figures.append(figure(single, name, partial(plots.curves, rows, metric) if rows else None, caption))
     accuracies = {plots.label(name): run.clients.get("accuracy", np.empty(0)) for name, run in runs.items()}
     accuracies = {name: values for name, values in accuracies.items() if np.isfinite(values).any()}
     draw = partial(plots.client_accuracies, accuracies) if accuracies else None
     caption = "Final accuracy of every client, sorted; the clients of all seeds together."
-    figures.append(figure(alone, "clients", draw, caption))
+    figures.append(figure(single, "clients", draw, caption))
     evaluated = with_values("accuracy")
     if len(evaluated) > 1:
         caption = "Final accuracy: mean over clients, and of the worst client; with the sample standard deviation over"

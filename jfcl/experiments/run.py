@@ -208,11 +208,10 @@ def _write_results(out: Path, summary: dict[str, Any], history: History, parts: 
     contents |= clients_csv(history, parts.seeds, ids, cluster, extra)
     # Pictures, and the parameter trees.
     figures = {"loss": plots.curves({name: records}, "train_loss")}
-    figures |= {of: plots.curves({name: records}, of) for of in ("accuracy", "perplexity") if of in history.clients}
+    drawn = [metric for metric in ("accuracy", "perplexity") if metric in history.clients]
     if parts.federation.drift is not None:
-        figures |= {
-            of: plots.curves({name: records}, of) for of in ("next_accuracy", "adjusted_rand") if of in records[0]
-        }
+        drawn += [metric for metric in ("next_accuracy", "adjusted_rand") if metric in records[0]]
+    figures |= {metric: plots.curves({name: records}, metric) for metric in drawn}
     if "accuracy" in history.clients:  # not of a regression
         figures["clients"] = plots.client_accuracies({name: history.clients["accuracy"]})
     method = METHODS.get(name)  # None: of a user

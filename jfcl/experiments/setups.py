@@ -71,10 +71,10 @@ def make_algorithm(config: Config, task: Task, training: LocalTraining, federati
     """Returns the method of `config`."""
     method = lookup.find_method(config.method)
     # Options with the same name and type in the factory.
-    same = [name for name in (*AS_DECLARED, *method_options(config.method)) if name in method.options]
-    if config.of_population and not config.remember and "cohort" in same:
-        same.remove("cohort")  # all clients that are on the device
-    options: dict[str, Any] = {name: config.values[name] for name in same}
+    names = [name for name in (*AS_DECLARED, *method_options(config.method)) if name in method.options]
+    if config.of_population and not config.remember and "cohort" in names:
+        names.remove("cohort")  # all clients that are on the device
+    options: dict[str, Any] = {name: config.values[name] for name in names}
     # Options that stand for an object.
     _check_beginnings(config, task)
     aggregator = None if config.aggregator is None else make_aggregator(config)
@@ -208,14 +208,14 @@ def make_federation(
 def make_everyone(config: Config, dataset: data.Dataset, rows: Callable[[int], slice] | None = None) -> data.Federation:
     """Returns the clients of `config`, and behind them those on which options are tuned; `rows` of them are stacked."""
     count = config.clients + config.tuning_clients
-    same = {name: getattr(config, name) for name in ("examples_per_client", "reuse", "newcomer_examples")}
+    arguments = {name: getattr(config, name) for name in ("examples_per_client", "reuse", "newcomer_examples")}
     if config.drift is not None:
         options = {"num_steps": config.drift_steps, "num_clusters": config.clusters, "seed": config.data_seed}
-        same["drift"] = data.drift_pattern(config.drift, count, **options)
-    same["drift_window"] = config.drift_window
-    same |= {"newcomers_of": config.clients} if config.tuning_clients else {}
+        arguments["drift"] = data.drift_pattern(config.drift, count, **options)
+    arguments["drift_window"] = config.drift_window
+    arguments |= {"newcomers_of": config.clients} if config.tuning_clients else {}
     with renamed(names_of_data(config)):
-        return data.build(dataset, num_clients=count, rows=rows, **same, **dealt(config))
+        return data.build(dataset, num_clients=count, rows=rows, **arguments, **dealt(config))
 
 
 def make_task(
@@ -268,8 +268,8 @@ def mapping_of(config: Config) -> mapping.Mapping:
     inner = mapping.auto() if config.chunk is None else mapping.chunked(config.chunk)
     mesh = _mesh(config)
     name = config.mapping or ("sharded" if mesh.size > 1 else "inner")
-    alone = jax.process_count() == 1 or name in ("sharded", "auto")
-    check(alone, "mapping", name, "sharded (or auto) with several processes")
+    fits = jax.process_count() == 1 or name in ("sharded", "auto")
+    check(fits, "mapping", name, "sharded (or auto) with several processes")
     if name == "pmap":
         return mapping.pmapped(mesh.size, inner)
     if name == "sharded" or (name == "auto" and jax.process_count() > 1):
@@ -279,12 +279,12 @@ def mapping_of(config: Config) -> mapping.Mapping:
 
 def dealt(config: Config) -> dict[str, Any]:
     """Returns the options by which clients get examples, as `data.build` and `data.generate_store` take them."""
-    same = ("heterogeneity", "strength", "mixture", "partition", "test_fraction")
-    same = {name: getattr(config, name) for name in same}
+    names = ("heterogeneity", "strength", "mixture", "partition", "test_fraction")
+    arguments = {name: getattr(config, name) for name in names}
     options = {name: getattr(config, name) for name, takers in OF_PARTITION.items() if config.partition in takers}
     if "distribution" in options:
         options["distribution"] = _read_table(options["distribution"])
-    return same | {"num_clusters": true_clusters(config), "seed": config.data_seed} | options
+    return arguments | {"num_clusters": true_clusters(config), "seed": config.data_seed} | options
 
 
 def names_of_data(config: Config) -> dict[str, str]:

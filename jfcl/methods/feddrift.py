@@ -168,13 +168,14 @@ def feddrift(
         begins, none = (step != state.memory.step).any(), dict.fromkeys(EVENTS, jnp.zeros((), jnp.int32))
         num_models = state.memory.active.sum().astype(jnp.float32)
         with at_most(1):
-            now = jax.lax.fori_loop(0, begins.astype(jnp.int32), lambda _, s: begin(s[0], clients, step), (state, none))
-        state, metrics = _train(rules._replace(cohort=None), options["cohort"], key, now[0], clients)
+            begin_step = lambda _, carry: begin(carry[0], clients, step)  # noqa: E731
+            state, events = jax.lax.fori_loop(0, begins.astype(jnp.int32), begin_step, (state, none))
+        state, metrics = _train(rules._replace(cohort=None), options["cohort"], key, state, clients)
         model = num_bytes(jax.tree.map(lambda p: p[0], state.params))
         asked = (size > 0).sum().astype(jnp.float32) * begins.astype(jnp.float32) * num_models
         metrics["bytes_down"] = metrics["bytes_down"] + asked * model
         metrics["bytes_up"] = metrics["bytes_up"] + asked * 4 * (1 if eager else 1 + num_models)
-        return state, metrics | now[1] | {"models": state.memory.active.sum().astype(jnp.int32)}
+        return state, metrics | events | {"models": state.memory.active.sum().astype(jnp.int32)}
 
     def serve(state: AveragingState, clients: Clients | None) -> Served:
         return Served(state.params, state.cluster, active=state.memory.active)

@@ -108,8 +108,8 @@ def ifca(
     steps = f"{average}, with num_steps={training.num_steps}"
     check(average == "models" or training.num_steps == 1, "average", steps, "models, or gradients of 1 local step")
     if stable_rounds is not None:
-        late = restarts == 1 or stable_rounds > restart_rounds
-        check(late, "stable_rounds", stable_rounds, f"more than the {restart_rounds} rounds of each restart")
+        fits = restarts == 1 or stable_rounds > restart_rounds
+        check(fits, "stable_rounds", stable_rounds, f"more than the {restart_rounds} rounds of each restart")
     if dp is not None:
         both, accepted = (restarts, stable_rounds), "left out with dp: they decide by results without noise"
         check(both == (1, None), "restarts, stable_rounds", both, accepted)

@@ -182,8 +182,8 @@ def stacked(task: Task, num_clusters: int, has_labels: bool) -> Task:
         part, _, name = path.partition("/")
         return part != "models" or (task.statistics is not None and task.statistics(name))
 
-    lost = dict.fromkeys(("dense_start", "represent", "head", "merge"))
-    return task._replace(init=init, train_loss=train_loss, statistics=is_statistic, **lost)
+    absent = dict.fromkeys(("dense_start", "represent", "head", "merge"))
+    return task._replace(init=init, train_loss=train_loss, statistics=is_statistic, **absent)
 
 
 def of_data(augment: Callable[[jax.Array, Batch], Batch] | None) -> Callable[[jax.Array, Batch], Batch] | None:

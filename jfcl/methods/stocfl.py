@@ -215,14 +215,14 @@ def _assign(rules, observe, observe_epochs, threshold, omega, key, cohort: Cohor
     # The clusters after it.
     old_row = jnp.where(usable & (row >= 0), row, k)
     into = memory.into.at[old_row].set(target, mode="drop")
-    at = jnp.where(usable & (target >= 0), target, k)
+    new_row = jnp.where(usable & (target >= 0), target, k)
     new = memory._replace(
         seen=phases.put_rows(cohort, memory.seen, jnp.where(usable[:, None], seen, 0.0)),
         into=into[into],
-        first=memory.first.at[at].set(first[union], mode="drop"),
-        size=memory.size.at[old_row].set(0, mode="drop").at[at].set(sizes[union], mode="drop"),
+        first=memory.first.at[new_row].set(first[union], mode="drop"),
+        size=memory.size.at[old_row].set(0, mode="drop").at[new_row].set(sizes[union], mode="drop"),
     )
-    fresh = jnp.where(models[union] < 0, at, k)
+    fresh = jnp.where(models[union] < 0, new_row, k)
     moves = jnp.arange(k, dtype=jnp.int32).at[fresh].set(-1, mode="drop")
     metrics = {"clusters_found": new.size > 0, "merged": merged, "capacity_reached": usable & (target < 0)}
     once, alone = is_new.astype(jnp.float32), (target < 0).astype(jnp.float32)  # the latter train the common model only

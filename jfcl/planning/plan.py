@@ -90,8 +90,8 @@ class Plan(NamedTuple):
         if self.cost is None:
             return f"<Plan for {self.target}: refused by the compiler, {size}>"
         axis = self.mapping if self.chunk is None else f"{self.mapping}({self.chunk})"
-        late = f"{1000 * self.cost.seconds:.3g} ms a round (predicted)"
-        return f"<Plan for {self.target}: {'fits' if self.fits else 'does not fit'}, {size}; {axis}, {late}>"
+        speed = f"{1000 * self.cost.seconds:.3g} ms a round (predicted)"
+        return f"<Plan for {self.target}: {'fits' if self.fits else 'does not fit'}, {size}; {axis}, {speed}>"
 
     def seconds(self, num_rounds: int) -> float:
         """Returns the predicted seconds of the start and `num_rounds` rounds; NaN where the compiler refused them."""

@@ -85,8 +85,8 @@ def layout_of(algorithm: Algorithm, init: Start, cohorts: Cohorts, count: int) -
     # Each client has a model of its own: row `i`, also where the default of `serve` finds it by `cluster`.
     grown = jax.tree.leaves(served.models)[0].shape[0] != jax.tree.leaves(of_more.models)[0].shape[0]
     personal = served.to is None or grown
-    alone = served.to is None or not grown or algorithm.serve is serve_clusters
-    check(alone, "algorithm", "one that serves a choice of its clients' own models", "one with Served.to None")
+    fits = served.to is None or not grown or algorithm.serve is serve_clusters
+    check(fits, "algorithm", "one that serves a choice of its clients' own models", "one with Served.to None")
     axes = [None if personal and name[0] == "cluster" else axis for axis, name in zip(axes, names, strict=True)]
     structure, last_updates = jax.tree.structure(state), None
     if algorithm.last_updates is not None:
@@ -163,8 +163,8 @@ def check_cohorts(
                 " before the first round need them all on the device, as Clients"
             )
     else:
-        same = jax.eval_shape(join, key, clients)
-        shapes = [jax.tree.map(lambda x: (x.shape, x.dtype), s) for s in (state, same)]
+        joined = jax.eval_shape(join, key, clients)
+        shapes = [jax.tree.map(lambda x: (x.shape, x.dtype), s) for s in (state, joined)]
         fits = shapes[0] == shapes[1] and layout_of(algorithm, join, cohorts, cohort + remember)[0] == layout
         check(fits, "join", join, "an init with states of the same shapes")
     return remember, layout, state

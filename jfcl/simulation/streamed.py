@@ -159,12 +159,12 @@ class Streamed:
     @property
     def identity(self) -> dict[str, Any]:
         """The cohorts and their clients, for the run's configuration."""
-        of, tests = self._population, self._tests
-        drawn = {name: getattr(of, name) for name in ("cohort", "sampling", "dropout", "stragglers")}
+        population, tests = self._population, self._tests
+        drawn = {name: getattr(population, name) for name in ("cohort", "sampling", "dropout", "stragglers")}
         drawn |= {"key": self._words} | ({"remember": self._remember} if self._remember else {})
         drawn |= {"clients": len(self._store), "store": self._store.hash}
         drawn["test_store"] = None if tests is None else tests.hash
-        strata = None if of.strata is None else zlib.crc32(np.asarray(of.strata, np.int64).tobytes())
+        strata = None if population.strata is None else zlib.crc32(np.asarray(population.strata, np.int64).tobytes())
         return {"cohorts": drawn | {"evaluated": zlib.crc32(self._evaluated.tobytes()), "strata": strata}}
 
     def place(self, serve: str, further: tuple) -> None:
