@@ -231,7 +231,7 @@ def recovered_seeds(summary: dict[str, Any]) -> int:
 
 
 def judged_by(results: Iterable[dict[str, Any]]) -> str:
-    """Returns the metric that results are shown by: loss where no result has an accuracy, as of regressions."""
+    """Returns the metric that results are shown by: loss where no result has an accuracy, as with regressions."""
     names = {name for result in results for name in ("accuracy", "loss") if result.get(name) is not None}
     return "loss" if names == {"loss"} else "accuracy"
 

@@ -119,7 +119,7 @@ def check_method_takes(method: str, given: dict[str, Any]) -> None:
 
 
 def _resolved(name: str, given: dict[str, Any]) -> dict[str, Any]:
-    """Returns all options of a run: those `given`, and for the others what follows from these, or their defaults."""
+    """Returns all options of a run: those `given`, and the others as they follow from these, or by default."""
     method = find_method(name)
     defaults = {option.name: option.default for option in (common_options() | method_options(name)).values()}
     values = defaults | _of_table(given) | _of_drift(given) | given
@@ -296,7 +296,7 @@ def _of_attack(config: Config, of_method: set[str], sends: bool) -> Rules:
 
 
 def _of_privacy(config: Config) -> Rules:
-    """What would void the guarantee, or what its accountant does not know."""
+    """Yields what would void the guarantee, or what its accountant does not know."""
     why = "left out with --dp-clip: "
     yield not is_on_updates(config.attack), "attack", f"{why}the updates of hostile clients depend on those of others"
     yield config.aggregator is None, "aggregator", f"{why}the guarantee is that of a mean"

@@ -129,7 +129,7 @@ def _check_status(process: multiprocessing.process.BaseProcess) -> None:
 
 
 def _work(part: Callable[[], Any], jobs: int, slot: int, cores: int | None, cache: dict[str, Any]) -> None:
-    """The main function of a process: takes its part of the cores, or of a GPU's memory, and calls `part`."""
+    """Runs in a process: takes its share of the cores, or of a GPU's memory, and calls `part`."""
     for name, value in cache.items():
         jax.config.update(name, value)
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it

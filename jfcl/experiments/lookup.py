@@ -170,7 +170,7 @@ def find_attack(name: str, **offered: Any) -> UpdateAttack | DataAttack:
 
 
 def is_on_data(attack: str | None) -> bool:
-    """Returns whether an attack changes examples, which the names of its arguments say.
+    """Returns whether an attack changes examples, as the names of its arguments tell.
 
     Example:
       >>> is_on_data("backdoor"), is_on_data("ipm"), is_on_data(None)

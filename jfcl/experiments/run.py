@@ -179,7 +179,7 @@ def silhouettes_by_number(records: list[dict[str, Any]]) -> list[dict[str, Any]]
 
 
 def _numbered(scores: Any) -> list[tuple[int, float]]:
-    """Returns the scores that are finite, and their places."""
+    """Returns `(place, score)` of the scores that are finite."""
     return [(k, score) for k, score in enumerate(scores) if score is not None and np.isfinite(score)]
 
 

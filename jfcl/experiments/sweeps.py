@@ -64,7 +64,7 @@ def read_grid(texts: Sequence[str] | None, flags: dict[str, Any], method: str | 
 
 
 def _read_value(option: Option, text: str) -> Any:
-    """Returns the value of an option in a text; the text itself where it is none, which `Config` refuses."""
+    """Returns the value of an option in a text; else the text itself, which `Config` refuses."""
     try:
         return BOOLEANS[text.lower()] if option.kind is bool else option.kind(text)
     except (ValueError, KeyError):

@@ -206,7 +206,7 @@ def _remember(grouping: Grouping, key: jax.Array, clients: Clients, state: Avera
 
 
 def _assign(grouping: Grouping, key: jax.Array, cohort: Cohort, state: AveragingState) -> Assignment:
-    """Lets clients start cold that take part for the first time, or whose labels have changed."""
+    """Gives a cold start to clients that take part for the first time, or whose labels have changed."""
     memory, size = state.memory, jnp.asarray(cohort.clients.size)
     last, unchanged, personal = phases.take_rows(cohort, (state.cluster, state.unchanged, state.personal))
     moved = jnp.zeros(len(size), bool)
@@ -232,7 +232,7 @@ def _assign(grouping: Grouping, key: jax.Array, cohort: Cohort, state: Averaging
 
 
 def _adopt(grouping: Grouping, state: AveragingState, clients: Clients) -> Served:
-    """Lets clients start cold that were not in training; their personal parameters are the mean of the others'."""
+    """Gives a cold start to clients that were not in training, with the mean of the others' personal parameters."""
     n, new = num_clients(clients), Cohort(clients, None, jax.random.key(0))
     personal = jax.tree.map(lambda x: jnp.broadcast_to(x.mean(axis=0), (n, *x.shape[1:])), state.personal)
     compare, none = partial(_cosines, grouping, state.memory), jnp.full((n, grouping.rules.num_clusters), NONE)

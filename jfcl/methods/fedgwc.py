@@ -185,7 +185,7 @@ def _learn(
 
 
 def _rewards(losses, weight, row, k):
-    """Returns the reward `[C]` of each client for losses `[C, S]` near the mean of its row; those in row `k` count not.
+    """Returns each client's reward `[C]` for losses `[C, S]` near the mean of its row; those in row `k` do not count.
 
     `weight`: `[C]`.
     """

@@ -107,6 +107,6 @@ def log_factor(floor: float, table: jax.Array, examples: Batch) -> jax.Array:
 
 
 def count(table: jax.Array, q: jax.Array, examples: Batch, size: jax.Array) -> jax.Array:
-    """Returns the shares of one client's examples by label and model, `[C, K]`, of which `table` has the shape."""
+    """Returns the shares of one client's examples by label and model, `[C, K]`, in the shape of `table`."""
     is_label = jax.nn.one_hot(examples["y"], len(table))
     return jnp.matmul(is_label.T, q, precision=jax.lax.Precision.HIGHEST) / jnp.maximum(size, 1).astype(q.dtype)

@@ -64,7 +64,7 @@ class CentersState(NamedTuple):
 
 
 def serve(state: CentersState, clients: Clients | None) -> Served:
-    """Returns each client's own model; reported is the centre along which it moved."""
+    """Returns each client's own model; the cluster to report is the centre along which it moved."""
     return Served(state.params, None, found=state.group)
 
 

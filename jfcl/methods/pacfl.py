@@ -149,7 +149,7 @@ def pacfl(
 
 
 def _check_inputs(clients: Clients) -> None:
-    """Raises `ValueError` for inputs that are no vectors of real numbers."""
+    """Raises `ValueError` for inputs that are not vectors of real numbers."""
     x = clients.examples["x"]
     check(
         jnp.issubdtype(x.dtype, jnp.floating),

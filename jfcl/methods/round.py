@@ -221,7 +221,7 @@ def train_scopes(
 
 
 def check_weights(weights: Any) -> None:
-    """Raises `ValueError` for other than a name in `WEIGHTS`, or a vector of weights with one above 0."""
+    """Raises `ValueError` unless `weights` is a name in `WEIGHTS`, or a vector of weights that are not all 0."""
     if isinstance(weights, str) or not hasattr(weights, "dtype"):
         check_choice("weights", weights, WEIGHTS)
     elif is_concrete(weights):

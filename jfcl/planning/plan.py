@@ -251,7 +251,7 @@ class _Work:
             return [job.result() for job in futures]
 
     def over_seeds(self, fn: Callable) -> Callable:
-        """Returns `init` or `step`, of which all arguments but the clients are of every seed."""
+        """Returns `init` or `step` mapped over the seeds, along all arguments but the clients."""
         if self.seeds == 1:
             return fn
         return lambda *args: jax.vmap(fn, in_axes=(0,) * (len(args) - 1) + (None,))(*args)

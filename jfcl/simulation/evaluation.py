@@ -176,7 +176,7 @@ class Silence(NamedTuple):
 
 
 def silence_after(silence: Silence, values: dict[str, Any]) -> Silence:
-    """Returns the silence after a round with the metrics `values`; of NumPy's or JAX's arrays, as these are."""
+    """Returns the silence after a round with the metrics `values`, in arrays of their kind, NumPy's or JAX's."""
     if "nonfinite" not in values or "participants" not in values:
         return silence
     bad, present = (values[name].astype(np.int32) for name in ("nonfinite", "participants"))
@@ -271,7 +271,7 @@ def evaluate_rows(
 def evaluate_served(
     task: Task, served: Served, clients: Clients, *, client_axis: Any, further: tuple
 ) -> tuple[dict[str, jax.Array], jax.Array]:
-    """Returns the results of `metrics.evaluate` of what clients are served, and the clusters `[N]` to report.
+    """Evaluates what clients are served: returns the results of `metrics.evaluate`, and the clusters `[N]` to report.
 
     Where `served.to` is None, it is the model of the lowest loss.
     """
@@ -301,7 +301,7 @@ def is_mixture(served: Served) -> bool:
 
 
 def found_clusters(served: Served, shape: tuple[int, ...]) -> np.ndarray:
-    """Returns the clusters to report, `[..., N]` of this shape on the host, of what clients are served."""
+    """Returns the clusters to report of what clients are served, an array of `shape` `[..., N]` on the host."""
     if served.found is not None:
         return served.found
     if served.to is None:

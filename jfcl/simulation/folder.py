@@ -58,7 +58,7 @@ class Restored(NamedTuple):
 
 
 def check_folder(path: str | Path, resume: bool, kind: str) -> None:
-    """`ValueError` if no new run or sweep (`kind`) can begin in `path`, nor an old one continue with `resume`."""
+    """Raises `ValueError` unless a new run or sweep (`kind`) can begin in `path`, or with `resume` one continue."""
     plain.check_path("out", path)
     path, remedy = Path(path), "choose a new or empty folder"
     if path.exists() and not path.is_dir():
@@ -76,7 +76,7 @@ def check_folder(path: str | Path, resume: bool, kind: str) -> None:
 
 
 def check_same(path: Path, config: dict[str, Any], unknown: Sequence[str] = ()) -> dict[str, Any]:
-    """Returns the configuration of the run in `path`; `ValueError` unless it is `config`, but for `unknown` names."""
+    """Returns the configuration of the run in `path`; `ValueError` unless it is `config`, apart from `unknown`."""
     old, new = saved_config(path), _as_read(config)
     if changed := differences(old, new, {*old, *new} - {*FREE, *unknown}):
         raise ValueError(f"{path} holds a run of another configuration ({changed}); {UNCHANGED}")
@@ -100,7 +100,7 @@ class RunFolder:
 
     @classmethod
     def open(cls, path: str | Path, config: dict[str, Any], resume: bool = False) -> RunFolder:
-        """Begins a run in `path`, or opens the one to resume, where there is one, which only `begin` changes.
+        """Begins a run in `path`, or opens the run to resume, if there is one; only `begin` changes that one.
 
         Raises:
           ValueError: `path` holds another run, or one of another configuration; a finished run without checkpoints; a
@@ -311,7 +311,7 @@ class RunFolder:
 
 
 def _as_read(config: dict[str, Any]) -> dict[str, Any]:
-    """Returns a configuration as `config.json` gives it back; `ValueError` for what JSON does not hold."""
+    """Returns a configuration as it is read back from `config.json`; `ValueError` for what JSON does not hold."""
     try:
         return json.loads(json.dumps(finite_or_none(config)))
     except TypeError as error:

@@ -224,7 +224,7 @@ def sweep(
 
 
 def check_grid(grid: Mapping[str, Sequence[Value]]) -> dict[str, list[Value]]:
-    """Returns the grid with Python's types; `ValueError` for an empty axis, a value twice, or too many cells."""
+    """Returns the grid with Python's types; `ValueError` for an empty axis, a repeated value, or too many cells."""
     check(isinstance(grid, Mapping) and len(grid) > 0, "grid", grid, "a dict of options and their values, not empty")
     checked = {}
     for name, values in grid.items():
@@ -304,7 +304,7 @@ def picture(result: Sweep) -> plots.Figure:
 
 
 class Shared(NamedTuple):
-    """What all cells share."""
+    """The data, keys and settings that all cells share."""
 
     clients: Clients
     held_out: Clients

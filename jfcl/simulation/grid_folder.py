@@ -35,7 +35,7 @@ class SweepFolder:
     @classmethod
     @contextlib.contextmanager
     def open(cls, path: str | Path, setting: dict[str, Any], resume: bool) -> Iterator[SweepFolder]:
-        """Yields the folder of a new sweep, or of the one to resume, where there is one, which only `begin` changes.
+        """Yields the folder of a new sweep, or of the sweep to resume, if there is one; only `begin` changes it.
 
         Raises:
           ValueError: as `check_folder`; a sweep with another setting; another process writes the folder.

@@ -55,7 +55,7 @@ def _moved(x: Any, source: int, target: int) -> Any:
 
 
 def layout_of(algorithm: Algorithm, init: Start, cohorts: Cohorts, count: int) -> tuple[Layout, Any]:
-    """Returns the layout of a state of `count` clients, and its shapes. Client axes grow with one client more.
+    """Returns the layout of a state of `count` clients, and its shapes. An axis of clients grows with their number.
 
     Raises:
       ValueError: an array with several client axes, of a method that keeps something for each pair of clients; a method

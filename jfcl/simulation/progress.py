@@ -48,7 +48,7 @@ class CompileClock:
 
     @staticmethod
     def listen(event: str, duration: float, **_):
-        """Adds the last `duration` seconds to the clocks that are open in this thread, if the event is of compiling."""
+        """Adds the last `duration` seconds to the clocks that are open in this thread, for events of compilation."""
         end = time.perf_counter()
         for clock in getattr(CompileClock._here, "open", ()) if event.startswith(COMPILING) else ():
             begin, spans = end - duration, clock._spans
@@ -156,7 +156,7 @@ class Watch:
         return time.perf_counter() - self._opened - self._compiling.seconds
 
     def clock(self) -> tuple[float, float]:
-        """Returns the seconds of running and of compiling, with those of earlier calls; without rounds only those."""
+        """Returns the seconds of running and of compiling, earlier calls included; without a round, those alone."""
         if not self._done:
             return tuple(self._earlier)
         return self._earlier[0] + self.seconds(), self._earlier[1] + self._compiling.seconds
@@ -177,7 +177,7 @@ class Watch:
 
 
 def stop_if_diverged(finite: Any, silent: Any, t: int, seeds: Sequence, folder: RunFolder | None) -> None:
-    """`DivergedError` if the models of a seed are not `finite`, or too many participants in a row were `silent`."""
+    """Raises `DivergedError` if models of a seed are not `finite`, or too many participants in a row were `silent`."""
     lost = {"a model is no longer finite": ~np.asarray(finite), "no client sent a finite update": np.asarray(silent)}
     hint = "" if folder is None else f"; give it another folder (--out), since {folder.path} keeps this run"
     if folder is not None and folder.has_checkpoint():

@@ -41,7 +41,7 @@ def first_row(rows: Any) -> Any:
 
 
 def _spread(place, state, clients, client_axis):
-    """Returns `state` after `place(x, sharding)`: arrays `[R, N, ...]` lie as the clients, others on every device.
+    """Returns `state` after `place(x, sharding)`: arrays `[R, N, ...]` divided as the clients, others on every device.
 
     A resumed run then compiles the same program.
     """
@@ -305,7 +305,7 @@ class Resident:
         return _init(*self.rows, self._clients, **self._static)
 
     def _enter(self, round_: int) -> None:
-        """Brings the data of the step of time in which a round is to the devices."""
+        """Moves the data of the step of time to which a round belongs to the devices."""
         step = bisect_left(self._ends, round_)
         if self._drift is None or step == self._step:
             return

@@ -247,7 +247,7 @@ def _parts_of(federation: Federation, evaluated: dict[str, Any], num_rounds: int
 
 
 def seed_names(seeds: Sequence[int] | None, count: int) -> list[int]:
-    """Returns the names of `count` keys, by default `0 .. R-1`; `ValueError` for other than different integers."""
+    """Returns the names of `count` keys, by default `0 .. R-1`; `ValueError` unless they are different integers."""
     names = np.ravel(range(count) if seeds is None else seeds).tolist()
     fits = all(type(name) is int for name in names) and len(set(names)) == len(names) == count
     check(fits, "seeds", seeds, f"different integers, one for each of the {count} keys")
@@ -255,7 +255,7 @@ def seed_names(seeds: Sequence[int] | None, count: int) -> list[int]:
 
 
 def _check_data(client_axis: mapping.Mapping, parts: dict[str, Clients], true_cluster: Any) -> None:
-    """`ValueError` for data that do not fit together, or not to the number of processes."""
+    """Raises `ValueError` for data that do not fit together, or do not fit the number of processes."""
     spread = isinstance(client_axis, mapping.sharded)
     check(spread or not hosts.several(), "client_axis", client_axis, "jfcl.sharded, with several processes")
     for name, part in parts.items():

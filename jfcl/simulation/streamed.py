@@ -53,7 +53,7 @@ def _with(clients: Clients, remembered: Any) -> Clients:
 
 @partial(jitted, static_argnames=("algorithm", "layout"), compiler_options=RUNS_ONCE)
 def _start(key, clients, remembered, *, algorithm, layout):
-    """Returns the first state, divided."""
+    """Returns the first state as `(common, rows)`."""
     clients = _with(clients, remembered)
     state = algorithm.init(jax.random.fold_in(key, 0), clients)
     check_served(algorithm, state, clients)
@@ -193,7 +193,7 @@ class Streamed:
         )
 
     def start(self, folder: RunFolder | None, resume: bool, num_rounds: int) -> Restored:
-        """Returns the checkpoint that is resumed, or the beginning of a run; the rows of clients are those of it."""
+        """Returns the checkpoint that is resumed, or the beginning of a run, and sets `client_rows` accordingly."""
         common, of_clients = self._layout.apart(self._shapes)
         row = [jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in of_clients]
         place = None if folder is None else folder.path / "client_rows"

@@ -16,7 +16,7 @@ VERSIONS = {"jfcl": __version__, "jax": jax.__version__}
 
 
 def check_version(folder: Path, versions: Any) -> None:
-    """`ValueError` unless what is in `folder` was made by this version of jfcl: the first two numbers are the same."""
+    """Raises `ValueError` unless `folder` was made by this version of jfcl: the first two numbers are the same."""
     if not isinstance(versions, dict) or not isinstance(versions.get("jfcl"), str):
         raise ValueError(f"{folder} is damaged, or was not made by jfcl: it has no versions")
     version = versions["jfcl"]
