@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jfcl import mapping
-from jfcl.core import Batch, Clients, PyTree, Task, check, check_mixes, mixture_task, num_clients, of_rest
+from jfcl.core import Batch, Clients, PyTree, Task, check, check_mixes, mixture_task, num_clients, with_fixed
 from jfcl.mapping.jitted import jitted
 from jfcl.training.losses import blank_padding, masked_mean, under_all
 
@@ -109,7 +109,7 @@ def _evaluate(params, clients, cluster, personal, *, task, metrics, client_axis)
     of_all = task
 
     def client(params, examples, size, k, own_params):
-        task = of_rest(of_all, own_params) if jax.tree.leaves(own_params) else of_all
+        task = with_fixed(of_all, own_params) if jax.tree.leaves(own_params) else of_all
         if k is None:
             k = jnp.argmin(under_all(task, params)(examples, size)[0]).astype(jnp.int32)
         if k.ndim:  # a mixture

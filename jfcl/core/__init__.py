@@ -47,7 +47,6 @@ from jfcl.core.parameters import (
     joined,
     named_leaves,
     num_bytes,
-    of_rest,
     parameter_names,
     part_like,
     parts,
@@ -56,6 +55,7 @@ from jfcl.core.parameters import (
     reparametrised,
     set_parameter,
     trained_part,
+    with_fixed,
 )
 from jfcl.core.platforms import at_most, by_platform, most_trips, platform
 from jfcl.core.stacking import aligned_zeros, concatenate_clients, free_host_memory, stack_clients

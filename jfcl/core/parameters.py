@@ -129,18 +129,18 @@ def check_part(argument: str, predicate: Callable[[str], bool] | None, task: Tas
     if predicate is not None:
         shapes = jax.eval_shape(task.init, jax.random.key(0))
         names, trained = parameter_names(shapes), parameter_names(trained_part(task, shapes))
-        check_predicate(argument, predicate, names, some=names, rest=None if whole else trained)
+        check_predicate(argument, predicate, names, some=names, not_all=None if whole else trained)
 
 
 def check_predicate(
-    argument: str, predicate: Any, names: list[str], *, some: list[str], rest: list[str] | None
+    argument: str, predicate: Any, names: list[str], *, some: list[str], not_all: list[str] | None
 ) -> None:
-    """Raises `ValueError` unless `predicate` holds for `some` of the paths `names`, and not for all of `rest`."""
+    """Raises `ValueError` unless `predicate` holds for `some` of the paths `names`, and not for all of `not_all`."""
     check(callable(predicate), argument, predicate, "a function of a parameter's path, such as 'Dense_0/kernel'")
     listed = ", ".join(names)
     holds = any(map(predicate, some))
     check(holds, argument, "a predicate that holds for no parameter", f"true for some of {listed}")
-    fails = rest is None or not all(map(predicate, rest))
+    fails = not_all is None or not all(map(predicate, not_all))
     check(fails, argument, "a predicate that holds for all parameters", f"false for some of {listed}")
 
 
@@ -159,7 +159,7 @@ def reparametrised(
     return task._replace(**functions, init=init, dense_start=None, merge=merge)
 
 
-def of_rest(task: Task, fixed: Any) -> Task:
+def with_fixed(task: Task, fixed: Any) -> Task:
     """Returns the task of the parameters that are `None` in `fixed`; those in `fixed` stay as they are."""
 
     def whole(function):

@@ -141,14 +141,14 @@ def check_memory(
     state: PyTree,
     *,
     copies: int | None = None,
-    others: Sequence[Clients] = (),
+    tests: Sequence[Clients] = (),
     seeds_at_once: int = 1,
 ) -> None:
     """Raises `ValueError`, with the number of clients at once that may fit, unless a run fits into memory.
 
-    The sum is of the data, `others` (those of tests) and twice the state, old and new; shapes are enough. `copies` of
-    the data will be made: by default one, or none where the only device is the CPU, which uses the host's arrays. The
-    temporaries of a round are those of the compiled program, which is compiled only where it might not fit.
+    The sum is of the data, `tests` and twice the state, old and new; shapes are enough. `copies` of the data will be
+    made: by default one, or none where the only device is the CPU, which uses the host's arrays. The temporaries of a
+    round are those of the compiled program, which is compiled only where it might not fit.
     """
     n, free, parts, inner = num_clients(clients), free_memory(), 1, client_axis
     if hosts.several():  # all processes decide alike
@@ -165,7 +165,7 @@ def check_memory(
     # What stays on a device.
     if copies is None:
         copies = 0 if kind == "cpu" and inner is client_axis else 1
-    data = (copies * size(clients.examples) + min(copies, 1) * sum(size(c.examples) for c in others)) / parts
+    data = (copies * size(clients.examples) + min(copies, 1) * sum(size(c.examples) for c in tests)) / parts
     models = sum(size(x) / (parts if x.shape[1:2] == (n,) else 1) for x in jax.tree.leaves(state))
     at_most = f"at most the {free / 1e9:.1f} GB that are free"
     needed, advice = data + 2 * models, "use fewer clients or examples, or a smaller model"

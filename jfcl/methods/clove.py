@@ -17,8 +17,8 @@ from jfcl.core import (
     check,
     check_at_most_clients,
     num_clients,
-    of_rest,
     random_order,
+    with_fixed,
 )
 from jfcl.core.clients import server_key
 from jfcl.core.options import MOST_ADDED, OneOf, Range
@@ -102,7 +102,7 @@ def clove(
         of_all = None if jax.tree.leaves(personal) else under_all(task, state.params)
 
         def losses(key, examples, size, personal):
-            return (of_all or under_all(of_rest(task, personal), state.params))(examples, size)[0]
+            return (of_all or under_all(with_fixed(task, personal), state.params))(examples, size)[0]
 
         def compare():
             vectors = embedded(rules, losses, cohort, personal)

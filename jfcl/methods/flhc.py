@@ -74,7 +74,7 @@ def flhc(
     if layers is not None:
         shapes = jax.eval_shape(task.init, jax.random.key(0))
         compared = parameter_names(divided(options["personal"], trained_part(task, shapes))[0])
-        check_predicate("layers", layers, compared, some=compared, rest=None)
+        check_predicate("layers", layers, compared, some=compared, not_all=None)
     common = averaging(rules._replace(num_clusters=1, shared=None, cohort=None))
 
     def chosen(params):

@@ -13,7 +13,7 @@ from jfcl import mapping
 from jfcl.core.checks import check, check_count
 from jfcl.core.clients import check_at_most_clients, num_clients
 from jfcl.core.options import MOST_ADDED, MOST_REPEATED, Interval, Needs, OneOf, Range
-from jfcl.core.parameters import get_parameter, of_rest
+from jfcl.core.parameters import get_parameter, with_fixed
 from jfcl.core.types import Algorithm, Batch, Clients, PyTree, Served, Task, dense_start
 from jfcl.mapping.memory import in_lots
 from jfcl.methods.averaging import Averaging, AveragingState, averaging
@@ -127,7 +127,7 @@ def ifca(
         of_all = under_all(comparing, params)
 
         def choice(key, examples, size, cluster, unchanged, personal):
-            losses_of = under_all(of_rest(task, personal), params) if jax.tree.leaves(personal) else of_all
+            losses_of = under_all(with_fixed(task, personal), params) if jax.tree.leaves(personal) else of_all
 
             def compare():
                 batch, count = examples, size
@@ -135,7 +135,7 @@ def ifca(
                     batch, real = draw_batch(task, estimate, key, examples, size)
                     count = real.sum()
                 if identity_augment:
-                    model = of_rest(task, personal)
+                    model = with_fixed(task, personal)
                     losses, products = losses_when_changed(model, training, params, key, batch, count), None
                 else:
                     losses, products = losses_of(batch, count)

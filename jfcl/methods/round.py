@@ -18,7 +18,7 @@ import optax
 from jfcl import mapping
 from jfcl.core.checks import check, check_choice, check_count, check_finite, is_concrete
 from jfcl.core.clients import Cohort, client_ids, client_keys, random_order, server_key, take_clients
-from jfcl.core.parameters import check_part, divided, joined, of_rest, parameter_names, part_like, trained_part
+from jfcl.core.parameters import check_part, divided, joined, parameter_names, part_like, trained_part, with_fixed
 from jfcl.core.types import Clients, PyTree, Task
 from jfcl.robust.aggregate import add_sent, divide_rows, nothing_sent, where_rows
 from jfcl.training import local, noise
@@ -208,11 +208,11 @@ def train_scopes(
         trained = local.train(task, training, key, whole, *args, products=products, anchor=anchor)
         update = jax.tree.map(jnp.subtract, part_like(params, trained.params), params)
         return trained, update, part_like(personal, trained.params)
-    of_personal, alone = of_rest(task, params), training._replace(num_steps=personal_steps, num_epochs=None)
+    of_personal, alone = with_fixed(task, params), training._replace(num_steps=personal_steps, num_epochs=None)
     max_size = jax.tree.leaves(examples)[0].shape[0]
     start = local.optimizer_at(training, trained_part(task, personal), (), rounds, size, max_size)
     first = local.train(of_personal, alone, jax.random.fold_in(key, PERSONAL_STREAM), personal, examples, size, start)
-    trained = local.train(of_rest(task, first.params), training, key, params, *args, anchor=anchor)
+    trained = local.train(with_fixed(task, first.params), training, key, params, *args, anchor=anchor)
     update = jax.tree.map(jnp.subtract, trained.params, params)
     return trained._replace(num_steps=first.num_steps + trained.num_steps), update, first.params
 

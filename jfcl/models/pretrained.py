@@ -13,7 +13,7 @@ from flax.core import unfreeze
 
 from jfcl.core.checks import check, check_count, check_finite
 from jfcl.core.clients import check_clients, check_examples, mask
-from jfcl.core.parameters import check_predicate, joined, named_parameters, of_rest, parts, path_flags, trained_part
+from jfcl.core.parameters import check_predicate, joined, named_parameters, parts, path_flags, trained_part, with_fixed
 from jfcl.core.types import Clients, PyTree, Task, check_task
 from jfcl.mapping.jitted import jitted
 from jfcl.models.modules import FROZEN_LAYERS
@@ -55,7 +55,7 @@ def frozen(task: Task, params: PyTree, *, trainable: Callable[[str], bool], fres
     params = fitting(task, params)
     check_trainable(task, params, trainable)
     chosen, fixed = parts(path_flags(trainable, params), params)
-    part = of_rest(with_frozen_statistics(task, chosen), fixed)
+    part = with_fixed(with_frozen_statistics(task, chosen), fixed)
     before = task.merge or (lambda params: params)
     part = part._replace(merge=lambda p: before(joined(p, fixed)))
     return part if fresh else part._replace(init=lambda key: chosen)
@@ -196,7 +196,7 @@ def fitting(task: Task, params: PyTree) -> PyTree:
 def check_trainable(task: Task, params: PyTree, trainable: Any) -> None:
     """Raises `ValueError` unless `trainable` holds for some parameters, not statistics alone, and not for all."""
     names, trained = (list(named_parameters(tree)) for tree in (params, trained_part(task, params)))
-    check_predicate("trainable", trainable, names, some=trained, rest=names)
+    check_predicate("trainable", trainable, names, some=trained, not_all=names)
 
 
 def with_frozen_statistics(task: Task, trained: PyTree) -> Task:

@@ -227,7 +227,7 @@ class Resident:
             axis, count = axis.inner, -(-count // axis.mesh.size)
         options = {"seeds_at_once": min(axis.size, count) if isinstance(axis, mapping.chunked) else count}
         shapes = client_shapes(self._clients, n)
-        memory.check_memory(method, shapes, self._client_axis, self.like, others=evaluated, **options)
+        memory.check_memory(method, shapes, self._client_axis, self.like, tests=evaluated, **options)
 
         # Placement.
         place = partial(mapping.place, self._client_axis)

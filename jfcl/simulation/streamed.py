@@ -152,7 +152,7 @@ class Streamed:
         judged_shapes = [hold(example_shapes(part, len(evaluated))) for part in judged]
         with_seed = jax.tree.map(lambda x: jax.ShapeDtypeStruct((1, *x.shape), x.dtype), self._shapes)
         trained = hold(example_shapes(store, size + self._remember))
-        memory.check_memory(algorithm, trained, client_axis, with_seed, copies=2, others=judged_shapes)
+        memory.check_memory(algorithm, trained, client_axis, with_seed, copies=2, tests=judged_shapes)
         self.most_silent, self._drawn = min(len(store), evaluation.MOST_SILENT), None
         self._take = prefetched(partial(_prepare, population, sampler, self._words, client_axis, hold), until)
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from jfcl.core import Batch, Clients, PyTree, Task, by_platform, check, dense_start, get_parameter, of_rest
+from jfcl.core import Batch, Clients, PyTree, Task, by_platform, check, dense_start, get_parameter, with_fixed
 from jfcl.kernels.base import sum_dtype
 
 
@@ -139,7 +139,7 @@ def lowest_loss(
     of_all = None if jax.tree.leaves(personal) else under_all(task, params)
 
     def client(examples, size, own_params):
-        compare = of_all or under_all(of_rest(task, own_params), params)
+        compare = of_all or under_all(with_fixed(task, own_params), params)
         return jnp.argmin(compare(examples, size)[0]).astype(jnp.int32)
 
     return client_axis(client)(clients.examples, jnp.asarray(clients.size), personal)

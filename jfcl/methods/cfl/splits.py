@@ -18,7 +18,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jfcl.core import Clients, PyTree, of_rest
+from jfcl.core import Clients, PyTree, with_fixed
 from jfcl.kernels.base import if_rare, rows_of
 from jfcl.kernels.blocks import product_of_rows
 from jfcl.kernels.similarity import scaled_rows, signed_sums, unit_scale
@@ -266,7 +266,7 @@ def undo_harmful_splits(
     def client(examples, size, cluster, personal):
         """Returns the gain of one client by the split that its cluster is judged for, and whether it counts."""
         task = rules.common.task
-        task, k = of_rest(task, personal) if jax.tree.leaves(personal) else task, judged[cluster]
+        task, k = with_fixed(task, personal) if jax.tree.leaves(personal) else task, judged[cluster]
         rows = jnp.arange(jax.tree.leaves(examples)[0].shape[0])
         aside = (rows >= num_training(size, rules.validation)) & (rows < size)
         blank = losses.blank_padding(examples, size)
