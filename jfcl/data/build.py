@@ -150,10 +150,10 @@ def build(
     check_choice("reuse", reuse, ["auto", "none", "cluster"])
     if newcomer_examples is not None:
         check_count("newcomer_examples", newcomer_examples)
-    split = pools.split_dataset(dataset, rules, PARTITIONS, data_dir)
-    dataset, transform = split.dataset, pools.transform_of(split)
+    pooled = pools.pool_dataset(dataset, rules, PARTITIONS, data_dir)
+    dataset, transform = pooled.dataset, pools.transform_of(pooled)
     if num_clients is None:
-        num_clients = len(pools.clients_of(split))
+        num_clients = len(pools.clients_of(pooled))
         check_at_most_clients("num_clusters", num_clusters, num_clients)
     for name in (name for name, value in {"drift": drift, "mixture": mixture}.items() if value is not None):
         check(reuse != "cluster", "reuse", reuse, f"none (or auto) with {name}")
@@ -174,36 +174,36 @@ def build(
 
     # Which client has which rows of the data set.
     cluster = (np.arange(num_clients) % num_clusters).astype(np.int32)
-    train, test = _divided(split, cluster, reuse)
+    train, test = _divided(pooled, cluster, reuse)
     new, new_cluster, new_examples = [], None, None
     if newcomer_examples is not None:
-        new, new_cluster, new_examples = _newcomers(split, newcomer_examples, test[:newcomers_of])
+        new, new_cluster, new_examples = _newcomers(pooled, newcomer_examples, test[:newcomers_of])
 
     # Stack, and transform each client's examples on the way.
-    cells, of_tests, shares = split.rules.cells(cluster), split.rules.cells(cluster), None
+    cells, of_tests, shares = pooled.rules.cells(cluster), pooled.rules.cells(cluster), None
     if mixture is not None:
         _, of_tests, _ = zip(*mixed(test, cells, rules, of_test=True), strict=True)
         _, cells, shares = zip(*mixed(train, cells, rules, of_test=False), strict=True)
         shares = np.array(shares, np.float32)
         cluster = shares.argmax(axis=1).astype(np.int32)
     here = slice(None) if rows is None else rows(num_clients)
-    writer = split.train.kind[[part[0] for part in train]] if partition == "writer" else None
+    writer = pooled.train.kind[[part[0] for part in train]] if partition == "writer" else None
     named = writer is not None and dataset.writer_names is not None
     sizes = " to ".join(map(str, sorted({min(map(len, train)), max(map(len, train))})))
     description = (
         f"{dataset.name}: {num_clients} clients of {sizes} examples ({partition}), {num_clusters} cluster(s)"
-        f" ({split.rules.differs_by}), {split.tested_on}{split.left_out and f'; left out: {split.left_out}'}"
+        f" ({pooled.rules.differs_by}), {pooled.tested_on}{pooled.left_out and f'; left out: {pooled.left_out}'}"
     )
-    settings = [dataset.name, heterogeneity, num_clusters, seed, *_beyond_rows(dataset, split.rules)]
+    settings = [dataset.name, heterogeneity, num_clusters, seed, *_beyond_rows(dataset, pooled.rules)]
     if drift is None:
         steps, of_train = None, _stacked(train, cells, transform, dataset.train, here)
-        of_test = _stacked(test, of_tests, transform, split.test.examples, here)
+        of_test = _stacked(test, of_tests, transform, pooled.test.examples, here)
     else:
         variant = cells - cluster  # of each client, whatever its cluster
         train, examples = _in_steps(train, dataset.train, len(pattern), seed)
         cells = [(pattern + variant)[examples["step"][part], i] for i, part in enumerate(train)]
         of_train = _stacked(train, cells, transform, examples, here)
-        tests = [_stacked(test, k + variant, transform, split.test.examples, here) for k in range(num_clusters)]
+        tests = [_stacked(test, k + variant, transform, pooled.test.examples, here) for k in range(num_clusters)]
         stacked = jax.tree.map(lambda *leaves: np.stack(leaves), *(part.examples for part in tests))
         steps = Drift(pattern, tests[0]._replace(examples=stacked), drift_window)
         of_test, cluster = steps.tests(len(pattern) - 1), pattern[-1]
@@ -218,7 +218,7 @@ def build(
         input_shape=tuple(dataset.train["x"].shape[1:]),
         split_hash=split_hash(settings, cluster, [*train, *test, *new]),
         description=description,
-        newcomers=_stacked(new, split.rules.cells(new_cluster), transform, new_examples) if new else None,
+        newcomers=_stacked(new, pooled.rules.cells(new_cluster), transform, new_examples) if new else None,
         newcomer_cluster=new_cluster,
         writer=writer,
         names=[dataset.writer_names[i] for i in writer] if named else None,
@@ -273,19 +273,19 @@ def _in_steps(rows: Rows, examples: pools.Examples, count: int, seed: int) -> tu
     return rows, examples | {"step": step}
 
 
-def _divided(split: pools.Split, cluster: np.ndarray, reuse: str) -> tuple[Rows, Rows]:
+def _divided(pooled: pools.Pooled, cluster: np.ndarray, reuse: str) -> tuple[Rows, Rows]:
     """Returns the rows of every client's training and test examples."""
-    rules, num_clients = split.rules, len(cluster)
+    rules, num_clients = pooled.rules, len(cluster)
     if reuse == "auto":
         count = rules.examples_per_client
-        enough = count is None or num_clients * count <= len(split.train.rows)
+        enough = count is None or num_clients * count <= len(pooled.train.rows)
         reuse = "none" if enough or rules.partition == "writer" else "cluster"
     # The clients of a group divide one pool among themselves.
     per_cluster = reuse == "cluster" or bool(rules.selects)
     groups = [np.flatnonzero(cluster == k) for k in range(rules.num_clusters)] if per_cluster else [range(num_clients)]
     train, test = ([np.empty(0, np.int64)] * num_clients for _ in range(2))
     for group, clients in enumerate(groups):
-        shared = pools.of_cluster(split, group)
+        shared = pools.of_cluster(pooled, group)
         if rules.partition == "distribution":  # the rows of these clients
             shared = shared._replace(rules=rules._replace(distribution=rules.distribution[clients]))
         parts = pools.divide(shared, len(clients), group)
@@ -294,10 +294,10 @@ def _divided(split: pools.Split, cluster: np.ndarray, reuse: str) -> tuple[Rows,
     return train, test
 
 
-def _newcomers(split: pools.Split, count: int, shared: Rows) -> tuple[Rows, np.ndarray, pools.Examples]:
+def _newcomers(pooled: pools.Pooled, count: int, shared: Rows) -> tuple[Rows, np.ndarray, pools.Examples]:
     """Returns the rows and clusters of new clients of `count` test examples, and the examples that the rows are of."""
     allowed = np.concatenate(shared)
-    rules, dataset, parts, cluster = split.rules, split.dataset, [], []
+    rules, dataset, parts, cluster = pooled.rules, pooled.dataset, [], []
     if rules.partition == "writer":
         check(
             dataset.test is not None, "newcomer_examples", count, "left out without a test split with further writers"
@@ -310,14 +310,14 @@ def _newcomers(split: pools.Split, count: int, shared: Rows) -> tuple[Rows, np.n
         cluster = np.arange(len(parts)) % rules.num_clusters
         return parts, cluster.astype(np.int32), dataset.test
     for k in range(rules.num_clusters):
-        pool = pools.of_cluster(split, k).test.rows
+        pool = pools.of_cluster(pooled, k).test.rows
         pool = pool[np.isin(pool, allowed)]
         clients = len(pool) // count
         check(clients > 0, "newcomer_examples", count, f"at most {len(pool)}, the test examples of cluster {k}")
         new = iid(len(pool), clients, seed=(rules.seed, pools.NEWCOMERS, k), examples_per_client=count)
         parts += [pool[part] for part in new]
         cluster += [k] * clients
-    return parts, np.array(cluster, np.int32), split.test.examples
+    return parts, np.array(cluster, np.int32), pooled.test.examples
 
 
 def _stacked(rows: Rows, cells: Any, transform: Callable, examples: pools.Examples, here=slice(None)) -> Clients:

@@ -77,13 +77,13 @@ def generate_store(
     """
     check_count("examples_per_client", examples_per_client)
     rules = pools.Rules(num_clients=num_clients, examples_per_client=examples_per_client, **options)
-    split = pools.split_dataset(dataset, rules, [name for name in PARTITIONS if name not in OF_ONE_DIVISION], data_dir)
-    dataset = split.dataset
+    pooled = pools.pool_dataset(dataset, rules, [name for name in PARTITIONS if name not in OF_ONE_DIVISION], data_dir)
+    dataset = pooled.dataset
     nested = [name for name, part in dataset.train.items() if not isinstance(part, np.ndarray)]
     check(not nested, "dataset", nested, "of single arrays, since each is a file of the store")
-    _check_room(Path(path), split)
+    _check_room(Path(path), pooled)
     settings = {name: value for name, value in rules._asdict().items() if name != "distribution"}
-    content = {
+    meta = {
         "num_classes": dataset.num_classes,
         "num_clusters": rules.num_clusters,
         **({} if dataset.table is None else {"table": dataset.table}),
@@ -91,25 +91,25 @@ def generate_store(
         f" {rules.num_clusters} cluster(s) ({rules.differs_by})",
         "made": {"dataset": dataset.name} | settings | (about or {}),
     }
-    splits = [pools.of_cluster(split, k) for k in range(rules.num_clusters)]
-    fewest, k = min((len(part.train.rows), k) for k, part in enumerate(splits))
+    by_cluster = [pools.of_cluster(pooled, k) for k in range(rules.num_clusters)]
+    fewest, k = min((len(part.train.rows), k) for k, part in enumerate(by_cluster))
     accepted = f"at most {fewest}, the training examples of cluster {k}"
     check(examples_per_client <= fewest, "examples_per_client", examples_per_client, accepted)
     with new_folder(Path(path)) as folder:
-        cluster = _write(folder, "train", splits, content, progress)
-        _write(folder, "test", splits, content, progress, cluster)
+        cluster = _write(folder, "train", by_cluster, meta, progress)
+        _write(folder, "test", by_cluster, meta, progress, cluster)
     return open_stores(path)
 
 
 def _write(
-    folder: Path, part: str, splits: list[pools.Split], content: dict[str, Any], progress: bool, cluster: Any = None
+    folder: Path, part: str, by_cluster: list[pools.Pooled], meta: dict[str, Any], progress: bool, cluster: Any = None
 ) -> np.ndarray:
     """Writes the store `part`: the pool of every cell, transformed, and clients as rows of it; returns the clusters."""
-    rules, transform = splits[0].rules, pools.transform_of(splits[0])
+    rules, transform = by_cluster[0].rules, pools.transform_of(by_cluster[0])
     num_clients, of_test = rules.num_clients, part == "test"
-    kind = (np.arange(num_clients) % len(splits)).astype(np.int32)
+    kind = (np.arange(num_clients) % len(by_cluster)).astype(np.int32)
     cells, cluster = rules.cells(kind), kind if cluster is None else cluster
-    of_part = [getattr(split, part) for split in splits] * rules.variants
+    of_part = [getattr(pooled, part) for pooled in by_cluster] * rules.variants
 
     def base() -> Iterator[pools.Examples]:
         for k, pool in enumerate(of_part):
@@ -120,12 +120,12 @@ def _write(
 
     def rows() -> Iterator[np.ndarray]:
         if rules.mixture is None:
-            streams = [_deals(split, k, int((kind == k).sum()), of_test) for k, split in enumerate(splits)]
+            streams = [_deals(pooled, k, int((kind == k).sum()), of_test) for k, pooled in enumerate(by_cluster)]
             for k in cells.tolist():
-                yield starts[k] + np.searchsorted(of_part[k].rows, next(streams[k % len(splits)]))
+                yield starts[k] + np.searchsorted(of_part[k].rows, next(streams[k % len(by_cluster)]))
             return
         # All cells have the same pool, which all clients divide.
-        parts = mixed(_deals(splits[0], 0, num_clients, of_test), cells, rules, of_test)
+        parts = mixed(_deals(by_cluster[0], 0, num_clients, of_test), cells, rules, of_test)
         for i, (part, of_rows, shares) in enumerate(parts):
             if not of_test:
                 cluster[i] = shares.argmax()  # the store is closed after its last client
@@ -134,28 +134,28 @@ def _write(
     console = Console(stderr=True)
     bar = {"console": console, "transient": True, "disable": not (progress and console.is_interactive)}
     tracked = track(rows(), f"building the {part} store", total=num_clients, **bar)
-    ClientStore.create_indexed(folder / part, base(), tracked, stored=_compact(base()), cluster=cluster, **content)
+    ClientStore.create_indexed(folder / part, base(), tracked, stored=_compact(base()), cluster=cluster, **meta)
     return cluster
 
 
-def _deals(split: pools.Split, cluster: int, num_clients: int, of_test: bool) -> Iterator[np.ndarray]:
+def _deals(pooled: pools.Pooled, cluster: int, num_clients: int, of_test: bool) -> Iterator[np.ndarray]:
     """Yields the rows of the clients of a cluster one by one, from as many divisions of its pool as they need."""
-    at_once = len(split.train.rows) // split.rules.examples_per_client
+    at_once = len(pooled.train.rows) // pooled.rules.examples_per_client
     for deal in itertools.count():
         count = min(at_once, num_clients) if deal == 0 else at_once
-        group = cluster + split.rules.num_clusters * deal
-        parts = pools.divide(split, count, group)
-        yield from (pools.divide_test(split, parts, group) if of_test else parts)[:num_clients]
+        group = cluster + pooled.rules.num_clusters * deal
+        parts = pools.divide(pooled, count, group)
+        yield from (pools.divide_test(pooled, parts, group) if of_test else parts)[:num_clients]
         num_clients -= count
         if num_clients <= 0:
             return
 
 
-def _check_room(path: Path, split: pools.Split) -> None:
+def _check_room(path: Path, pooled: pools.Pooled) -> None:
     """Raises `ValueError` for a store larger than the disk, at a byte for each number of its base and each row."""
-    parent, rules = next(folder for folder in path.absolute().parents if folder.exists()), split.rules
+    parent, rules = next(folder for folder in path.absolute().parents if folder.exists()), pooled.rules
     copies = 0 if rules.selects else rules.num_clusters
-    values = copies * split.dataset.train["x"].size // 2  # at least, without tests
+    values = copies * pooled.dataset.train["x"].size // 2  # at least, without tests
     needed, free = values + rules.num_clients * (8 + rules.examples_per_client), shutil.disk_usage(parent).free
     accepted = f"at most what {parent} holds: the store needs {needed / 1e9:.1f} GB, of which {free / 1e9:.1f} are free"
     check(needed <= free, "num_clients", rules.num_clients, accepted)

@@ -86,8 +86,8 @@ class Pool(NamedTuple):
     kind: np.ndarray
 
 
-class Split(NamedTuple):
-    """A data set, the rules of its division, and the pools, of disjoint examples."""
+class Pooled(NamedTuple):
+    """A data set, the rules of its division, and its pools of disjoint examples."""
 
     dataset: Dataset
     rules: Rules
@@ -97,7 +97,7 @@ class Split(NamedTuple):
     left_out: str = ""  # which writers cannot be clients, in words
 
 
-def split_dataset(dataset: Dataset | str, rules: Rules, partitions: Iterable[str], data_dir: str | None) -> Split:
+def pool_dataset(dataset: Dataset | str, rules: Rules, partitions: Iterable[str], data_dir: str | None) -> Pooled:
     """Checks the arguments that `build` and `generate_store` share, and splits the examples into two pools."""
     heterogeneity, partition, size = rules.heterogeneity, rules.partition, rules.examples_per_client
     check_options(Rules, rules._asdict())
@@ -135,9 +135,9 @@ def split_dataset(dataset: Dataset | str, rules: Rules, partitions: Iterable[str
         table = as_distribution(rules.distribution, rules.num_clients, dataset.num_classes)
         rules = rules._replace(distribution=table)
     if partition == "writer":
-        split = Split(dataset, rules, *_pools_of_writers(dataset, rules))
-        return split._replace(left_out=_left_out(split))
-    return Split(dataset, rules, *_pools(dataset, rules, labels_of(dataset, "train")))
+        pooled = Pooled(dataset, rules, *_pools_of_writers(dataset, rules))
+        return pooled._replace(left_out=_left_out(pooled))
+    return Pooled(dataset, rules, *_pools(dataset, rules, labels_of(dataset, "train")))
 
 
 def check_transforms(rules: Rules, option: str) -> None:
@@ -194,44 +194,44 @@ def _pools_of_writers(dataset: Dataset, rules: Rules) -> tuple[Pool, Pool, str]:
     return Pool(dataset.train, np.setdiff1d(np.arange(len(writer)), held), writer), test, words
 
 
-def clients_of(split: Split) -> np.ndarray:
+def clients_of(pooled: Pooled) -> np.ndarray:
     """Returns the writers that can be clients, sorted: those with both training and test examples."""
-    both = np.intersect1d(*(pool.kind[pool.rows] for pool in (split.train, split.test)))
+    both = np.intersect1d(*(pool.kind[pool.rows] for pool in (pooled.train, pooled.test)))
     return both[both >= 0]
 
 
-def _left_out(split: Split) -> str:
+def _left_out(pooled: Pooled) -> str:
     """Returns in words which writers cannot be clients, of those in training; raises `ValueError` where none can."""
-    writers = np.unique(split.train.kind[split.train.kind >= 0])
-    alone = np.setdiff1d(writers, clients_of(split))
+    writers = np.unique(pooled.train.kind[pooled.train.kind >= 0])
+    alone = np.setdiff1d(writers, clients_of(pooled))
     check(
         len(alone) < len(writers), "partition", "writer", "another one: no writer has two examples, one to be tested on"
     )
     if not len(alone):
         return ""
-    names = split.dataset.writer_names
+    names = pooled.dataset.writer_names
     listed = ", ".join(str(i if names is None else names[i]) for i in alone[:3].tolist()) + ", ..." * (len(alone) > 3)
     return f"{len(alone)} of {len(writers)} writers, which have one example and none to be tested on ({listed})"
 
 
-def of_cluster(split: Split, cluster: int) -> Split:
-    """Returns the split with the parts of its pools that clients of a cluster may have."""
-    rules = split.rules
+def of_cluster(pooled: Pooled, cluster: int) -> Pooled:
+    """Returns the data set with the parts of its pools that clients of a cluster may have."""
+    rules = pooled.rules
     if not rules.selects:
-        return split
+        return pooled
     select = HETEROGENEITY[rules.selects[0]][0]
-    options = rules.num_clusters, split.dataset.num_classes, (rules.seed, TRANSFORM), rules.strength
+    options = rules.num_clusters, pooled.dataset.num_classes, (rules.seed, TRANSFORM), rules.strength
 
     def part(pool: Pool) -> Pool:
         return pool._replace(rows=select(pool.rows, pool.examples["y"][pool.rows], cluster, *options)[0])
 
-    return split._replace(train=part(split.train), test=part(split.test))
+    return pooled._replace(train=part(pooled.train), test=part(pooled.test))
 
 
-def transform_of(split: Split) -> Callable[[Examples, int], Examples]:
+def transform_of(pooled: Pooled) -> Callable[[Examples, int], Examples]:
     """Returns `(examples, cell) -> examples`, how the data of a cell (`Rules.cells`) differ from the data set."""
-    rules = split.rules
-    options = rules.num_clusters, split.dataset.num_classes, (rules.seed, TRANSFORM), rules.strength
+    rules = pooled.rules
+    options = rules.num_clusters, pooled.dataset.num_classes, (rules.seed, TRANSFORM), rules.strength
 
     def transform(examples: Examples, cell: int) -> Examples:
         for name in rules.shifts:
@@ -253,19 +253,19 @@ def take(examples: Examples, rows: np.ndarray) -> Examples:
     return jax.tree.map(lambda values: values[rows], examples)
 
 
-def divide(split: Split, num_clients: int, group: int) -> list[np.ndarray]:
+def divide(pooled: Pooled, num_clients: int, group: int) -> list[np.ndarray]:
     """Returns the rows of each client of a group in the training pool; `group` selects the random numbers."""
-    rules, train = split.rules, split.train
+    rules, train = pooled.rules, pooled.train
     partition, size, rows = PARTITIONS[rules.partition][0], rules.examples_per_client, train.rows
     stream, rng = (rules.seed, PARTITION, group), np.random.default_rng((rules.seed, SUBSAMPLE, group))
     if rules.partition == "writer":
-        writers = clients_of(split)
-        accepted = f"at most {len(writers)}, the number of writers{split.left_out and f', without {split.left_out}'}"
+        writers = clients_of(pooled)
+        accepted = f"at most {len(writers)}, the number of writers{pooled.left_out and f', without {pooled.left_out}'}"
         check(num_clients <= len(writers), "num_clients", num_clients, accepted)
         parts = partition(np.where(np.isin(train.kind[rows], writers), train.kind[rows], -1), num_clients, seed=stream)
         return [rows[part if size is None else np.sort(rng.permutation(part)[:size])] for part in parts]
     needed = num_clients * (size or 1)
-    accepted = f"at most {len(rows)}, the training examples of {split.dataset.name!r} for these clients"
+    accepted = f"at most {len(rows)}, the training examples of {pooled.dataset.name!r} for these clients"
     check(needed <= len(rows), "num_clients" + " times examples_per_client" * (size is not None), needed, accepted)
     options = {"examples_seed": (*stream, 1), **rules._asdict()}
     options = {name: options[name] for name in _arguments_of(rules.partition) & options.keys()}
@@ -275,18 +275,18 @@ def divide(split: Split, num_clients: int, group: int) -> list[np.ndarray]:
     return [rows[part] for part in parts]
 
 
-def divide_test(split: Split, parts: list[np.ndarray], group: int) -> list[np.ndarray]:
+def divide_test(pooled: Pooled, parts: list[np.ndarray], group: int) -> list[np.ndarray]:
     """Divides the test pool among the clients of which `divide` returned `parts` of the training pool.
 
     A client's test examples are of its labels or writers where the partition decides on them. Otherwise all clients
     draw from one distribution: labels that are frequent in a client's training data by chance are not so in its tests.
     """
-    train, test, rules = split.train.kind, split.test.kind, split.rules
+    train, test, rules = pooled.train.kind, pooled.test.kind, pooled.rules
     accepted = f"fewer: a cluster of {sum(map(len, parts))} training examples has no test examples"
-    check(len(split.test.rows) > 0, "num_clusters", rules.num_clusters, accepted)
+    check(len(pooled.test.rows) > 0, "num_clusters", rules.num_clusters, accepted)
     if rules.partition not in (*OF_LABELS, "writer"):
         train, test = np.zeros_like(train), np.zeros_like(test)
-    tested = np.unique(test[split.test.rows])
+    tested = np.unique(test[pooled.test.rows])
     untested = [i for i, part in enumerate(parts) if not np.isin(train[part], tested).any()]
     if untested:
         here = train[np.concatenate(parts)]
@@ -299,7 +299,7 @@ def divide_test(split: Split, parts: list[np.ndarray], group: int) -> list[np.nd
         what = f"client {untested[0]} has no test examples, since there are none of these labels: {listed}"
         remedies = ", or ".join([*remedies, "use partition='iid'"])
         raise ValueError(f"partition {rules.partition!r}: {what}; {remedies}")
-    return allot(split.test.rows, test, [train[part] for part in parts], seed=(rules.seed, ALLOT, group))
+    return allot(pooled.test.rows, test, [train[part] for part in parts], seed=(rules.seed, ALLOT, group))
 
 
 def stratified_hold_out(kind, fraction: float, *, seed) -> tuple[np.ndarray, np.ndarray]:

@@ -226,7 +226,7 @@ class StoreWriter:
         check(self.largest > 0, "clients", f"{self.num_clients} without examples", "one with an example, at least")
         if cluster is not None:
             self.file("cluster", (), "int32").write(check_of_clients("cluster", cluster, self.num_clients))
-        content = {
+        meta = {
             "format": FORMAT,
             "num_clients": self.num_clients,
             "num_examples": self.total,
@@ -234,7 +234,7 @@ class StoreWriter:
             "fields": {name: field._asdict() for name, field in self.fields.items()},
             "files": {name: file.finish() for name, file in self.files.items()},
         }
-        write_json(self.path / "store.json", seal(about | content))
+        write_json(self.path / "store.json", seal(about | meta))
 
     def close(self) -> None:
         for file in self.files.values():
