@@ -35,7 +35,7 @@ from jax.custom_batching import custom_vmap
 from jfcl.core import by_platform, check, check_count
 
 NHWC = ("NHWC", "HWIO", "NHWC")
-GROUP_BYTES = 220_000  # of the output's gradient of one group of examples in the gradient with respect to weights
+GROUP_BYTES = 310_000  # of a group's inputs and output's gradient, in the gradient with respect to weights
 IMAGE = 4  # the most channels of an image
 # The most channels in blocks. Measured on an H200: the papers' CNN, with 32, and a 3 x 3 layer alone beside cuDNN,
 # which takes twice as long with 64 channels, and less with 256.
@@ -98,8 +98,9 @@ def _input_gradient(g, w, shape, strides, padding, convolve=_plain):
 def _weight_gradient(x, g, kernel, strides, padding):
     """Returns d loss / d w, as a convolution in which input channels are the batch, and the batch the channels.
 
-    Its kernel is `g` of all examples: 1.3 MB for 100 of them in the papers' CNN. A few examples at a time stay in a
-    core's cache, which is several times as fast. An odd number of channels is slow, so examples are padded to pairs.
+    Its kernel is `g` of all examples: 1.3 MB for 100 of them in the papers' CNN. A few examples at a time stay, with
+    their inputs, in a core's cache, which is several times as fast. Every group adds to the whole gradient, so where
+    that is large the groups are, too. An odd number of channels is slow, so examples are padded to pairs.
     """
     if not len(x):
         return jnp.zeros((*kernel, x.shape[-1], g.shape[-1]), x.dtype)
@@ -113,7 +114,9 @@ def _weight_gradient(x, g, kernel, strides, padding):
         return _plain(turned, as_kernel, (1, 1), ((0, 0), (0, 0)), rhs_dilation=strides).astype(wide)
 
     wide = jnp.float32 if x.dtype.itemsize < 4 else x.dtype  # a sum of many groups needs more digits than one
-    fit = GROUP_BYTES // max(math.prod(g.shape[1:]) * g.dtype.itemsize, 1) // 2 * 2  # an even number
+    numbers = max(math.prod(x.shape[1:]) + math.prod(g.shape[1:]), 1)  # of an example
+    weights = math.prod(kernel) * x.shape[-1] * g.shape[-1]
+    fit = max(GROUP_BYTES // g.dtype.itemsize, weights // 4) // numbers // 2 * 2  # an even number
     size = min(max(fit, 2), len(x))
     groups = len(x) // size
     tail = slice(groups * size, None)
