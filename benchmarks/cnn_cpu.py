@@ -5,8 +5,8 @@
 Every product and convolution of the forward and backward pass is timed alone, in a loop as in the compiled round
 (XLA's CPU compiler has other kernels outside of loops), and so are pooling, bias and ReLU. A whole step is the time of
 a round divided by its steps. `floor ms` is the time of the operations at the speed of a large product in float32, of
-jax or of PyTorch, whichever is faster: no step takes less. Ours and PyTorch (`make peers`) take turns on one core with
-one thread each; figures are medians over turns.
+jax or of PyTorch, whichever is faster: a step that does these operations takes no less. Ours and PyTorch (`make
+peers`) take turns on one core with one thread each; figures are medians over turns.
 """
 
 from __future__ import annotations
