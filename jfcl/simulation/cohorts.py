@@ -16,14 +16,14 @@ SAMPLING = ("uniform", "size", "stratified")
 COHORT_STREAM = 0  # of the random numbers of a run on the host
 
 
-class Cohort(NamedTuple):
-    """The clients of one round.
+class DrawnCohort(NamedTuple):
+    """The clients of one round of a population.
 
     Attributes:
       ids: `[C]`, ascending.
       size: `[C]` int32, 0 for clients that did not answer.
       clients: on the device.
-      `asked`, `dropped`, `cut`: the numbers of clients that were drawn, did not answer, and answered too late.
+      asked, dropped, cut: the numbers of clients that were drawn, did not answer, and answered too late.
     """
 
     ids: np.ndarray
@@ -125,14 +125,14 @@ def who_answers(rng: np.random.Generator, asked: int, count: int, dropout: float
     return rows, answers[rows], int((~answers).sum())
 
 
-def prefetched(prepare: Callable[[int], Cohort], last: int) -> Callable[[int], Cohort]:
+def prefetched(prepare: Callable[[int], DrawnCohort], last: int) -> Callable[[int], DrawnCohort]:
     """Returns a function of a round `t` that returns its cohort; a thread prepares the next one while one trains.
 
     The function is called for consecutive rounds, up to round `last`, and raises the errors of the thread.
     """
     thread, coming = ThreadPoolExecutor(1, thread_name_prefix="jfcl-cohort"), None
 
-    def take(t: int) -> Cohort:
+    def take(t: int) -> DrawnCohort:
         nonlocal coming
         cohort = (coming or thread.submit(prepare, t)).result()
         coming = thread.submit(prepare, t + 1) if t < last else None

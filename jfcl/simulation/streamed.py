@@ -25,7 +25,7 @@ from jfcl.mapping import memory
 from jfcl.mapping.jitted import RUNS_ONCE, jitted, strong
 from jfcl.simulation import evaluation
 from jfcl.simulation.client_rows import ClientRows
-from jfcl.simulation.cohorts import COHORT_STREAM, Cohort, make_sampler, prefetched, who_answers
+from jfcl.simulation.cohorts import COHORT_STREAM, DrawnCohort, make_sampler, prefetched, who_answers
 from jfcl.simulation.evaluation import Assessment, Subjects
 from jfcl.simulation.folder import Restored, RunFolder
 from jfcl.simulation.layout import check_cohorts, serves_rows
@@ -87,7 +87,7 @@ def _round(key, t, common, rows, clients, remembered, *, algorithm, layout):
 # The source.
 
 
-def _prepare(population, sampler, words, client_axis, hold, t: int) -> Cohort:
+def _prepare(population, sampler, words, client_axis, hold, t: int) -> DrawnCohort:
     """Draws and gathers the cohort of round `t`, and sends it to the device; in the thread.
 
     It is divided among devices here if their number divides it, otherwise by the mapping.
@@ -102,7 +102,7 @@ def _prepare(population, sampler, words, client_axis, hold, t: int) -> Cohort:
     even = mapping.num_rows(client_axis, size) == size
     send = partial(mapping.place, client_axis) if even else jax.device_put
     cut = max(asked - dropped - size, 0)
-    return Cohort(ids[chosen], sizes, send(hold(clients)._replace(size=sizes)), asked, dropped, cut)
+    return DrawnCohort(ids[chosen], sizes, send(hold(clients)._replace(size=sizes)), asked, dropped, cut)
 
 
 class Streamed:
