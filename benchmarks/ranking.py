@@ -260,11 +260,15 @@ def what_strength_does(say: Evidence, ranks: Ranks, about: Row) -> tuple[str, st
     gains, parts = [], []
     for strength in (strengths[0], strengths[-1]):
         best = say.best_of(ranks, strength=strength)
-        texts = [say.figure(ranks.mode, method=m, strength=strength) for m in (best, "fedavg")]
+        text = say.figure(ranks.mode, method=best, strength=strength)
+        if best == "fedavg":
+            gains.append(0.0)
+            parts.append(f"at strength {strength:g} fedavg itself is the best, with {text}")
+            continue
+        of_fedavg = say.figure(ranks.mode, method="fedavg", strength=strength)
         say.compare(-2, -1)
         gains.append(say.figures[-2]["value"] - say.figures[-1]["value"])
-        of_both = "is the best" if best == "fedavg" else f"has {texts[0]}, and fedavg {texts[1]}"
-        parts.append(f"at strength {strength:g} {best} {of_both}")
+        parts.append(f"at strength {strength:g} {best} has {text}, and fedavg {of_fedavg}")
     title = "The stronger the shifts, the more the method matters"
     if gains[1] <= gains[0]:
         title = "The method matters no more under stronger shifts"
