@@ -101,11 +101,11 @@ def searched(cell: Cell) -> dict[str, Search]:
       {'lam': Search(low=0.03, high=10.0, log=True), 'lr': Search(low=0.02, high=2.0, log=True)}
     """
     method = find_method(cell.method)
-    known = {name: o for name, o in (all_options(cell.method) | method.declared).items() if takes(cell.method, name)}
+    options = {name: o for name, o in (all_options(cell.method) | method.declared).items() if takes(cell.method, name)}
     if cell.clusters != "auto":
-        known.pop(method.finds_number_by, None)
-    ranges = {name: [m for m in option.metadata if isinstance(m, Search)] for name, option in known.items()}
-    return {name: found[0] for name, found in sorted(ranges.items()) if found}
+        options.pop(method.finds_number_by, None)
+    ranges = {name: [m for m in option.metadata if isinstance(m, Search)] for name, option in options.items()}
+    return {name: spans[0] for name, spans in sorted(ranges.items()) if spans}
 
 
 def draw_trials(cell: Cell, budget: int) -> list[dict[str, float]]:
@@ -159,15 +159,15 @@ def run_cell(cell: Cell, setting: dict[str, Any], data_dir: str | None) -> dict[
     try:
         options = options_of_cell(cell, setting)
         result["command"] = command_of(Config(cell.method, **options, seed=0))
-        clients, others = divided_clients(Config(cell.method, **options), data_dir)
+        clients, held_out = divided_clients(Config(cell.method, **options), data_dir)
 
         # Choose the options.
-        on_others = options | {"eval_every": options["rounds"]}
+        on_held_out = options | {"eval_every": options["rounds"]}
         for trial in draw_trials(cell, setting["budget"]):
-            run = run_once(cell, on_others | trial, others, TUNING_SEED, first=not result["trials"])
+            run = run_once(cell, on_held_out | trial, held_out, TUNING_SEED, first=not result["trials"])
             score = run["accuracy"] if run["status"] in ("ok", "collapsed") else None
-            kept = {name: run[name] for name in ("status", "reason", "seconds", "compile_seconds")}
-            result["trials"].append({"options": trial, "score": score} | kept)
+            outcome = {name: run[name] for name in ("status", "reason", "seconds", "compile_seconds")}
+            result["trials"].append({"options": trial, "score": score} | outcome)
         scores = [-1.0 if trial["score"] is None else trial["score"] for trial in result["trials"]]
         best, first = result["trials"][int(np.argmax(scores))], result["trials"][0]
 
@@ -224,8 +224,8 @@ def run_once(
         with warnings.catch_warnings(), energy() as joules:
             warnings.simplefilter("ignore")
             config = Config(cell.method, **options)
-            known = all_options(cell.method) | find_method(cell.method).declared
-            traced = {name: config.values.get(name) for name in searched(cell) if known[name].traced}
+            declared = all_options(cell.method) | find_method(cell.method).declared
+            traced = {name: config.values.get(name) for name in searched(cell) if declared[name].traced}
             traced = {name: np.float32(value) for name, value in traced.items() if value is not None}
             make = _maker(config, clients, (*traced,))
             history = simulate(
@@ -262,7 +262,7 @@ def measured(history: History, true_cluster: np.ndarray, cell: Cell) -> dict[str
     models = len(jax.tree.leaves(history.served.models)[0])
     choices = choices_among(history.served, models, len(true_cluster), true_cluster)
     collapsed = finds and choices > 1 and last["clusters_in_use"] == 1
-    each = np.asarray(history.clients["accuracy"], np.float64).reshape(-1).round(4)
+    per_client = np.asarray(history.clients["accuracy"], np.float64).reshape(-1).round(4)
     return {
         "status": "collapsed" if collapsed else "ok",
         "reason": f"all clients use one of the {choices} models" if collapsed else "",
@@ -276,7 +276,7 @@ def measured(history: History, true_cluster: np.ndarray, cell: Cell) -> dict[str
         "seconds": history.seconds,
         "compile_seconds": history.compile_seconds,
         "curve": [[record["round"], round(record["accuracy"], 6)] for record in records],
-        "per_client": [None if np.isnan(x) else float(x) for x in each],
+        "per_client": [None if np.isnan(x) else float(x) for x in per_client],
     }
 
 
@@ -325,7 +325,7 @@ _makers: dict[tuple, Callable[..., Algorithm]] = {}
 def _maker(config: Config, clients: Federation, traced: tuple[str, ...]) -> Callable[..., Algorithm]:
     """Returns the function of the traced options that makes the method; the same object for runs of one program."""
     values = {name: v for name, v in config.values.items() if name not in (*NOT_OF_PROGRAMS, *traced)}
-    of_clusters = setups.given_clusters(clients) if "cluster" in find_method(config.method).options else None
+    of_clusters = setups.oracle_clusters(clients) if "cluster" in find_method(config.method).options else None
     largest = max_examples(clients.train)
     key = (json.dumps(values, default=str), traced, clients.input_shape, clients.num_classes, largest)
     key += (None if of_clusters is None else of_clusters.tobytes(),)
@@ -387,23 +387,23 @@ def read_joules() -> list[tuple[float, float]]:
 
     They are RAPL's of processors (not that of the whole platform, which has these in it) and NVML's of NVIDIA GPUs.
     """
-    found = []
+    counters = []
     for zone in sorted(RAPL.glob("intel-rapl:*")):
         with contextlib.suppress(OSError, ValueError):  # absent, or only root may read it
             if (zone / "name").read_text().startswith("package"):
                 counts = [int((zone / name).read_text()) / 1e6 for name in ("energy_uj", "max_energy_range_uj")]
-                found.append((counts[0], counts[1]))
+                counters.append((counts[0], counts[1]))
     for handle in _gpus():
         import pynvml
 
-        found.append((pynvml.nvmlDeviceGetTotalEnergyConsumption(handle) / 1e3, 0.0))
-    return found
+        counters.append((pynvml.nvmlDeviceGetTotalEnergyConsumption(handle) / 1e3, 0.0))
+    return counters
 
 
 @cache
 def _gpus() -> list[Any]:
     """Returns NVML's handles of the GPUs with a counter of energy."""
-    found = []
+    handles = []
     with contextlib.suppress(Exception):  # not installed, no driver
         import pynvml  # optional
 
@@ -412,5 +412,5 @@ def _gpus() -> list[Any]:
             with contextlib.suppress(pynvml.NVMLError):  # an older card
                 handle = pynvml.nvmlDeviceGetHandleByIndex(i)
                 pynvml.nvmlDeviceGetTotalEnergyConsumption(handle)
-                found.append(handle)
-    return found
+                handles.append(handle)
+    return handles

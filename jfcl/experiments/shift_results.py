@@ -140,8 +140,8 @@ class Ranks(NamedTuple):
 
     def over_settings(self, metric: str) -> list[float | None]:
         """Returns the mean of each method over the ranked settings where any has the metric; None if it lacks one."""
-        each = [[self.cells[s, m].over_seeds(metric)[0] for m in self.methods] for s in self.settings]
-        columns = [*zip(*[row for row in each if any(v is not None for v in row)], strict=True)]
+        table = [[self.cells[s, m].over_seeds(metric)[0] for m in self.methods] for s in self.settings]
+        columns = [*zip(*[row for row in table if any(v is not None for v in row)], strict=True)]
         return [
             None if None in values else float(np.mean(values)) for values in columns or [[None]] * len(self.methods)
         ]
@@ -154,10 +154,10 @@ def digest_of(setting: dict[str, Any]) -> str:
 
 def read_cells(folder: Path) -> list[Result]:
     """Reads the finished cells in a folder that are of its setting, sorted by their names."""
-    about, cells = files.read_json(folder / "settings.json"), []
+    settings, cells = files.read_json(folder / "settings.json"), []
     for file in sorted((folder / "cells").glob("*.json")):
         saved = files.read_json(file)
-        if saved.get("setting") != digest_of(about["setting"]):
+        if saved.get("setting") != digest_of(settings["setting"]):
             continue
         try:
             further = {name: saved[name] for name in Result.__annotations__}
@@ -198,9 +198,9 @@ def rank(cells: Sequence[Result]) -> list[Ranks]:
 def _values(cells: Sequence[Result]) -> np.ndarray:
     """Returns the accuracies `[A, R, N]` of the cells of a setting; NaN for runs without results."""
     seeds = sorted({run["seed"] for cell in cells for run in cell.runs})
-    each = {(i, run["seed"]): run["per_client"] for i, cell in enumerate(cells) for run in cell.ended}
-    values = np.full((len(cells), max(1, len(seeds)), max(map(len, each.values()), default=1)), np.nan)
-    for (i, seed), accuracies in each.items():
+    of_runs = {(i, run["seed"]): run["per_client"] for i, cell in enumerate(cells) for run in cell.ended}
+    values = np.full((len(cells), max(1, len(seeds)), max(map(len, of_runs.values()), default=1)), np.nan)
+    for (i, seed), accuracies in of_runs.items():
         values[i, seeds.index(seed), : len(accuracies)] = accuracies
     return values
 

@@ -151,12 +151,12 @@ def shifts(
       >>> ranking.done, sorted(file.name for file in ranking.folder.glob("cells/*-known.json"))
       (4, ['digits-rotation-1-ifca-known.json'])
     """
-    given = dict(locals())
-    check_options(globals()["shifts"], given)
+    options = dict(locals())
+    check_options(globals()["shifts"], options)
     processes.share_gpu()
     began, size = time.perf_counter(), QUICK if quick else FULL
-    given |= {name: value for name, value in ({"methods": METHODS} | size).items() if given[name] is None}
-    setting = make_setting(given)
+    options |= {name: value for name, value in ({"methods": METHODS} | size).items() if options[name] is None}
+    setting = make_setting(options)
     cells, folder = cells_of(setting), Path(out)
     mine = share_of(cells, part)
     check(platform() != "tpu" or jobs in (None, 1), "jobs", jobs, "1 on a TPU, which one process holds")
@@ -167,17 +167,18 @@ def shifts(
     with files.lock(folder / ("lock" if part is None else f"lock-{part.replace('/', '-')}")):
         with _alone(folder):
             digest = begin_folder(folder, setting)
-        left = [cell for cell in mine if read_cell(folder, cell, digest) is None]
+        unfinished = [cell for cell in mine if read_cell(folder, cell, digest) is None]
         with _bar(len(mine), progress) as move:
-            tick = lambda: move(len(mine) - sum(not _file(folder, cell).exists() for cell in left))  # noqa: E731
+            tick = lambda: move(len(mine) - sum(not _file(folder, cell).exists() for cell in unfinished))  # noqa: E731
             chains = {
-                chain[0].name: partial(run_chain, chain, setting, folder, data_dir) for chain in chained(left, jobs)
+                chain[0].name: partial(run_chain, chain, setting, folder, data_dir)
+                for chain in chained(unfinished, jobs)
             }
             for _ in processes.in_processes(chains, jobs, cores=1 if platform() == "cpu" else None, tick=tick):
                 tick()
         with _alone(folder):
             done = merge(folder, cells, digest)
-        new = [read_cell(folder, cell, digest) for cell in left]
+        new = [read_cell(folder, cell, digest) for cell in unfinished]
     in_runs = sum(run["seconds"] or 0 for cell in new for run in (*cell["trials"], *cell["runs"], _own_run(cell)))
     share = in_runs / max(sum(cell["seconds"] for cell in new), 1e-9)
     programs = sum(cell["programs"] for cell in new)
@@ -205,29 +206,29 @@ def _bar(total: int, progress: bool) -> Iterator[Callable[[int], None]]:
 # Settings and cells.
 
 
-def make_setting(given: dict[str, Any]) -> dict[str, Any]:
+def make_setting(options: dict[str, Any]) -> dict[str, Any]:
     """Returns what all cells share, after a check of names and numbers; loads the data sets."""
-    named = {name: given[name] for name in ("methods", "shifts", "strengths", "datasets")}
+    named = {name: options[name] for name in ("methods", "shifts", "strengths", "datasets")}
     for name, values in named.items():
         check(len(values) > 0, name, values, "at least one")
         check(len({*values}) == len(values), name, values, "given once each")
     for name in named["methods"]:
         lookup.find_method(name)
-    known = [*(name for name in HETEROGENEITY if name != "none"), *SHIFTS]
+    names = [*(name for name in HETEROGENEITY if name != "none"), *SHIFTS]
     for name in (name for name in named["shifts"] if name not in SHIFTS):
         for one in name.split("+"):
-            check_choice("shift", one, known)
+            check_choice("shift", one, names)
         shifts_of(name)
     for value in named["strengths"]:
         is_share = isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value <= 1
         check(is_share, "strengths", value, "in [0, 1]")
-    for k in given["wrong_k"]:
-        is_other = type(k) is int and 0 < k <= given["clients"] and k != given["clusters"]
-        check(is_other, "wrong_k", k, f"other numbers than {given['clusters']}, from 1 to that of the clients")
-    of_runs = {name: given[name] for name in OF_RUNS if given[name] is not None}
+    for k in options["wrong_k"]:
+        is_other = type(k) is int and 0 < k <= options["clients"] and k != options["clusters"]
+        check(is_other, "wrong_k", k, f"other numbers than {options['clusters']}, from 1 to that of the clients")
+    of_runs = {name: options[name] for name in OF_RUNS if options[name] is not None}
     Config("fedavg", **of_runs)  # refuses what no cell could run
-    if given["hostile"]:
-        Config("fedavg", clients=given["clients"], attack=given["attack"], malicious=given["hostile"])
+    if options["hostile"]:
+        Config("fedavg", clients=options["clients"], attack=options["attack"], malicious=options["hostile"])
     return (
         {
             "methods": [*ALWAYS, *(name for name in named["methods"] if name not in ALWAYS)],
@@ -235,31 +236,31 @@ def make_setting(given: dict[str, Any]) -> dict[str, Any]:
             "strengths": sorted(float(value) for value in named["strengths"]),
             "datasets": list(named["datasets"]),
             "of_runs": of_runs,
-            "of_data": {name: _of_data(name, of_runs, given) for name in named["datasets"]},
+            "of_data": {name: _of_data(name, of_runs, options) for name in named["datasets"]},
         }
-        | {name: given[name] for name in ("seeds", "budget", "hostile", "attack", "drift")}
-        | {"wrong_k": [*given["wrong_k"]]}
+        | {name: options[name] for name in ("seeds", "budget", "hostile", "attack", "drift")}
+        | {"wrong_k": [*options["wrong_k"]]}
     )
 
 
-def _of_data(name: str, of_runs: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
+def _of_data(name: str, of_runs: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
     """Returns the numbers of examples of each client, and of each newcomer, for a data set.
 
     The examples of a client are as many as those of the cluster with the fewest labels divide among its clients, where
     every cluster has labels of its own, and 5 % less since labels have different numbers of examples.
     """
     check(name.isprintable(), "datasets", name, "names of data sets")
-    dataset = lookup.find_dataset(name, given["data_dir"])
+    dataset = lookup.find_dataset(name, options["data_dir"])
     check(dataset.num_classes is not None, "datasets", name, "of classification")
     count, k = len(dataset.train["y"]), of_runs["clusters"]
     train = count if dataset.test is not None else int(count * (1 - TEST_FRACTION))
     test = len(dataset.test["y"]) if dataset.test is not None else count - train
     everyone, labels = 2 * of_runs["clients"], max(dataset.num_classes // k, 1)
-    each = given["examples_per_client"] or int(0.95 * train * labels / dataset.num_classes / -(-everyone // k))
+    per_client = options["examples_per_client"] or int(0.95 * train * labels / dataset.num_classes / -(-everyone // k))
     accepted = f"few enough for two examples of {name!r} each, and for the held-out ones"
-    check(each > 1, "clients", of_runs["clients"], accepted)
+    check(per_client > 1, "clients", of_runs["clients"], accepted)
     newcomer = max(test // 2 // max(of_runs["clients"] // k, 1), 1)
-    return {"examples_per_client": each, "newcomer_examples": newcomer, "test_fraction": TEST_FRACTION}
+    return {"examples_per_client": per_client, "newcomer_examples": newcomer, "test_fraction": TEST_FRACTION}
 
 
 def cells_of(setting: dict[str, Any]) -> list[Cell]:
@@ -273,8 +274,8 @@ def cells_of(setting: dict[str, Any]) -> list[Cell]:
             if strength == max(setting["strengths"]):
                 cells += [dataclasses.replace(cell, hostile=setting["hostile"])] * bool(setting["hostile"])
                 cells += [dataclasses.replace(cell, drift=setting["drift"])] * bool(setting["drift"])
-                others = setting["wrong_k"] if clusters == "known" else ()
-                cells += [dataclasses.replace(cell, clusters=f"given {k}", wrong_k=k) for k in others]
+                wrong_numbers = setting["wrong_k"] if clusters == "known" else ()
+                cells += [dataclasses.replace(cell, clusters=f"given {k}", wrong_k=k) for k in wrong_numbers]
     cells.sort(key=lambda cell: cell.name)
     twice = [a.name for a, b in itertools.pairwise(cells) if a.name == b.name]
     check(not twice, "names", twice, "different, also without the characters that no name of a file has")
@@ -290,10 +291,10 @@ def share_of(cells: list[Cell], part: str | None) -> list[Cell]:
     """
     if part is None:
         return cells
-    found = PART.fullmatch(part)
-    fits = found is not None and 1 <= int(found[1]) <= int(found[2])
+    numbers = PART.fullmatch(part)
+    fits = numbers is not None and 1 <= int(numbers[1]) <= int(numbers[2])
     check(fits, "part", part, "I/N with I from 1 to N, such as 3/16")
-    return cells[int(found[1]) - 1 :: int(found[2])]
+    return cells[int(numbers[1]) - 1 :: int(numbers[2])]
 
 
 def chained(cells: list[Cell], jobs: int) -> list[list[Cell]]:
@@ -336,12 +337,12 @@ def begin_folder(folder: Path, setting: dict[str, Any]) -> str:
     file, setting = folder / "settings.json", json.loads(json.dumps(setting))
     (folder / "cells").mkdir(exist_ok=True)
     if not file.exists():
-        about = {"format": FORMAT, "setting": setting, "versions": VERSIONS, **environment()}
-        files.write_json(file, files.seal(about))
-    there = files.read_json(file, check_format=FORMAT)
-    check_version(folder, there.get("versions"))
-    if found := differences(there.get("setting") or {}, setting, {*setting, *(there.get("setting") or {})}):
-        raise ValueError(f"{folder} holds another ranking ({found}); give it another folder (--out); {UNCHANGED}")
+        settings = {"format": FORMAT, "setting": setting, "versions": VERSIONS, **environment()}
+        files.write_json(file, files.seal(settings))
+    saved = files.read_json(file, check_format=FORMAT)
+    check_version(folder, saved.get("versions"))
+    if change := differences(saved.get("setting") or {}, setting, {*setting, *(saved.get("setting") or {})}):
+        raise ValueError(f"{folder} holds another ranking ({change}); give it another folder (--out); {UNCHANGED}")
     return digest_of(setting)
 
 
@@ -358,16 +359,16 @@ def read_cell(folder: Path, cell: Cell, digest: str) -> dict[str, Any] | None:
     if not _file(folder, cell).exists():
         return None
     try:
-        found = files.read_json(_file(folder, cell), check_format=FORMAT)
+        cell_result = files.read_json(_file(folder, cell), check_format=FORMAT)
     except ValueError as error:
         warnings.warn(f"{error}; the cell runs again", stacklevel=3)
         _file(folder, cell).unlink()
         return None
-    if found.get("setting") != digest:
+    if cell_result.get("setting") != digest:
         raise ValueError(
             f"{_file(folder, cell)} is of other settings than settings.json: the parts do not fit each other"
         )
-    return found
+    return cell_result
 
 
 def run_chain(cells: Sequence[Cell], setting: dict[str, Any], folder: Path, data_dir: str | None) -> None:
@@ -380,14 +381,14 @@ def run_chain(cells: Sequence[Cell], setting: dict[str, Any], folder: Path, data
 
 def merge(folder: Path, cells: Sequence[Cell], digest: str) -> int:
     """Writes `runs.csv`, the page and the table of all finished cells, and returns their number."""
-    found = [result for cell in cells if (result := read_cell(folder, cell, digest)) is not None]
+    results = [result for cell in cells if (result := read_cell(folder, cell, digest)) is not None]
     lines = [[*COLUMNS, "tuned"]]
-    for result in found:
-        about, tuned = list(result["cell"].values()), json.dumps(result["tuned"], sort_keys=True)
+    for result in results:
+        of_cell, tuned = list(result["cell"].values()), json.dumps(result["tuned"], sort_keys=True)
         for run in result["runs"] or [{"status": result["status"], "reason": result["reason"]}]:
-            lines.append([*about, *(run.get(name) for name in COLUMNS[len(about) :]), tuned])
+            lines.append([*of_cell, *(run.get(name) for name in COLUMNS[len(of_cell) :]), tuned])
     csv.writer(text := io.StringIO(), lineterminator="\n").writerows(lines)
     files.write_whole(folder / "runs.csv", text.getvalue().encode())
-    if found:
+    if results:
         write_page(folder)
-    return len(found)
+    return len(results)
