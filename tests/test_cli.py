@@ -806,6 +806,7 @@ OF_POPULATION += ["--rounds", "3", "--local-steps", "1", "--model", "linear", "-
 OF_POPULATION += ["--partition", "dirichlet", "--alpha", "5"]
 
 
+@pytest.mark.slow
 def test_a_population(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(population, "EVALUATED", 100)
     out, store = tmp_path / "run", tmp_path / "store"

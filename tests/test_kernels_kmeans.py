@@ -64,6 +64,7 @@ def test_inertia_of_narrow_clusters_far_apart():
     np.testing.assert_allclose(found.inertia, exact, rtol=0.02)
 
 
+@pytest.mark.slow
 def test_one_point_far_away_costs_the_others_no_digits():
     points = np.float32([[0], [1], [8], [9], [1e6]])
     found = kmeans(points, 3, key=KEY)

@@ -320,10 +320,8 @@ def test_nothing_is_compiled_again():
     assert compiled.count == 0
 
 
-SLOW = [pytest.param(jfcl.fedavg, 3, marks=pytest.mark.slow), pytest.param(jfcl.local_only, 3, marks=pytest.mark.slow)]
-
-
-@pytest.mark.parametrize(("method", "cohort"), [(jfcl.fedavg, 4), *SLOW])
+@pytest.mark.slow
+@pytest.mark.parametrize(("method", "cohort"), [(jfcl.fedavg, 4), (jfcl.fedavg, 3), (jfcl.local_only, 3)])
 def test_cohorts_are_divided_among_devices(method, cohort):
     several = jfcl.mapping.sharded(jfcl.mapping.client_mesh(2))
     alone = population(method(TASK, TRAINING), cohort=cohort)

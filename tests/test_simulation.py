@@ -136,6 +136,7 @@ def test_a_second_call_compiles_nothing_and_gives_the_same_bits():
     assert equal(first.state, second.state) and first.records == second.records
 
 
+@pytest.mark.slow
 def test_ten_learning_rates_compile_once():
     def make(lr):
         return still(TASK, lambda key: {"w": lr * jax.random.normal(key, (1, 4)), "b": jnp.zeros(1)})
