@@ -364,6 +364,8 @@ def command_of(setting: Row, out: str) -> str:
     words = {"methods": [m for m in setting["methods"] if m not in REFERENCES]}
     words |= {name: setting[name] for name in ("shifts", "strengths", "datasets", "seeds", "budget")}
     words |= setting["of_runs"] | {name: setting[name] for name in CONDITIONS if setting[name]}
+    [images] = {of_data["examples_per_client"] for of_data in setting["of_data"].values()}
+    words["examples_per_client"] = images
     each = {name: ",".join(map(str, v)) if isinstance(v, list) else str(v) for name, v in words.items()}
     flags = [f"{flag_of(name)} {value}" for name, value in each.items()]
     lines = textwrap.wrap(" ".join(flag.replace(" ", "\0") for flag in flags), 112, **WHOLE)
