@@ -44,7 +44,7 @@ def rand(found, truth):
 
 
 @pytest.mark.slow
-def test_small_clients_have_no_voice_and_follow_the_side_that_they_resemble():
+def test_small_clients_are_not_compared_and_follow_the_side_that_they_resemble():
     clients, _ = power_law(30, seed=3)
     big = np.flatnonzero(clients.size >= 20)
     assert 6 <= len(big) <= 12 and (clients.size == 1).sum() >= 8

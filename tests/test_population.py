@@ -274,8 +274,8 @@ def test_every_client_goes_on_where_it_stopped(mapped):
         whole = whole._replace(
             params=jax.tree.map(keep, new.params, whole.params), client=jax.tree.map(keep, new.client, whole.client)
         )
-    split, _ = layout_of(algorithm, algorithm.init, partial(example_shapes, STORE), 4)
-    wanted = split.apart(whole)[1]
+    layout, _ = layout_of(algorithm, algorithm.init, partial(example_shapes, STORE), 4)
+    wanted = layout.apart(whole)[1]
     assert len(wanted) == len(history.rows.arrays) == 4  # two of the model, two of its momentum: not `cluster`
     for mine, array in zip(wanted, history.rows.arrays, strict=True):
         np.testing.assert_allclose(array[history.rows.seen], np.asarray(mine)[history.rows.seen], rtol=1e-6, atol=1e-7)

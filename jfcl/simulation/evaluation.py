@@ -252,6 +252,7 @@ def evaluate_rows(
       of a method with mixtures `weights` `[R, N, K]`; for others, of a method with `adopt`, `model` `[R, N]` or
       `[R, N, K]`, what it serves, and the number of its models.
     """
+    is_new = of_newcomers is not None
 
     def one(state, hyperparams, clients, learners):
         method = algorithm if hyperparams is None else algorithm(**hyperparams)
@@ -264,7 +265,7 @@ def evaluate_rows(
         count = len(jax.tree.leaves(served.models)[0])
         return results if served.to is None else results | {"model": served.to, "num_models": jnp.int32(count)}
 
-    is_new, axes = of_newcomers is not None, (0, None if hyperparams is None else 0, None, None)
+    axes = (0, None if hyperparams is None else 0, None, None)
     return row_axis(one, in_axes=axes)(state, hyperparams, clients, learners)
 
 

@@ -78,8 +78,8 @@ def init(rules: Rules, key: jax.Array, clients: Clients) -> CFLState:
     opt_states = phases.initial_optimizers(common.task, common.training, params, cluster)
     params, personal = phases.initial_scopes(common.personal, params, cluster)
     sent = jax.eval_shape(lambda p: hide(jax.tree.map(lambda x: x[0], p), rules.privacy, rules.privacy_seed), params)
-    compared, can_split = rules.compared(sent), capacity > 1
-    length = min(sum(x.size for x in jax.tree.leaves(compared)), rules.tree_dim) if can_split else 0
+    vector, can_split = rules.to_compare(sent), capacity > 1
+    length = min(sum(x.size for x in jax.tree.leaves(vector)), rules.tree_dim) if can_split else 0
     tree = ParameterTree(
         born=jnp.zeros(capacity, jnp.int32),
         cross_similarity=jnp.full(capacity, jnp.inf, jnp.float32),
@@ -101,7 +101,7 @@ def init(rules: Rules, key: jax.Array, clients: Clients) -> CFLState:
         tree=tree,
         client=opt_states,
         personal=personal,
-        sides=splits.no_sides(compared, capacity, n, small=rules.min_examples > 1) if can_split else (),
+        sides=splits.no_sides(vector, capacity, n, small=rules.min_examples > 1) if can_split else (),
         heard=() if common.cohort is None else no_updates(sent, n),
     )
 
@@ -291,7 +291,7 @@ def _never_examined(record: dict[str, Any]) -> dict[str, str]:
         return {}
     why = "is not below eps_1, {:.3g}: train for more rounds, or choose a larger eps_1"
     if mean < below:
-        why = "is below eps_1, {:.3g}, but too few rounds have passed (min_rounds), or too few clients have a voice"
+        why = "is below eps_1, {:.3g}, but too few rounds have passed (min_rounds), or too few clients are compared"
         why += " (min_size, min_examples, cohort)"
     text = f"no cluster was ever examined for a split. The longest update, {longest:.3g}, is above eps_2, {above:.3g};"
     return {"unexamined": f"{text} the mean update, {mean:.3g}, {why.format(below)}"}

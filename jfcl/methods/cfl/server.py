@@ -56,7 +56,7 @@ class Rules(NamedTuple):
     tree_dim: int = 0
     true_cluster: Any = None
 
-    def compared(self, updates: PyTree) -> PyTree:
+    def to_compare(self, updates: PyTree) -> PyTree:
         """Returns the part of updates that similarities and norms compare: all but the statistics."""
         return trained_part(self.common.task, updates)
 
@@ -139,9 +139,9 @@ def serve(rules: Rules, state: CFLState, sent: Sent):
     client_axis = common.client_axis
 
     # Compare updates, or gradients.
-    vectors = rules.compared(sent.updates)
+    vectors = rules.to_compare(sent.updates)
     if rules.similarity == "gradients":
-        vectors = rules.compared(sent.gradients())
+        vectors = rules.to_compare(sent.gradients())
         finite = finite_rows(rows_of(vectors))
         sent = sent._replace(usable=sent.usable & finite, comparable=sent.comparable & finite)
     compared = sent.comparable & sent.able

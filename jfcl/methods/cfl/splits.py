@@ -74,7 +74,7 @@ def carry_out(
         # The tree.
         parts = jnp.where(moves, 2, jnp.where(compared, 1, 0)).astype(jnp.int8)
         side = jnp.where(state.cluster[None, :] == jnp.arange(capacity)[:, None], parts[None, :], jnp.int8(0))
-        updates = sketch(rules.compared(sent.updates), compared, rules.tree_dim)
+        updates = sketch(rules.to_compare(sent.updates), compared, rules.tree_dim)
         updates = jnp.where((side > 0)[:, :, None], updates[None, :, :], 0.0)
         recorded = tree._replace(
             born=tree.born.at[into].set(new_round, mode="drop"),
