@@ -103,8 +103,8 @@ CLOVE = {
         "clusters": 5,
         "rounds": 100,
     }
-    | {"examples_per_client": 500, "network": "CNN", "seeds": 3},
-    small={"datasets": ["mnist"], "rounds": 10, "network": "MLP", "seeds": 1},
+    | {"examples_per_client": 500, "network": "CNN", "steps": {"mnist": 1e-2, "cifar10": 1e-3}, "seeds": 3},
+    small={"datasets": ["mnist"], "rounds": 10, "network": "MLP", "steps": {"mnist": 1e-3}, "seeds": 1},
 )
 def clove_labels(bench: Bench, setting: dict[str, Any]) -> Outcome:
     """CLoVE (Bhatia et al. 2025), clusters of two labels each: CLoVE, IFCA and FlexCFL, here FedGroup."""
@@ -113,7 +113,8 @@ def clove_labels(bench: Bench, setting: dict[str, Any]) -> Outcome:
 
 def _clove_cell(data_dir: str | None, setting: dict[str, Any], of: Row) -> Row:
     federation = _federation(data_dir, setting, of, num_clusters=setting["clusters"], heterogeneity="class")
-    return _trained(of, federation, local_training(optax.adam(1e-3), num_epochs=1, batch_size=100), setting)
+    training = local_training(optax.adam(setting["steps"][of["data"]]), num_epochs=1, batch_size=100)
+    return _trained(of, federation, training, setting)
 
 
 PACFL = {"fashion_mnist": {"PACFL": 94.4, "IFCA": 94.0}, "cifar10": {"PACFL": 90.5, "IFCA": 89.7}}
