@@ -12,7 +12,7 @@ from test_report import Page as Base
 
 from jfcl.core import files
 from jfcl.experiments import shifts_page
-from jfcl.experiments.shift_results import digest_of
+from jfcl.experiments.shift_results import digest_of, rank, read_cells
 from jfcl.experiments.shifts_page import write_page
 
 LEVELS = {"fedavg": 0.6, "local": 0.7, "oracle": 0.9, "ifca": 0.86, "clove": 0.85, "pacfl": 0.75}
@@ -333,3 +333,14 @@ def test_methods_without_a_number_of_clusters_are_ranked_among_themselves(tmp_pa
         files.write_json(file, files.seal(saved | {"cell": saved["cell"] | {"hostile": 0.3}}))
     page = Page(write_page(folder).read_bytes())
     assert len(rows_of(page, "hostile")) == 2 and page.text.count("Not run.") == 4
+
+
+def test_equally_good_methods_are_tied_whatever_is_rounded(tmp_path):
+    """A cell has the clients' accuracies with four decimals: 3 of 1/3 are less than 1, 0 and 0."""
+    methods = {"fedavg": 0.6, "local": 0.7}
+    folder = made_up(tmp_path / "out", methods=methods, shifts=SHIFTS[:1], strengths=(1.0,), seeds=1, clients=3)
+    third = float(np.float32(1) / np.float32(3))
+    for method, each, accuracy in (("fedavg", [0.3333] * 3, third), ("local", [1.0, 0.0, 0.0], 1 / 3)):
+        change(folder, f"digits-rotation-1-{method}", runs=[{"per_client": each, "accuracy": accuracy}])
+    [ranks] = rank(read_cells(folder))
+    assert ranks.mean.tolist() == [1.5, 1.5]

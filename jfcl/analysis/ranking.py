@@ -16,6 +16,7 @@ from jfcl.analysis import plots
 from jfcl.core import check
 
 LEVEL = 0.05  # of every test; the intervals are those of 95 %
+DIGITS = 6  # of scores that are ranked: accuracies are float32, and equal ones differ by the order of their sums
 
 
 def scores(values: np.ndarray, counts: np.ndarray | None = None) -> np.ndarray:
@@ -44,10 +45,13 @@ def scores(values: np.ndarray, counts: np.ndarray | None = None) -> np.ndarray:
 def ranks(scores: np.ndarray) -> np.ndarray:
     """Returns the ranks of scores along the last axis: 1 for the highest; equal ones share the mean of their ranks.
 
+    Scores are equal if they are so with six decimals.
+
     Example:
       >>> ranks(np.array([0.5, 0.9, 0.5])).tolist()
       [2.5, 1.0, 2.5]
     """
+    scores = np.round(scores, DIGITS)
     score, rivals = scores[..., :, None], scores[..., None, :]
     return 0.5 + (rivals > score).sum(axis=-1) + (rivals == score).sum(axis=-1) / 2
 
@@ -132,6 +136,7 @@ def signed_rank(differences: np.ndarray) -> float:
       >>> signed_rank(np.array([0.1, 0.2, 0.3, 0.4, 0.5]))  # the smallest that five differences can have, 2 / 2^5
       0.0625
     """
+    differences = np.round(differences, DIGITS)
     differences = differences[differences != 0]
     twice = np.rint(2 * ranks(-np.abs(differences))).astype(int)  # ranks of ties are halves
     chance = np.ones(1)  # of each sum of ranks of the positive differences, where every sign is as likely

@@ -196,12 +196,18 @@ def rank(cells: Sequence[Result]) -> list[Ranks]:
 
 
 def _values(cells: Sequence[Result]) -> np.ndarray:
-    """Returns the accuracies `[A, R, N]` of the cells of a setting; NaN for runs without results."""
+    """Returns the accuracies `[A, R, N]` of the cells of a setting; NaN for runs without results.
+
+    A cell has those of clients with four decimals. They are moved so that their mean is the accuracy of the run:
+    methods that are equally good are then tied, and do not differ by what was rounded.
+    """
     seeds = sorted({run["seed"] for cell in cells for run in cell.runs})
-    of_runs = {(i, run["seed"]): run["per_client"] for i, cell in enumerate(cells) for run in cell.ended}
-    values = np.full((len(cells), max(1, len(seeds)), max(map(len, of_runs.values()), default=1)), np.nan)
-    for (i, seed), accuracies in of_runs.items():
-        values[i, seeds.index(seed), : len(accuracies)] = accuracies
+    of_runs = {(i, run["seed"]): run for i, cell in enumerate(cells) for run in cell.ended}
+    most = max((len(run["per_client"]) for run in of_runs.values()), default=1)
+    values = np.full((len(cells), max(1, len(seeds)), most), np.nan)
+    for (i, seed), run in of_runs.items():
+        accuracies = np.array(run["per_client"], float)
+        values[i, seeds.index(seed), : len(accuracies)] = accuracies + (run["accuracy"] - np.nanmean(accuracies))
     return values
 
 
