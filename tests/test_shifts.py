@@ -4,11 +4,12 @@ import itertools
 
 import jax
 import numpy as np
+import pandas as pd
 import pytest
 from scipy.ndimage import gaussian_filter, rotate
 
 from jfcl.analysis.metrics import mixture_recovery
-from jfcl.data import HETEROGENEITY, ClientStore, Dataset, build, generate_store, load, mixture_of
+from jfcl.data import HETEROGENEITY, ClientStore, Dataset, build, from_frame, generate_store, load, mixture_of
 from jfcl.data.concepts import CONCEPTS
 from jfcl.data.corruptions import CORRUPTIONS, corrupt
 from jfcl.experiments import Config, run
@@ -330,3 +331,9 @@ def test_shifts_on_the_command_line():
         Config("fedavg", heterogeneity="none", strength=0.5)
     with pytest.raises(ValueError, match="did you mean 'colour'"):
         Config("fedavg", heterogeneity="color")
+
+
+def test_a_regression_has_no_concepts():
+    data = from_frame(pd.DataFrame(np.random.default_rng(0).random((40, 3)), columns=["a", "b", "y"]))
+    with pytest.raises(ValueError, match=r"points \[n, 2\] of two classes"):
+        build(data, num_clients=4, num_clusters=2, heterogeneity="sine")

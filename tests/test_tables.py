@@ -313,6 +313,7 @@ def test_errors_of_rounding_are_no_different_numbers():
         (lambda f: from_frame(f, by="user", y=["label", "label"]), "y must be of different columns"),
         (lambda f: from_frame(f, y=["label", "user"], x="age"), "column 'user' must be one column of numbers"),
         (lambda f: from_frame(f, by="label", y="label"), "y must be another column than by"),
+        (lambda f: from_frame(f.assign(y=2000 + np.arange(60) % 5), x="age", y="y"), "5 different whole numbers up to"),
         (lambda f: from_frame(f, y="user", x="age", kind="regression"), "kind must be classification"),
         (lambda f: from_frame(f, y="tall", x="age", kind="classification"), "labels must be whole numbers"),
         (

@@ -66,7 +66,7 @@ def from_frame(
         numbers or booleans become targets `[n, T]` float32, for a regression or a task of your own.
       kind: what the targets are: "classification" or "regression". Default: integers, strings and booleans are labels,
         and numbers with fractions are targets of a regression; whole numbers that are floats, such as 0.0 and 1.0, need
-        `kind`.
+        `kind`, and so do integers of which most do not occur, such as prices and years.
       scale: whether inputs that are single numbers are scaled to mean 0 and deviation 1 over the training table.
       extra: columns that become further arrays of the examples under their names, such as weights or masks.
       tokens, name: as in `Dataset`; channels_first: of images that are arrays, as in `from_arrays`.

@@ -73,7 +73,8 @@ def concept(name: str, x, y, cluster, num_clusters, num_classes=None, seed=0, st
       [1, 0]
     """
     problem, where = CONCEPTS[name], f"heterogeneity {name!r}"
-    fits = np.ndim(x) == 2 and np.shape(x)[1] == problem.dim and num_classes in (None, 2)
+    of_two = num_classes in (None, 2) and np.asarray(y).dtype.kind in "iu"
+    fits = np.ndim(x) == 2 and np.shape(x)[1] == problem.dim and of_two
     check(fits, f"{where}: the examples", np.shape(x), f"points [n, {problem.dim}] of two classes, as dataset {name!r}")
     check(
         num_clusters <= problem.count, "num_clusters", num_clusters, f"at most {problem.count}, the concepts of {name}"

@@ -12,6 +12,7 @@ from jfcl.core import check, shown
 from jfcl.data.values import array_of, as_type, plain
 
 KINDS = ("classification", "regression")
+MANY = 100  # from so large a label on, whole numbers of which most do not occur may be quantities
 # Numbers as people and programs write them ("1,5", "1e3", "0x1f", "$1'000", "5 %"), dates and times of day.
 _NUMBER = re.compile(r"\s*[$€£¥]?\s*[-+−]?\s*[$€£¥]?(0x[\da-f]+|[\d.,'’_\s]*\d\.?(e[-+]?\d+)?)\s*[%$€£¥]?\s*", re.I)
 _DATE = re.compile(r"\s*(\d{1,4}[-/.]\d{1,2}[-/.]\d{1,4}([T\s].*)?|\d{1,2}:\d{2}(:\d{2}.*)?)\s*")
@@ -61,6 +62,10 @@ def targets_of(
     low, high = min(array.min() for array in labels.values()), max(array.max() for array in labels.values())
     accepted = f"in 0..{(num_classes or 0) - 1} (-1 stands for an unknown one)"
     check(num_classes is None or (low >= 0 and high < num_classes), f"{where}: labels", [low, high], accepted)
+    different = len(np.unique(np.concatenate([*labels.values()])))
+    if kind is None and num_classes is None and high >= MANY and 2 * different <= high:  # a price, a year
+        what = f"{where} holds {different} different whole numbers up to {high}, which would be as many classes"
+        raise ValueError(f"{what}: give kind='regression' for quantities, or kind='classification' for labels")
     if low < 0:
         labels, names = numbered(labels, column)
         return labels, len(names), names
