@@ -1,5 +1,7 @@
 """A method with mixtures of models from outside the library: trained, evaluated, resumed, in a population."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -160,3 +162,15 @@ def test_a_configured_run_keeps_its_mixtures(tmp_path):
     np.testing.assert_allclose(probabilities.sum(-1), 1, rtol=1e-4)
     with pytest.raises(ValueError, match="mixtures"):
         found.choose({"x": x}, by="inputs")
+
+
+@pytest.mark.parametrize(("make", "cohort"), [(partial(jfcl.fedem, hard=True), 1), (jfcl.ifca, 2)])
+def test_a_history_has_what_its_clients_were_served(make, cohort):
+    """Also of clients that have not taken part, or would now choose otherwise than in their last round."""
+    method = make(TASK, TRAINING, num_clusters=2, cohort=cohort)
+    history = jfcl.simulate(method, TRAIN, key=KEY, num_rounds=8, eval_every=8, test_clients=TEST)
+    served = history.served
+    np.testing.assert_array_equal(served.to, history.clients["model"][0])
+    assert (np.asarray(method.serve(history.state, None).to) != served.to).any()
+    again = jfcl.evaluate(TASK, served.models, TEST, served.to)["loss"]
+    np.testing.assert_allclose(again, history.clients["loss"][0], rtol=1e-5)

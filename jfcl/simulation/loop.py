@@ -50,6 +50,7 @@ class History(NamedTuple):
       ended: why the run ended: all rounds are done, the method's reason (`Entries.ended`), or that of a callback.
       init_rounds: rounds of the method's start, which come before those of the simulation.
       served: what the clients are served in the last state, a `jfcl.Served`; with a leading seed axis as in `state`.
+        With test clients it is what they were evaluated under: its `to` is `clients["model"]`, or the weights.
       rows: of a population, the rows that the method keeps of every client, a `jfcl.simulation.client_rows.ClientRows`;
         `state` and `served` then have those of the last cohort, and `clients` the evaluated clients, with their `id`
         `[E]`, and `weights` `[1, E, K]`, what `served.to` or `served.shares` is of them, where clients have mixtures.

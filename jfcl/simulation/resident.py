@@ -384,8 +384,12 @@ class Resident:
         assessment = assessment or self.evaluate(state, {})
         clients = assessment.of_clients() | {"examples": np.tile(self._size, (len(self._seeds), 1))}
         state = state if num_clients(self._clients) == self._n else _without_padding(state, self.like)
-        weights = assessment.weights  # also those of clients that have not taken part
+        to = clients.get("model") if assessment.weights is None else assessment.weights
+        choices = {"to": to, "found": clients["cluster"]}
         if self._single:
-            state, weights = first_row((state, weights))
+            state, choices = first_row((state, choices))
         served = self.method.serve(state, None) if self._single else self._serve(state)  # shares its arrays
-        return state, clients, served if weights is None else served._replace(to=weights)
+        if self._learns:  # clients have chosen by their examples, also those that have not taken part
+            known = {name: choice for name, choice in choices.items() if getattr(served, name) is not None}
+            served = served._replace(**known)
+        return state, clients, served
