@@ -1,5 +1,6 @@
 """Drift: patterns, data by steps, runs in phases."""
 
+import csv
 import signal
 import subprocess
 import sys
@@ -356,11 +357,25 @@ def test_a_configured_run_keeps_its_results_over_time(tmp_path, capsys):
         ({"population": 100}, "drift must be left out with --population"),
         ({"drift": None, "drift_steps": 3}, "drift_steps must be left out without --drift"),
         ({"method": "cfl", "track_gap": True}, "track_gap must be left out with --drift"),
+        ({"patience": 2}, "patience must be left out with --drift"),
     ],
 )
 def test_wrong_configurations_of_drift_are_refused(options, words):
     with pytest.raises(ValueError, match=words):
         Config(**{"method": "fedavg", "drift": "Y"} | options)
+
+
+@pytest.mark.slow
+def test_a_run_that_ends_early_has_the_clusters_of_its_last_step(tmp_path):
+    class Ends(jfcl.callbacks.Callback):
+        def on_records(self, records):
+            return "enough"
+
+    config = Config("fedavg", drift="sudden", drift_steps=2, clients=4, clusters=2, rounds=2, model="linear")
+    _, _, parts = jfcl.experiments.run(config, out=tmp_path / "run", callbacks=[Ends()])
+    first, last = parts.federation.drift.cluster
+    with (tmp_path / "run" / "clients.csv").open() as file:
+        assert [int(row["true_cluster"]) for row in csv.DictReader(file)] == first.tolist() != last.tolist()
 
 
 def test_a_sweep_refuses_drift():

@@ -255,6 +255,7 @@ def _of_data(config: Config) -> Rules:
         steps = len(drift_pattern(config.drift, config.clients, **options))
         yield config.rounds >= steps, "rounds", f"at least {steps}, one for each step of the drift"
         yield not config.track_gap, "track_gap", "left out with --drift: true clusters change"
+        yield config.patience is None, "patience", "left out with --drift: the run would end before the last step"
     table = config.partition != "distribution" or config.distribution is not None
     yield table, "distribution", "the csv file of a table with --partition distribution"
     if config.store is None or config.population is not None:  # else the store knows its number of clients

@@ -203,13 +203,15 @@ def _write_results(out: Path, summary: dict[str, Any], history: History, parts: 
     if of_all and served.excluded is not None:
         extra["excluded_in_round"] = np.asarray(served.excluded)
     # With several processes this one holds some of the clients only, which are then numbered in their order.
-    cluster, train = parts.federation.cluster, parts.federation.train
+    cluster, train, drift = parts.federation.cluster, parts.federation.train, parts.federation.drift
+    if drift is not None:  # a callback may have ended the run before the last step
+        cluster = drift.cluster[records[-1]["step"]]
     ids = list(range(len(cluster))) if hosts.several() else client_ids(train).tolist()
     contents |= clients_csv(history, parts.seeds, ids, cluster, extra)
     # Pictures, and the parameter trees.
     figures = {"loss": plots.curves({name: records}, "train_loss")}
     drawn = [metric for metric in ("accuracy", "perplexity") if metric in history.clients]
-    if parts.federation.drift is not None:
+    if drift is not None:
         drawn += [metric for metric in ("next_accuracy", "adjusted_rand") if metric in records[0]]
     figures |= {metric: plots.curves({name: records}, metric) for metric in drawn}
     if "accuracy" in history.clients:  # not of a regression
