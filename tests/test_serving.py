@@ -103,6 +103,8 @@ def test_newcomers_choose(folders):
             shifted = logits - logits.max(axis=1, keepdims=True)
             losses.append((np.log(np.exp(shifted).sum(1)) - shifted[np.arange(size), examples["y"]]).mean())
         assert found.choose(examples) == int(np.argmin(losses))
+        other = 1 - int(np.argmin(losses))  # where models are added, one without clients may not exist
+        assert found._replace(adds_models=True, cluster=np.full(6, other)).choose(examples) == other
         means = [
             np.concatenate([train.examples["x"][j][: train.size[j]] for j in np.flatnonzero(found.cluster == k)]).mean(
                 0
@@ -111,6 +113,18 @@ def test_newcomers_choose(folders):
         ]
         nearest = np.argmin([np.square(m - examples["x"].mean(0)).sum() for m in means])
         assert found.choose({"x": examples["x"]}, by="inputs") == np.unique(found.cluster)[nearest]
+
+
+@pytest.mark.slow
+def test_newcomers_choose_among_the_models_that_exist(tmp_path):
+    """FedDrift has one model here, and 31 places for others, which hold what the first one began with."""
+    options = {"clients": 4, "clusters": 2, "rounds": 2, "model": "linear", "drift": "sudden", "drift_steps": 2}
+    run(Config("feddrift", **options, lr=1.0), out=tmp_path)
+    found = load_run(tmp_path)
+    train = found.setup.federation.train
+    for shift in range(10):  # labels that no model knows
+        y = (train.examples["y"][0][: train.size[0]] + shift) % 10
+        assert found.choose({"x": train.examples["x"][0][: train.size[0]], "y": y}) in found.cluster
 
 
 @pytest.mark.slow

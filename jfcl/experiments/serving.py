@@ -38,6 +38,7 @@ class LoadedRun(NamedTuple):
       personal: pytree of `[N, ...]`, the clients' personal parameters; `()` where the run has none.
       weights: `[N, K]` float32, of a run with mixtures of models, those of each client; else None. `cluster` is then
         the model of the largest weight.
+      adds_models: whether the method adds models during a run: those that no client is served may then not exist.
     """
 
     config: Config
@@ -46,6 +47,7 @@ class LoadedRun(NamedTuple):
     cluster: np.ndarray
     personal: PyTree = ()
     weights: np.ndarray | None = None
+    adds_models: bool = False
 
     @property
     def task(self) -> Task:
@@ -108,7 +110,8 @@ class LoadedRun(NamedTuple):
 
         Args:
           examples: `{"x": [B, ...], "y": [B, ...]}` and what else the loss reads; `{"x": [B, ...]}` for `by="inputs"`.
-          by: `"loss"`: the model of lowest mean loss on them (IFCA's choice). `"inputs"`: the cluster of the run with
+          by: `"loss"`: the model of lowest mean loss on them (IFCA's choice), of a method that adds models among those
+            that clients are served. `"inputs"`: the cluster of the run with
             the nearest mean input, for clients without labels. It distinguishes rotated images, not swapped labels.
 
         Raises:
@@ -120,7 +123,8 @@ class LoadedRun(NamedTuple):
         accepted = "a run without personal parameters, of which a new client has none"
         check(not jax.tree.leaves(self.personal), "folder", "one with them", accepted)
         train = self.setup.federation.train
-        return choose(self.setup.task, self.params, self.cluster, train, examples, by)
+        rows = np.unique(self.cluster) if self.adds_models else slice(None)
+        return choose(self.setup.task, self.params, self.cluster, train, examples, by, rows)
 
 
 def load_run(folder: str | Path, *, data_dir: str | None = None) -> LoadedRun:
@@ -170,7 +174,8 @@ def load_run(folder: str | Path, *, data_dir: str | None = None) -> LoadedRun:
     wanted["mixture"] = {"weights": jax.ShapeDtypeStruct(like.to.shape, np.float32)} if is_mixture else ()
     loaded = {part: structured(load_params(folder, part), tree) for part, tree in wanted.items()}
     weights = loaded["mixture"]["weights"] if is_mixture else None
-    return LoadedRun(config, parts, loaded["params"], cluster, loaded["personal"], weights)
+    adds_models = like.active is not None
+    return LoadedRun(config, parts, loaded["params"], cluster, loaded["personal"], weights, adds_models)
 
 
 def npz_bytes(tree: PyTree) -> bytes:
@@ -191,8 +196,16 @@ def structured(arrays: PyTree, like: PyTree) -> PyTree:
     return jax.tree.unflatten(jax.tree.structure(like), leaves)
 
 
-def choose(task: Task, params: PyTree, cluster: np.ndarray, clients: Clients, examples: dict[str, Any], by: str) -> int:
-    """Returns the row of `params` for a new client; see `LoadedRun.choose`."""
+def choose(
+    task: Task,
+    params: PyTree,
+    cluster: np.ndarray,
+    clients: Clients,
+    examples: dict[str, Any],
+    by: str,
+    rows: Any = slice(None),
+) -> int:
+    """Returns the row of `params` for a new client, by loss one of `rows`; see `LoadedRun.choose`."""
     check_choice("by", by, BY)
     needed = tuple(dict.fromkeys(("x", "y", *task.reads))) if by == "loss" else ("x",)
     missing = [name for name in needed if name not in examples]
@@ -207,7 +220,8 @@ def choose(task: Task, params: PyTree, cluster: np.ndarray, clients: Clients, ex
         client = Clients(jax.tree.map(lambda values: np.asarray(values)[None], examples), np.array([len(x)], np.int32))
         if task.num_classes is not None:
             check_labels(client, task.num_classes, name="examples")
-        return int(evaluate(task, params, client, None)["cluster"][0])
+        count, models = len(jax.tree.leaves(params)[0]), jax.tree.map(lambda p: p[rows], params)
+        return int(np.arange(count)[rows][int(evaluate(task, models, client, None)["cluster"][0])])
     # The squared distance between mean inputs, of each cluster that has examples.
     new, distances = x.astype(np.float64).mean(axis=0), {}
     for k in np.unique(cluster).tolist():
