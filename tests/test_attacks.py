@@ -300,6 +300,8 @@ def test_choice_is_a_share_and_depends_on_the_seed():
         ({"aggregator": "krum"}, "aggregator must be a function .updates, mask=.*make_aggregator.*got 'krum'"),
         ({"aggregator": kernels.krum}, "aggregator must be .*missing a required .*num_malicious"),
         ({"adversary": jfcl.Adversary("ipm", np.ones(7, bool))}, "adversary must be jfcl.Adversary"),
+        ({"adversary": jfcl.Adversary(attacks.ipm, np.ones(7, bool))}, "an attack such as jfcl.attacks.ipm.. returns"),
+        ({"client_axis": "vmap"}, "client_axis must be a mapping, such as jax.vmap"),
     ],
 )
 @pytest.mark.parametrize("make", [jfcl.fedavg, jfcl.cfl])

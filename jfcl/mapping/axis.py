@@ -174,7 +174,9 @@ def auto() -> Mapping:
 
 
 def or_auto(client_axis: Mapping | None) -> Mapping:
-    """Returns `client_axis`, or `auto()` for None."""
+    """Returns `client_axis`, or `auto()` for None; raises `ValueError` for what is no mapping, such as its name."""
+    accepted = "a mapping, such as jax.vmap or jfcl.chunked(size)"
+    check(client_axis is None or callable(client_axis), "client_axis", client_axis, accepted)
     return auto() if client_axis is None else client_axis
 
 

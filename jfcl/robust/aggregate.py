@@ -149,7 +149,8 @@ def clients_check(adversary: Adversary | None, weights: str | jax.Array = "size"
     vectors = {} if isinstance(weights, str) else {"weights": weights}
     if adversary is not None:
         kind = "jfcl.Adversary(attack, malicious), with an attack such as jfcl.attacks.ipm() returns"
-        check(isinstance(adversary, Adversary) and callable(adversary.attack), "adversary", adversary, kind)
+        is_one = isinstance(adversary, Adversary) and callable(adversary.attack) and _is_attack(adversary.attack)
+        check(is_one, "adversary", adversary, kind)
         vectors["malicious"] = adversary.malicious
 
     def check_vectors(clients: Clients) -> None:
@@ -157,6 +158,15 @@ def clients_check(adversary: Adversary | None, weights: str | jax.Array = "size"
             check_entries(name, entries, clients)
 
     return check_vectors if vectors else None
+
+
+def _is_attack(function: Callable) -> bool:
+    """Returns whether a function takes the arguments of an attack; `ipm` does not, of which `ipm()` is one."""
+    try:
+        inspect.signature(function).bind(*range(4), **taken_arguments(function, cluster=0, ids=0))
+    except TypeError:
+        return False
+    return True
 
 
 def in_turn(first: Callable[[Clients], None] | None, second: Callable[[Clients], None]) -> Callable[[Clients], None]:
