@@ -305,6 +305,7 @@ def _cell(data_dir: str | None, setting: dict[str, Any], of: Row) -> Row:
 
 
 ATTACKS = {"far": attacks.far, "opposite": attacks.opposite}
+MOMENTA = ("heavy ball", "exponential")  # m <- 0.9 m + g, and m <- 0.9 m + 0.1 g
 # Read off the figure.
 PAPER_6 = {"fedavg": {"far": 10.0, "opposite": 24.0}, "federated_clustering": {"far": 55.0, "opposite": 55.0}}
 
@@ -312,17 +313,22 @@ PAPER_6 = {"fedavg": {"far": 10.0, "opposite": 24.0}, "federated_clustering": {"
 @recipe(
     "federated_clustering.figure6",
     full={"clients": 200, "hostile": 50, "images": 300, "subgroup_size": 25, "epochs": 100, "eval_every": 5}
-    | {"columns": [CODE, CORRECTED], "batches": "in order", "seeds": 1},
+    | {"columns": [CODE, CORRECTED], "methods": list(PAPER_6), "batches": "in order", "seeds": 1}
+    | {"steps": 10, "momentum": "heavy ball"},
     small={"clients": 40, "hostile": 10, "epochs": 10},
 )
 def figure_6(bench: Bench, setting: dict[str, Any]) -> Outcome:
     """FC, figure 6: hostile gradients, private labels on MNIST.
 
-    A fifth of the clients hostile, with gradients far away or opposite to a good client's; accuracy by epoch.
+    A fifth of the clients hostile, with gradients far away or opposite to a good client's; accuracy by epoch. An
+    epoch has at most so many `steps`: ten batches of 32 are all images. With `momentum="exponential"` the clients'
+    momentum is that of the paper's Algorithm 4.
     """
-    check_choice("batches", setting["batches"], BATCHES)
+    for name, choices in {"batches": BATCHES, "momentum": MOMENTA}.items():
+        check_choice(name, setting[name], choices)
     normalised_mnist(bench.data_dir)
-    cells = [{"attack": a, "column": c, "method": m} for a, c, m in product(ATTACKS, setting["columns"], PAPER_6)]
+    parts = product(ATTACKS, setting["columns"], setting["methods"])
+    cells = [{"attack": a, "column": c, "method": m} for a, c, m in parts]
     rows, (figure, [line]) = [], report.panels(10, 3.8, 1, 2, sharey=True)
     for cell, kept in zip(cells, report.kept_cells(bench, _attacked, setting, cells), strict=True):
         attack, column, method = cell.values()
@@ -341,11 +347,13 @@ def _attacked(data_dir: str | None, setting: dict[str, Any], of: Row) -> Row:
     good, hostile, of_code = setting["clients"], setting["hostile"], column == CODE
     options = {"adversary": Adversary(ATTACKS[attack](), np.arange(good + hostile) >= good)}
     task, one = likelihood_task(column), one_step()
+    if setting["momentum"] == "exponential":
+        one = one._replace(optimizer=optax.chain(optax.ema(0.9, debias=False), optax.sgd(0.1)))
     if method == "fedavg":
         algorithm = methods.fedavg(task, one, weights="equal", **options)
     else:
         algorithm = methods.federated_clustering(task, one, **clustering(column, setting, 10), **options)
     schedule = {name: setting[name] for name in ("epochs", "eval_every", "images", "hostile")}
-    schedule |= {"rounds": -(-setting["images"] // BATCH), "redraw": of_code}
+    schedule |= {"rounds": min(setting["steps"], -(-setting["images"] // BATCH)), "redraw": of_code}
     in_order, dataset = of_code and setting["batches"] == "in order", normalised_mnist(data_dir)
     return accuracies(algorithm, dataset, "private_label", good, seed, in_order=in_order, **schedule) | of
