@@ -19,7 +19,6 @@ from jfcl.models import conv, max_pool
 from jfcl.models.tasks import cross_entropy
 from jfcl.training.losses import blank_padding
 
-CNN = jfcl.models.classification(jfcl.models.CNNMnist(3), (14, 14, 1), 3)
 NHWC = ("NHWC", "HWIO", "NHWC")
 
 
@@ -122,33 +121,38 @@ def images(n=4, m=6):
     return jfcl.Clients(examples, np.array([m, m - 2, m, 1][:n], np.int32))
 
 
+@pytest.fixture(scope="module")
+def cnn():
+    return jfcl.models.classification(jfcl.models.CNNMnist(3), (14, 14, 1), 3)
+
+
 @pytest.mark.slow
-def test_a_task_accepts_flat_inputs():
+def test_a_task_accepts_flat_inputs(cnn):
     batch = {name: value[0] for name, value in images().examples.items()}
     flat = {**batch, "x": batch["x"].reshape(6, -1)}
-    params = CNN.init(jax.random.key(0))
-    np.testing.assert_array_equal(CNN.loss(params, flat), CNN.loss(params, batch))
-    for function in (CNN.apply, CNN.represent):
+    params = cnn.init(jax.random.key(0))
+    np.testing.assert_array_equal(cnn.loss(params, flat), cnn.loss(params, batch))
+    for function in (cnn.apply, cnn.represent):
         np.testing.assert_array_equal(function(params, flat["x"]), function(params, batch["x"]))
 
 
-def test_an_accelerator_holds_images_flat(monkeypatch):
-    clients, others = images(), jfcl.models.task(CNN.init, CNN.apply, kind="classification")
-    assert mapping.held(jax.vmap, CNN, clients) is clients
+def test_an_accelerator_holds_images_flat(cnn, monkeypatch):
+    clients, others = images(), jfcl.models.task(cnn.init, cnn.apply, kind="classification")
+    assert mapping.held(jax.vmap, cnn, clients) is clients
     monkeypatch.setattr(axis, "platform", lambda devices=None: "tpu")
-    held = mapping.held(jax.vmap, CNN, clients)
+    held = mapping.held(jax.vmap, cnn, clients)
     np.testing.assert_array_equal(held.examples["x"], clients.examples["x"].reshape(4, 6, 196))
     assert held.examples["y"] is clients.examples["y"] and held.size is clients.size
-    shapes = mapping.held(jax.vmap, CNN, jax.eval_shape(lambda: jax.tree.map(jnp.asarray, clients)))
+    shapes = mapping.held(jax.vmap, cnn, jax.eval_shape(lambda: jax.tree.map(jnp.asarray, clients)))
     assert shapes.examples["x"].shape == (4, 6, 196)
-    assert mapping.held(jax.vmap, others, clients) is clients and mapping.held(jax.vmap, CNN, None) is None
+    assert mapping.held(jax.vmap, others, clients) is clients and mapping.held(jax.vmap, cnn, None) is None
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("augment", [None, jfcl.augment.flip])
-def test_a_run_on_flat_images_is_that_on_images(augment, monkeypatch):
+def test_a_run_on_flat_images_is_that_on_images(augment, cnn, monkeypatch):
     training = jfcl.local_training(optax.sgd(0.1), num_steps=2, batch_size=4, augment=augment)
-    algorithm = jfcl.fedavg(CNN, training, client_axis=jax.vmap)
+    algorithm = jfcl.fedavg(cnn, training, client_axis=jax.vmap)
 
     def run():
         clients = images()

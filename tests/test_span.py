@@ -309,11 +309,9 @@ def test_optimizers_that_leave_the_span_are_refused(optimizer):
         as_optax_needs(local.trains_in_span, MLP, training, params, M)
 
 
-@pytest.mark.slow_cases("task0-options0-False-no dense_start")
 @pytest.mark.parametrize(
     ("task", "options", "anchored", "words"),
     [
-        (jfcl.models.classification(jfcl.models.CNNMnist(10), (28, 28, 1), 10), {}, False, "no dense_start"),
         (MLP._replace(apply=lambda params, x: MLP.apply(params, x)), {}, False, "no dense_start"),
         (MLP, {"augment": lambda key, batch: batch}, False, "augment changes"),
         (MLP, {"keep": "everything"}, False, "from outside"),
