@@ -5,12 +5,14 @@ The processes that run tests set JAX up by `running.py`; the one that only hands
 
 import atexit
 import doctest
+import fcntl
 import fnmatch
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 os.environ.setdefault("MPLBACKEND", "agg")
@@ -48,6 +50,50 @@ def data_dir() -> Path:
     if not folder or not Path(folder).is_dir():
         pytest.skip("set JFCL_DATA_DIR to a folder with the official data files to run this test")
     return Path(folder).resolve()
+
+
+@pytest.fixture(scope="session")
+def once(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Callable[[str, Callable[[Path], None]], Path]:
+    """`once(name, fill)` is a folder that `fill(folder)` fills for all processes, in the first that asks for it."""
+    base = tmp_path_factory.getbasetemp()
+    base = base if worker_id == "master" else base.parent
+
+    def filled(name, fill):
+        with (base / f"{name}.lock").open("a+") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if lock.tell() == 0:
+                shutil.rmtree(base / name, ignore_errors=True)  # of one that failed
+                fill(base / name)
+                lock.write("filled")
+        return base / name
+
+    return filled
+
+
+@pytest.fixture(scope="session")
+def finished_runs(once) -> Path:
+    """Finished runs of the command line, of IFCA with two seeds and of FedAvg, which no test changes."""
+    quick = ["--clients", "8", "--clusters", "2", "--rounds", "4", "--local-steps", "2", "--model", "linear", "--quiet"]
+
+    def fill(folder):
+        from jfcl import cli
+
+        for method in ("ifca", "fedavg"):
+            assert cli.main(["run", method, *quick, "--seeds", "2", "--out", str(folder / method)]) == 0
+
+    return once("runs", fill)
+
+
+@pytest.fixture(scope="session")
+def finished_run(once) -> Path:
+    """A finished run of FedAvg with one seed, as small as can be, which no test changes."""
+
+    def fill(folder):
+        from jfcl.experiments import Config, run
+
+        run(Config("fedavg", clients=4, clusters=2, rounds=2, model="linear", examples_per_client=8), out=folder)
+
+    return once("run", fill)
 
 
 @pytest.fixture(params=["cpu", "gpu", "tpu"])

@@ -42,13 +42,6 @@ NAMES += ["trackers.json", "client_rows", "client_rows/undo-00000002", "store", 
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("finished") / "run"
-    run(Config("fedavg", **OPTIONS), out=folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
 def swept(tmp_path_factory):
     folder = tmp_path_factory.mktemp("swept") / "sweep"
     run_sweep(Config("fedavg", **OPTIONS | {"rounds": 1}), {"lr": [0.1, 0.2]}, out=folder)
@@ -56,8 +49,8 @@ def swept(tmp_path_factory):
 
 
 @pytest.fixture
-def copy(finished, tmp_path):
-    shutil.copytree(finished, tmp_path / "run")
+def copy(finished_run, tmp_path):
+    shutil.copytree(finished_run, tmp_path / "run")
     return tmp_path / "run"
 
 
@@ -96,12 +89,12 @@ def make_odd(place: Path, kind: str, outside: Path) -> None:
 
 @pytest.mark.slow_cases("link", "link to a folder", "broken link", "socket")
 @pytest.mark.parametrize("kind", ODD)
-def test_what_is_no_plain_file_is_refused_wherever_it_is(kind, finished, tmp_path, capsys):
+def test_what_is_no_plain_file_is_refused_wherever_it_is(kind, finished_run, tmp_path, capsys):
     """By every command, before anything is changed; on a FIFO, a command that reads would hang."""
     for i, name in enumerate(NAMES):
         folder, outside = tmp_path / f"{i}" / "run", tmp_path / f"{i}" / "outside"
         outside.mkdir(parents=True)
-        shutil.copytree(finished, folder)
+        shutil.copytree(finished_run, folder)
         make_odd(folder / name, kind, outside)
         before = content(tmp_path / f"{i}")
         flags = [part for key, value in OPTIONS.items() for part in (f"--{key.replace('_', '-')}", str(value))]

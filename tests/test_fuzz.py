@@ -198,13 +198,6 @@ def alone(tmp_path, monkeypatch):
     monkeypatch.setattr(cli, "_compilation_cache", lambda: None)
 
 
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("runs") / "run"
-    assert cli.main(["run", "fedavg", *TINY, "--out", str(folder)]) == 0
-    return folder
-
-
 @pytest.fixture
 def folder(tmp_path) -> Path:
     return tmp_path / "here"
@@ -293,9 +286,9 @@ def test_every_flag_refuses_what_it_cannot_take(folder, capsys, no_computing):
 @pytest.mark.slow
 @quiet
 @pytest.mark.parametrize(("command", "action"), FLAGS, ids=NAMES)
-def test_twelve_values_of_every_flag(command, action, folder, finished, capsys, monkeypatch):
+def test_twelve_values_of_every_flag(command, action, folder, finished_run, capsys, monkeypatch):
     if command in ("compare", "report"):
-        shutil.copytree(finished, folder.parent / "finished")
+        shutil.copytree(finished_run, folder.parent / "finished")
     values = VALUES[kind(action)]
     if action.dest == "rounds":  # so many are accepted, and run for as long; see below
         values = [v for v in values if v not in ("1000000000", "2147483647")]
@@ -399,9 +392,9 @@ def test_odd_configurations_are_refused(folder, capsys, no_computing):
 
 
 @quiet
-def test_odd_files_of_a_run_are_refused(folder, finished, capsys, no_computing):
-    shutil.copytree(finished, folder / "run")
-    summary, config = (json.loads((finished / name).read_text()) for name in ("summary.json", "config.json"))
+def test_odd_files_of_a_run_are_refused(folder, finished_run, capsys, no_computing):
+    shutil.copytree(finished_run, folder / "run")
+    summary, config = (json.loads((finished_run / name).read_text()) for name in ("summary.json", "config.json"))
     changed = [{"mean": None}, {"mean": {}}, {"std": {}}, {"per_seed": [1]}, {"per_seed": []}, {"per_seed": [{}]}]
     changed += [{"split_hash": None}, {"bytes_up": "x"}, {"num_clusters": None}, {"method": 3}, {"num_rounds": True}]
     texts = {"summary.json": [json.dumps(summary | change) for change in changed] + ["[" * 100_000, "null", ""]}
@@ -414,14 +407,14 @@ def test_odd_files_of_a_run_are_refused(folder, finished, capsys, no_computing):
             assert cli.main(["compare", "run", "--out", "out"]) == 2
             printed = capsys.readouterr().err
             assert name in printed and "Traceback" not in printed, text[:100]
-        shutil.copy(finished / name, folder / "run")
+        shutil.copy(finished_run / name, folder / "run")
     clients = ["a,b\n1,2\n", "", "seed,client,cluster\n0,0,99999999999999\n", "seed,client,cluster\n0,0,1\n"]
     configs = [config | change for change in ({"newer_option": 1}, {"lr": "x"}, {"split_hash": "other"})]
     for name, text in [("clients.csv", t) for t in clients] + [("config.json", json.dumps(c)) for c in configs]:
         (folder / "run" / name).write_text(text)
         with pytest.raises(ValueError, match=name):
             load_run(folder / "run")
-        shutil.copy(finished / name, folder / "run")
+        shutil.copy(finished_run / name, folder / "run")
     shutil.move(folder / "run", folder / "$\\frac{x$")  # no formula
     with pytest.raises(Computes):
         cli.main(["compare", "$\\frac{x$", "--out", "out"])
@@ -429,10 +422,10 @@ def test_odd_files_of_a_run_are_refused(folder, finished, capsys, no_computing):
 
 
 @quiet
-def test_odd_warm_starts_are_refused(folder, finished, capsys, no_computing):
+def test_odd_warm_starts_are_refused(folder, finished_run, capsys, no_computing):
     (folder / "run").mkdir()
     file = folder / "run" / "params.npz"
-    with np.load(finished / "params.npz") as arrays:
+    with np.load(finished_run / "params.npz") as arrays:
         good = dict(arrays)
     bias = good["Dense_0/bias"]
     changes = {"finite": np.where(bias == bias[0], np.nan, bias), "numbers": np.full(bias.shape, "x")}

@@ -2,7 +2,6 @@
 
 import base64
 import csv
-import fcntl
 import html.parser
 import io
 import json
@@ -49,18 +48,15 @@ def _no_cache(monkeypatch):
 
 
 @pytest.fixture(scope="session")
-def finished(tmp_path_factory, worker_id):
+def finished(once):
     """Two finished runs, once for all workers: CFL with a tree, and local training with a model for each client."""
-    base = tmp_path_factory.getbasetemp()
-    folder = (base if worker_id == "master" else base.parent) / "report"
-    folder.mkdir(exist_ok=True)
-    with (folder / "lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not (folder / "runs" / "local" / "report.html").exists():
-            tree = {"eps_1": float("inf"), "eps_2": 1e-6, "max_clusters": 6, "heterogeneity": "label_swap"}
-            run(Config("cfl", **tree, **SHARED), out=folder / "runs" / "cfl")
-            run(Config("local", **SHARED), out=folder / "runs" / "local")
-    return folder / "runs"
+
+    def fill(folder):
+        tree = {"eps_1": float("inf"), "eps_2": 1e-6, "max_clusters": 6, "heterogeneity": "label_swap"}
+        run(Config("cfl", **tree, **SHARED), out=folder / "cfl")
+        run(Config("local", **SHARED), out=folder / "local")
+
+    return once("reported", fill)
 
 
 @pytest.fixture
