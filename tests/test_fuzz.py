@@ -248,6 +248,13 @@ def no_computing(monkeypatch):
     monkeypatch.setattr(plots, "save", computes)
 
 
+@pytest.fixture
+def few_programs():
+    """Thousands of programs in one process end it."""
+    yield
+    jfcl.clear_programs(), jax.clear_caches()
+
+
 def check_all(cases: list[tuple[list[str], list[str]]], folder: Path, capsys) -> None:
     """Judges command lines one after the other, cleaning up behind each; fails with all that went wrong, in words."""
     failures = []
@@ -262,7 +269,6 @@ def check_all(cases: list[tuple[list[str], list[str]]], folder: Path, capsys) ->
             failures.append(f"{short(line)}: {type(error).__name__}: {what} ({where.filename}:{where.lineno})")
         for made in sorted(folder.rglob("*"), reverse=True):
             made.rmdir() if made.is_dir() and not made.is_symlink() else made.unlink()
-    jfcl.clear_programs(), jax.clear_caches()  # thousands of programs in one process end it
     if failures:
         pytest.fail("\n\n".join([f"{len(failures)} of {len(cases)} command lines:", *failures]), pytrace=False)
 
@@ -286,7 +292,7 @@ def test_every_flag_refuses_what_it_cannot_take(folder, capsys, no_computing):
 @pytest.mark.slow
 @quiet
 @pytest.mark.parametrize(("command", "action"), FLAGS, ids=NAMES)
-def test_twelve_values_of_every_flag(command, action, folder, finished_run, capsys, monkeypatch):
+def test_twelve_values_of_every_flag(command, action, folder, finished_run, capsys, monkeypatch, few_programs):
     if command in ("compare", "report"):
         shutil.copytree(finished_run, folder.parent / "finished")
     values = VALUES[kind(action)]
@@ -307,7 +313,7 @@ def no_compiler(target: targets.Target):
 @pytest.mark.slow
 @quiet
 @pytest.mark.parametrize("seed", range(40))
-def test_random_pairs_of_flags(seed, folder, capsys):
+def test_random_pairs_of_flags(seed, folder, capsys, few_programs):
     rng = random.Random(seed)
     of_run = [action for command, action in FLAGS if command == "run" and action.option_strings]
     cases = []
