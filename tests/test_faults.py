@@ -313,7 +313,7 @@ def test_an_error_of_the_disk_below_the_rows_of_clients_costs_nothing(code, ever
     fail_at_every(every, code, run_population, check_population, monkeypatch, tmp_path)
 
 
-@pytest.mark.parametrize("every", [pytest.param(1, marks=pytest.mark.slow), 17])
+@pytest.mark.parametrize("every", [pytest.param(1, marks=pytest.mark.slow), 37])
 def test_a_population_survives_a_kill_after_every_operation(every, monkeypatch, tmp_path):
     found = snapshots(monkeypatch, tmp_path, False, run_population)
     assert len(found) > 60
