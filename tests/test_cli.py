@@ -642,7 +642,7 @@ def test_a_corrupted_file_is_noticed(tmp_path, capsys):
 
 
 def test_diverging_stops_with_status_1(tmp_path, capsys):
-    assert cli.main(["run", "fedavg", *QUICK, "--lr", "1e38", "--out", str(tmp_path / "x")]) == 1
+    assert cli.main(["run", "fedavg", *QUICK, "--seeds", "2", "--lr", "1e38", "--out", str(tmp_path / "x")]) == 1
     printed = capsys.readouterr().err
     assert "lower learning rate" in printed and "Traceback" not in printed
 
@@ -653,7 +653,7 @@ def test_ctrl_c_saves_and_says_how_to_go_on(tmp_path, capsys, monkeypatch):
             signal.raise_signal(signal.SIGINT)
 
     monkeypatch.setitem(trackers.TRACKERS, "wandb", lambda: types.SimpleNamespace(on_records=press))
-    run = ["run", "fedavg", *QUICK, "--eval-every", "1", "--track", "wandb", "--out", str(tmp_path / "x")]
+    run = ["run", "fedavg", *QUICK, "--seeds", "2", "--track", "wandb", "--out", str(tmp_path / "x")]
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # it is ignored in the background
     try:
         assert cli.main(run) == 130
