@@ -507,7 +507,7 @@ def test_the_clients_of_cfla():
         rows = np.concatenate([part.examples["x"][i, : part.size[i], 0] for part, i in parts])
         assert sorted(rows) == np.flatnonzero((y >= first) & (y <= last)).tolist()
     assert (train.size == (train.size + test.size) // 5).all()
-    network = LeNet5(10).init(jax.random.key(0), jnp.zeros((1, 28, 28, 1)))
+    network = jax.eval_shape(LeNet5(10).init, jax.random.key(0), jnp.zeros((1, 28, 28, 1)))
     assert sum(p.size for p in jax.tree.leaves(network)) == 61_706
 
 
