@@ -91,7 +91,7 @@ clients, cluster, task, training = problem()
 axis = jfcl.sharded(jfcl.client_mesh())
 mine = jax.tree.map(lambda x: x[jfcl.mapping.own_rows(axis, len(cluster))], clients)
 algorithm = jfcl.ifca(task, training, num_clusters=2, client_axis=axis)
-options = {"key": jax.random.key(0), "num_rounds": 2, "true_cluster": cluster, "client_axis": axis}
+options = {"key": jax.random.key(0), "num_rounds": 2, "client_axis": axis}
 jfcl.simulate(algorithm, mine, out="out", **options)
 """
 
@@ -104,9 +104,9 @@ def test_two_processes_find_what_one_finds(tmp_path):
     finally:
         for p in processes:
             p.kill()
-    clients, cluster, task, training = problem()
+    clients, _, task, training = problem()
     algorithm, options = jfcl.ifca(task, training, num_clusters=2), {"key": jax.random.key(0), "num_rounds": 2}
-    alone = jfcl.simulate(algorithm, clients, true_cluster=cluster, **options).records
+    alone = jfcl.simulate(algorithm, clients, **options).records
     two = records(tmp_path / "out")
     assert [r["round"] for r in two] == [1, 2]
     for a, b in zip(two, alone, strict=True):
