@@ -104,7 +104,8 @@ def build(
       distribution: `[N, num_classes]` for "distribution": the clients' shares in the examples of each label, among the
         clients that divide the same examples (those of a cluster, where `reuse` is "cluster").
       examples_per_client: the number of each client's training examples: exactly ("iid", "stratified"), at most
-        ("writer"), or on average (others). `None`: all examples are used.
+        ("writer"), or on average (others; less with "pathological" where the clients do not have all labels). `None`:
+        all examples are used.
       test_fraction: the share held out where there is no official test split, in `(0, 1)`; of writers, of each that has
         no examples in the official one. A writer with one example is no client, since none is left to be tested on;
         `description` counts and names such writers.
