@@ -191,7 +191,7 @@ def which_is_best(say: Evidence, ranks: Ranks, about: Row) -> tuple[str, str] | 
         winners.setdefault(winner, []).append(f"{shift.replace('_', ' ')} ({text})")
     i = ranks.methods.index(first)
     others = [j for j, m in enumerate(ranks.methods) if m not in (first, BOUND)]
-    near = [ranks.methods[j] for j in others if abs(ranks.mean[j] - ranks.mean[i]) < ranks.difference]
+    near = [ranks.methods[j] for j in others if abs(ranks.tested[j] - ranks.tested[i]) < ranks.difference]
     each = [f"{winner} under {listed(of)}" for winner, of in winners.items()]
     of_mode = f"With {'an' if ranks.mode == 'auto' else 'a'} {MODES[ranks.mode]}"
     text = f"**{of_mode}, {first} has the best mean rank** of those that can be chosen: {ranks.mean[i]:.1f}, with an "

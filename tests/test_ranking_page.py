@@ -77,8 +77,8 @@ def test_the_tables_have_the_ranks_of_the_runs(name):
             where = {"data": data, "shift": shift, "strength": strength}
             found, of = means(result, runs, mode, **where), ranked(result, runs, mode, **where)
             failed = {m: sum(not run["accuracy"] for run in of[m]) for m in mean_ranks}  # each is worse than any result
-            each.append(scipy.stats.rankdata([2 * failed[m] - found.get(m, 0) for m in mean_ranks]))
-        np.testing.assert_allclose(np.mean(each, axis=0), [*mean_ranks.values()], atol=0.11)  # the scores are rounded
+            each.append(scipy.stats.rankdata([round(2 * failed[m] - found.get(m, 0), 6) for m in mean_ranks]))
+        np.testing.assert_allclose(np.mean(each, axis=0), [*mean_ranks.values()], atol=0.051)  # one decimal
         assert [*mean_ranks.values()] == sorted(mean_ranks.values())
 
 

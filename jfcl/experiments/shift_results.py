@@ -134,8 +134,13 @@ class Ranks(NamedTuple):
         return len(self.methods) > 1 and len(self.problems) > 1
 
     @property
+    def tested(self) -> np.ndarray:
+        """The mean ranks over problems `[A]`, of the means over their strengths: those that tests compare."""
+        return ranking.ranks(self.scores).mean(axis=0)
+
+    @property
     def difference(self) -> float:
-        """The critical difference."""
+        """The critical difference of `tested`."""
         return ranking.critical_difference(len(self.methods), len(self.problems))
 
     def over_settings(self, metric: str) -> list[float | None]:

@@ -179,9 +179,13 @@ def _rank_parts(ranks: Ranks) -> dict[str, Any]:
     caption = "Mean ranks, with bootstrap intervals of 95 % over seeds and clients."
     figures = [figure(None, f"intervals-{mode}", draw, caption)]
     if ranks.is_tested:
-        draw = partial(ranking.plot_difference, methods, ranks.mean, ranks.difference)
-        caption = "Critical-difference diagram: a bar joins methods whose mean ranks differ by less than"
-        caption += f" {ranks.difference:.2f}, which Nemenyi's test does not tell apart at 5 %."
+        order = np.argsort(ranks.tested, kind="stable")
+        names = [methods[i] for i in order]
+        draw = partial(ranking.plot_difference, names, ranks.tested[order], ranks.difference)
+        caption = (
+            "Critical-difference diagram of the mean ranks over pairs of a data set and a shift: a bar joins methods"
+        )
+        caption += f" that differ by less than {ranks.difference:.2f}, which Nemenyi's test does not tell apart at 5 %."
         figures.append(figure(None, f"difference-{mode}", draw, caption))
     # The accuracy by cost, without the method that nobody can choose.
     chosen = [i for i, method in enumerate(methods) if method != BOUND]
@@ -265,9 +269,9 @@ def _findings(ranks: Ranks) -> dict[str, Any]:
     facts = {"best": best, "below": below, "left_out": ranks.rows[len(methods) :]}
     if best is None or not ranks.is_tested:
         return facts
-    pairs, near = ranking.neighbours(ranks.scores), np.abs(ranks.mean - ranks.mean[best]) < ranks.difference
+    pairs, near = ranking.neighbours(ranks.scores), np.abs(ranks.tested - ranks.tested[best]) < ranks.difference
     facts["near"] = [m for i, m in enumerate(methods) if near[i] and i != best]
-    facts |= {"p": ranking.friedman(ranks.mean, problems)[1], "told": sum(p < ranking.LEVEL for p in pairs)}
+    facts |= {"p": ranking.friedman(ranks.tested, problems)[1], "told": sum(p < ranking.LEVEL for p in pairs)}
     return facts | {"least": 2.0 ** (1 - problems), "too_few": 2.0 ** (1 - problems) * len(pairs) >= ranking.LEVEL}
 
 
