@@ -409,7 +409,9 @@ NEEDED |= {"federated_clustering": {"quantile": 0.5}, "myopic_clustering": {"qua
 NEEDED |= {"momentum_clustering": {"quantile": 0.5}, "warmup_cosine": {"schedule": "warmup_cosine"}}
 
 
-@pytest.mark.slow_cases("*_clustering-*", "*cfl-*", "fedavg-warmup_cosine", "fedgroup-*", "flhc-*")
+@pytest.mark.slow_cases(
+    "*_clustering-*", "*cfl-*", "fedavg-warmup_cosine", "fedgroup-*", "fedgwc-*", "flhc-*", "flux-*"
+)
 @pytest.mark.parametrize(
     ("method", "names"), TRACED, ids=lambda value: value if isinstance(value, str) else " ".join(value)
 )
