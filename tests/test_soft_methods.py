@@ -238,6 +238,7 @@ def fitted(models, data, steps):
     return mixtures
 
 
+@pytest.mark.slow_cases("fedrc")
 @pytest.mark.parametrize("make", [jfcl.fedem, jfcl.fedrc], ids=["fedem", "fedrc"])
 def test_clients_without_a_round_fit_their_mixtures_and_hard_serves_the_largest_weight(make):
     data, new = clients(), clients(seed=5, n=6)
