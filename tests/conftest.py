@@ -109,7 +109,8 @@ def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
 
 
 SLOW = doctest.register_optionflag("SLOW")
-COMPILING = tuple(f"jfcl.{folder}." for folder in ("kernels", "methods", "models", "robust", "training"))
+FOLDERS = ("kernels", "mapping", "methods", "models", "robust", "simulation", "training")
+COMPILING = tuple(f"jfcl.{folder}." for folder in FOLDERS)
 
 
 @pytest.hookimpl(tryfirst=True)

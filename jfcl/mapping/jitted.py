@@ -159,7 +159,7 @@ def clear_programs() -> None:
     of other code too.
 
     Example:
-      >>> import jax, jfcl, numpy as np, optax  # doctest: +SLOW
+      >>> import jax, jfcl, numpy as np, optax
       >>> from jfcl.testing import problem
       >>> clients, _, task, training = problem()
       >>> for count in (1, 2):

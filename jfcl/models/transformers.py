@@ -78,7 +78,7 @@ class ViT(nn.Module):
       dropout: in training, see `TransformerBlock`, and of the first layer's outputs.
 
     Example:
-      >>> import jax, jax.numpy as jnp  # doctest: +SLOW
+      >>> import jax, jax.numpy as jnp
       >>> tiny = ViT(10, width=8, depth=1, heads=2)
       >>> tiny.init_with_output(jax.random.key(0), jnp.ones((2, 8, 8, 3)))[0].shape
       (2, 10)
@@ -128,7 +128,7 @@ class GPT(nn.Module):
       width, depth, heads, hidden, dropout: as in `ViT`, of words.
 
     Example:
-      >>> import jax, jax.numpy as jnp  # doctest: +SLOW
+      >>> import jax, jax.numpy as jnp
       >>> tiny = GPT(50, width=8, depth=1, heads=2)
       >>> tiny.init_with_output(jax.random.key(0), jnp.ones((2, 7), jnp.int32))[0].shape
       (2, 7, 50)

@@ -145,7 +145,7 @@ def sweep(
       KeyboardInterrupt: on Ctrl-C; finished cells are kept.
 
     Example:
-      >>> import jax, jfcl, numpy as np, optax  # doctest: +SLOW
+      >>> import jax, jfcl, numpy as np, optax
       >>> task = jfcl.models.task(lambda key: {"b": jax.numpy.zeros(())}, lambda p, x: x + p["b"], kind="regression")
       >>> clients = jfcl.Clients({"x": np.zeros((2, 5), np.float32), "y": np.ones((2, 5), np.float32)}, np.full(2, 5))
       >>> def make(lr, num_clusters):
