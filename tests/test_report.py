@@ -60,6 +60,12 @@ def finished(once):
 
 
 @pytest.fixture
+def undrawn(monkeypatch):
+    """Pictures that are not looked at have no content, most of a report's time."""
+    monkeypatch.setattr(plots, "png", lambda figure: b"\x89PNG\r\n\x1a\n" + bytes(16))
+
+
+@pytest.fixture
 def copy(finished, tmp_path):
     """A copy of the finished runs, to be changed."""
     shutil.copytree(finished, tmp_path / "runs")
@@ -267,6 +273,7 @@ def test_a_report_changes_nothing_else(copy):
     assert {name for name in after if after[name] != before[name]} <= {"cfl/report.html"}
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_several_runs_side_by_side(copy, capsys):
     before = contents(copy)
     folders = [str(copy / "cfl"), str(copy / "local")]
@@ -289,6 +296,7 @@ def test_several_runs_side_by_side(copy, capsys):
     assert comparison.unused(copy / "report", ".html") == copy / "report-2.html"  # what is there stays
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_the_commands_on_the_page_are_those_of_the_command_line(finished, copy):
     stop(copy / "cfl")
     with pytest.warns(UserWarning, match="is missing"):
@@ -320,6 +328,7 @@ def change(folder: Path, **entries) -> None:
     (folder / "summary.json").write_text(json.dumps(files.seal(summary)))
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_names_are_shown_as_they_are(copy):
     name = "<script>alert(1)</script> & $\\frac{x$ '\""
     folder = copy / name.replace("/", "|")
@@ -351,6 +360,7 @@ def stop(folder: Path) -> None:
     last.rename(last.with_name("2"))
 
 
+@pytest.mark.usefixtures("undrawn")
 @notes
 def test_an_unfinished_run_is_reported_up_to_its_last_round(copy, capsys):
     folder = copy / "cfl"
@@ -376,6 +386,7 @@ def test_an_unfinished_run_is_reported_up_to_its_last_round(copy, capsys):
     assert "worst" not in page_of(folder).tables
 
 
+@pytest.mark.usefixtures("undrawn")
 @notes
 def test_a_folder_of_simulate_is_reported(finished, tmp_path):
     (tmp_path / "run").mkdir()
@@ -413,6 +424,7 @@ def test_a_run_in_python_beside_one_of_the_command_line(finished, copy):
     assert "mine-worst" in page.tables and "true cluster" in page.tables["mine-worst"][0]
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_options_are_shown_as_they_were_used(copy):
     change(copy / "local", optimizer="sgd", eval_every=1)
     sides = Page(report([copy / "cfl", copy / "local"], out=copy / "x.html").read_bytes()).rows("differences")
@@ -514,6 +526,7 @@ def test_what_is_no_run_is_refused(copy, tmp_path, capsys):
         report([])
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_a_run_that_another_process_writes_is_reported_elsewhere(copy, capsys):
     held, done = threading.Event(), threading.Event()
 
