@@ -64,7 +64,7 @@ def targets_of(
     check(num_classes is None or (low >= 0 and high < num_classes), f"{where}: labels", [low, high], accepted)
     different = len(np.unique(np.concatenate([*labels.values()])))
     if kind is None and num_classes is None and high >= MANY and 2 * different <= high:  # a price, a year
-        what = f"{where} holds {different} different whole numbers up to {high}, which would be as many classes"
+        what = f"{where} holds {different} different whole numbers up to {high}, which would be {high + 1} classes"
         raise ValueError(f"{what}: give kind='regression' for quantities, or kind='classification' for labels")
     if low < 0:
         labels, names = numbered(labels, column)
