@@ -317,6 +317,9 @@ def test_fedavg_has_the_accuracy_of_a_fesem_that_begins_with_equal_models():
 
 
 def test_clusters_of_two_labels_are_found():
+    found = {r["method"]: r for r in rows("clove.labels-mnist-full")}
+    assert abs(found["CLoVE"]["difference"]) < 0.1 and found["CLoVE"]["accuracy %"] > found["IFCA"]["accuracy %"] + 0.7
+    assert found["CLoVE"]["adjusted Rand"] == found["FedGroup"]["adjusted Rand"] == 1 > found["IFCA"]["adjusted Rand"]
     for row in rows("clove.labels-small"):
         assert row["adjusted Rand"] == 1 and abs(row["difference"]) < 2
 
