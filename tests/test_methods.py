@@ -100,7 +100,7 @@ def test_no_device_gathers_the_data_of_others(name):
     assert "all-reduce" in text or "all-gather" in text or name == "local", "nothing is said between devices at all"
 
 
-@pytest.mark.parametrize("name", quick("fedavg"))
+@pytest.mark.parametrize("name", quick("ifca"))
 def test_conformance(name):
     check_algorithm(
         factory(name),
