@@ -111,8 +111,8 @@ class LoadedRun(NamedTuple):
         Args:
           examples: `{"x": [B, ...], "y": [B, ...]}` and what else the loss reads; `{"x": [B, ...]}` for `by="inputs"`.
           by: `"loss"`: the model of lowest mean loss on them (IFCA's choice), of a method that adds models among those
-            that clients are served. `"inputs"`: the cluster of the run with
-            the nearest mean input, for clients without labels. It distinguishes rotated images, not swapped labels.
+            that clients are served. `"inputs"`: the cluster of the run with the nearest mean input, for clients without
+            labels. It distinguishes rotated images, not swapped labels.
 
         Raises:
           ValueError: an unknown `by`; examples of another shape than those of the run; a run with personal parameters,
@@ -205,7 +205,7 @@ def choose(
     by: str,
     rows: Any = slice(None),
 ) -> int:
-    """Returns the row of `params` for a new client, by loss one of `rows`; see `LoadedRun.choose`."""
+    """Returns the row of `params` for a new client, one of `rows` if it is chosen by loss; see `LoadedRun.choose`."""
     check_choice("by", by, BY)
     needed = tuple(dict.fromkeys(("x", "y", *task.reads))) if by == "loss" else ("x",)
     missing = [name for name in needed if name not in examples]
