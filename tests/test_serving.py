@@ -78,11 +78,11 @@ def test_a_newcomer_chooses_by_all_that_the_loss_reads():
     weighted = line._replace(cost=lambda out, batch: batch["w"] * line.cost(out, batch), reads=("x", "y", "w"))
     params = np.float32([[1], [5]])
     examples = {"x": np.ones((3, 1), np.float32), "y": np.float32([1, 1, 5]), "w": np.float32([0, 0, 1])}
-    clients = jfcl.stack_clients([examples])
-    assert choose(weighted, params, np.zeros(1, int), clients, examples, "loss") == 1
-    assert choose(line, params, np.zeros(1, int), clients, examples, "loss") == 0
+    models = params, np.arange(2), np.zeros(1, int), jfcl.stack_clients([examples])
+    assert choose(weighted, *models, examples, "loss") == 1
+    assert choose(line, *models, examples, "loss") == 0
     with pytest.raises(ValueError, match="examples must be with x and y and w"):
-        choose(weighted, params, np.zeros(1, int), clients, {"x": examples["x"], "y": examples["y"]}, "loss")
+        choose(weighted, *models, {"x": examples["x"], "y": examples["y"]}, "loss")
 
 
 def test_newcomers_choose(folders):

@@ -123,8 +123,8 @@ class LoadedRun(NamedTuple):
         accepted = "a run without personal parameters, of which a new client has none"
         check(not jax.tree.leaves(self.personal), "folder", "one with them", accepted)
         train = self.setup.federation.train
-        rows = np.unique(self.cluster) if self.adds_models else slice(None)
-        return choose(self.setup.task, self.params, self.cluster, train, examples, by, rows)
+        among = np.unique(self.cluster if self.adds_models else np.arange(len(jax.tree.leaves(self.params)[0])))
+        return choose(self.setup.task, self.params, among, self.cluster, train, examples, by)
 
 
 def load_run(folder: str | Path, *, data_dir: str | None = None) -> LoadedRun:
@@ -199,13 +199,13 @@ def structured(arrays: PyTree, like: PyTree) -> PyTree:
 def choose(
     task: Task,
     params: PyTree,
+    among: np.ndarray,
     cluster: np.ndarray,
     clients: Clients,
     examples: dict[str, Any],
     by: str,
-    rows: Any = slice(None),
 ) -> int:
-    """Returns the row of `params` for a new client, one of `rows` if it is chosen by loss; see `LoadedRun.choose`."""
+    """Returns the row of `params` for a new client, by loss one of the rows `among`; see `LoadedRun.choose`."""
     check_choice("by", by, BY)
     needed = tuple(dict.fromkeys(("x", "y", *task.reads))) if by == "loss" else ("x",)
     missing = [name for name in needed if name not in examples]
@@ -220,8 +220,8 @@ def choose(
         client = Clients(jax.tree.map(lambda values: np.asarray(values)[None], examples), np.array([len(x)], np.int32))
         if task.num_classes is not None:
             check_labels(client, task.num_classes, name="examples")
-        count, models = len(jax.tree.leaves(params)[0]), jax.tree.map(lambda p: p[rows], params)
-        return int(np.arange(count)[rows][int(evaluate(task, models, client, None)["cluster"][0])])
+        models = jax.tree.map(lambda p: p[among], params)
+        return int(among[int(evaluate(task, models, client, None)["cluster"][0])])
     # The squared distance between mean inputs, of each cluster that has examples.
     new, distances = x.astype(np.float64).mean(axis=0), {}
     for k in np.unique(cluster).tolist():
