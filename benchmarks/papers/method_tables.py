@@ -57,6 +57,7 @@ def _table(bench: Bench, setting: dict[str, Any], compute: Any, paper: dict[str,
         row = cell | report.accuracy_of(kept)
         found = [one["adjusted Rand"] for one in kept]
         row["adjusted Rand"] = None if None in found else float(np.mean(found))
+        row["clusters"] = float(np.mean([one["clusters"] for one in kept]))
         rows.append(row | report.paper_columns(row["accuracy %"], paper[cell["data"]].get(cell["method"])))
     return Outcome(rows, None)
 
@@ -80,6 +81,7 @@ def _trained(
     )
     last = history.records[-1]
     found = {"accuracy %": [100 * last["accuracy"]], "adjusted Rand": last.get("adjusted_rand")}
+    found["clusters"] = last["clusters_in_use"]
     return of | found | {"seconds": history.seconds + history.compile_seconds}
 
 
@@ -103,8 +105,8 @@ CLOVE = {
         "clusters": 5,
         "rounds": 100,
     }
-    | {"examples_per_client": 500, "network": "CNN", "steps": {"mnist": 1e-2, "cifar10": 1e-3}, "seeds": 3},
-    small={"datasets": ["mnist"], "rounds": 10, "network": "MLP", "steps": {"mnist": 1e-3}, "seeds": 1},
+    | {"examples_per_client": 500, "network": "CNN", "lr": {"mnist": 1e-2, "cifar10": 1e-3}, "seeds": 3},
+    small={"datasets": ["mnist"], "rounds": 10, "network": "MLP", "lr": {"mnist": 1e-3}, "seeds": 1},
 )
 def clove_labels(bench: Bench, setting: dict[str, Any]) -> Outcome:
     """CLoVE (Bhatia et al. 2025), clusters of two labels each: CLoVE, IFCA and FlexCFL, here FedGroup."""
@@ -113,7 +115,7 @@ def clove_labels(bench: Bench, setting: dict[str, Any]) -> Outcome:
 
 def _clove_cell(data_dir: str | None, setting: dict[str, Any], of: Row) -> Row:
     federation = _federation(data_dir, setting, of, num_clusters=setting["clusters"], heterogeneity="class")
-    training = local_training(optax.adam(setting["steps"][of["data"]]), num_epochs=1, batch_size=100)
+    training = local_training(optax.adam(setting["lr"][of["data"]]), num_epochs=1, batch_size=100)
     return _trained(of, federation, training, setting)
 
 
