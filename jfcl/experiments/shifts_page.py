@@ -182,10 +182,9 @@ def _rank_parts(ranks: Ranks) -> dict[str, Any]:
         order = np.argsort(ranks.tested, kind="stable")
         names = [methods[i] for i in order]
         draw = partial(ranking.plot_difference, names, ranks.tested[order], ranks.difference)
-        caption = (
-            "Critical-difference diagram of the mean ranks over pairs of a data set and a shift: a bar joins methods"
-        )
-        caption += f" that differ by less than {ranks.difference:.2f}, which Nemenyi's test does not tell apart at 5 %."
+        caption = "Critical-difference diagram of the mean ranks over pairs of a data set and a shift: a bar joins"
+        caption += f" methods that differ by less than {ranks.difference:.2f}, which Nemenyi's test does not tell apart"
+        caption += " at 5 %."
         figures.append(figure(None, f"difference-{mode}", draw, caption))
     # The accuracy by cost, without the method that nobody can choose.
     chosen = [i for i, method in enumerate(methods) if method != BOUND]
