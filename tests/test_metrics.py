@@ -242,6 +242,12 @@ def test_outputs_of_a_few_examples_at_a_time_are_computed_once():
         np.testing.assert_allclose(whole[name], parts[name], rtol=1e-6)
 
 
+@pytest.mark.parametrize("metric", [jfcl.metrics.calibration_error, jfcl.metrics.confusion_matrix])
+def test_metrics_of_classes_refuse_outputs_without_any(metric):
+    with pytest.raises(ValueError, match=r"the outputs must be logits \[M, C\] of a classification"):
+        metric(np.zeros(3, np.float32), {"y": np.zeros(3, np.int32)}, np.ones(3, bool))
+
+
 STILL = still(IDENTITY, lambda key: {"b": jnp.zeros(1)})
 
 
@@ -286,6 +292,8 @@ def test_a_population_records_metrics_of_outputs():
         (jfcl.metrics.macro_f1, "metrics must be a dict of functions"),
         ({"table": jfcl.metrics.confusion_matrix}, r"metrics\['table'\] must be a function that returns one number"),
         ({"auc": jfcl.metrics.auc}, "auc needs logits of two classes, got 3"),
+        ({"sum": lambda outputs, *_: float(outputs.sum())}, r"metrics\['sum'\] must be a function that JAX compiles"),
+        ({"any": lambda outputs, _, real: outputs[real].max()}, r"metrics\['any'\] must be .* no mask as an index"),
     ],
     ids=lambda value: str(value)[:20],
 )

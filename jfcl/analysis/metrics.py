@@ -18,6 +18,7 @@ import numpy as np
 
 from jfcl import mapping
 from jfcl.core import Batch, Clients, PyTree, Task, check, check_mixes, mixture_task, num_clients, with_fixed
+from jfcl.core.texts import first_line
 from jfcl.mapping.jitted import jitted
 from jfcl.training.losses import blank_padding, masked_mean, under_all
 
@@ -128,14 +129,23 @@ def _evaluate(params, clients, cluster, personal, *, task, metrics, client_axis)
         if task.perplexity:
             result["perplexity"] = jnp.exp(result["loss"])
         if metrics:
-            values = {name: jnp.asarray(function(outputs, examples, real)) for name, function in metrics}
-            result |= {name: v.astype(jnp.result_type(v.dtype, jnp.float32)) for name, v in values.items()}
+            result |= {name: _computed(name, function, outputs, examples, real) for name, function in metrics}
         result = {name: jnp.where(size > 0, value, jnp.full_like(value, jnp.nan)) for name, value in result.items()}
         return result | {"cluster": k}
 
     # The models are an argument: JAX cannot index arrays from outside in a function that `shard_map` divides.
     axes = (None, 0, 0, None if cluster is None else 0, 0)
     return client_axis(client, in_axes=axes)(params, clients.examples, clients.size, cluster, personal)
+
+
+def _computed(name: str, function: Metric, outputs: jax.Array, examples: Batch, real: jax.Array) -> jax.Array:
+    """Returns a metric of one client; `ValueError` for a function that asks for numbers while it is compiled."""
+    try:
+        value = jnp.asarray(function(outputs, examples, real))
+    except (jax.errors.JAXTypeError, jax.errors.JAXIndexError) as error:
+        what = "that JAX compiles, which returns an array: no float(), no NumPy, no if, no mask as an index"
+        raise ValueError(f"metrics[{name!r}] must be a function {what} ({first_line(error)})") from None
+    return value.astype(jnp.result_type(value.dtype, jnp.float32))
 
 
 def summarize(evaluation: dict[str, np.ndarray], size: np.ndarray) -> dict[str, float]:
@@ -349,6 +359,12 @@ def drift_results(records: Sequence[dict]) -> dict[str, list]:
 # `real` `[M]`, which marks the examples that are no padding.
 
 
+def _num_classes(logits: jax.Array) -> int:
+    """Returns `C` of logits `[M, C]`; `ValueError` for other outputs, such as those of a regression."""
+    check(logits.ndim == 2, "the outputs", list(logits.shape), "logits [M, C] of a classification, for this metric")
+    return logits.shape[1]
+
+
 def confusion_matrix(logits: jax.Array, batch: Batch, real: jax.Array) -> jax.Array:
     """Returns the numbers of examples by label (rows) and predicted class (columns), `[C, C]` float32.
 
@@ -357,7 +373,7 @@ def confusion_matrix(logits: jax.Array, batch: Batch, real: jax.Array) -> jax.Ar
       >>> confusion_matrix(logits, {"y": jnp.array([0, 1, 1])}, jnp.array([True, True, True])).tolist()
       [[1.0, 0.0], [1.0, 1.0]]
     """
-    count = logits.shape[-1]
+    count = _num_classes(logits)
     true, predicted = (jax.nn.one_hot(k, count) for k in (batch["y"], jnp.argmax(logits, axis=-1)))
     return jnp.matmul((true * real[:, None].astype(true.dtype)).T, predicted, precision=jax.lax.Precision.HIGHEST)
 
@@ -389,8 +405,8 @@ def auc(logits: jax.Array, batch: Batch, real: jax.Array) -> jax.Array:
       >>> float(auc(logits, {"y": jnp.array([0, 1, 1])}, jnp.array([True, True, True])))
       0.5
     """
-    if logits.shape[-1] != 2:
-        raise ValueError(f"auc needs logits of two classes, got {logits.shape[-1]}; macro_f1 takes any number")
+    if (count := _num_classes(logits)) != 2:
+        raise ValueError(f"auc needs logits of two classes, got {count}; macro_f1 takes any number")
     score = logits[:, 1] - logits[:, 0]
     positive, negative = (((batch["y"] == k) & real).astype(score.dtype) for k in (1, 0))
     ahead = (score[:, None] > score[None, :]).astype(score.dtype)
@@ -409,6 +425,7 @@ def calibration_error(logits: jax.Array, batch: Batch, real: jax.Array) -> jax.A
       >>> round(float(calibration_error(logits, {"y": jnp.array([0, 1])}, jnp.array([True, True]))), 4)
       0.3
     """
+    _num_classes(logits)
     probability = jax.nn.softmax(logits).max(axis=-1)
     right = (jnp.argmax(logits, axis=-1) == batch["y"]).astype(probability.dtype)
     place = jnp.clip(jnp.ceil(probability * BINS).astype(jnp.int32) - 1, 0, BINS - 1)
