@@ -172,3 +172,15 @@ def test_the_complete_part_lacks_nothing():
     rows, columns = ranking.complete(is_there)
     assert rows.tolist() == [0, 1, 3, 4, 5] and columns.tolist() == [0, 1, 2, 4]
     assert [len(part) for part in ranking.complete(np.zeros((2, 2), bool))] == [0, 2]
+
+
+def test_names_in_the_picture_of_costs_cover_neither_each_other_nor_a_point():
+    names = [f"method_{i}" for i in range(7)]
+    cost, value = 1 + np.arange(7) / 100, 70 + np.array([0, 1, 1.1, 1.2, 1.3, 1.4, 8])  # six of them side by side
+    figure = ranking.plot_costs([*names, "far"], {"seconds": np.append(cost, 2.0)}, np.append(value, 50.0), {"far"})
+    axes, boxes = figure.axes[0], [text.get_window_extent() for text in figure.axes[0].texts]
+    assert len(boxes) == 8
+    for box in boxes:
+        assert box.count_overlaps(boxes) == 1  # itself
+        assert box.count_contains(axes.transData.transform(np.c_[cost, value])) == 0
+        assert axes.bbox.contains(*box.min) and axes.bbox.contains(*box.max)

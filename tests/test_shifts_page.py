@@ -47,7 +47,7 @@ def made_up(folder, *, methods=LEVELS, data=("digits",), shifts=SHIFTS, strength
             "cell": known | {"hostile": hostile, "wrong_k": wrong_k, "drift": drift},
             "command": f"jfcl run {method} --heterogeneity {shift} --strength {strength} --seed 7",
             "tuned": {"lr": 0.1},
-            "trials": [{"options": {"lr": 0.1}, "score": 0.8, "status": "ok", "reason": ""}] * 3,
+            "trials": [{"options": {}, "score": 0.7}, *[{"options": {"lr": 0.1}, "score": 0.8}] * 2],
             "runs": runs,
             "default": {"accuracy": 0.4},
             "status": "ok",
@@ -253,6 +253,7 @@ def test_failures_are_counted_and_in_no_mean(tmp_path, no_pictures):
     change(folder, "digits-label_swap-1-clove-known", runs=[FAILED, FAILED])
     cannot(folder, "digits-label_swap-0.5-clove-auto", "<b>no labels</b>")
     change(folder, "digits-label_swap-1-local", default={"accuracy": 0.99})
+    change(folder, "digits-label_swap-1-fedavg", default={"accuracy": 0.99}, tuned={})  # of one of the same runs
     (folder / "cells" / "digits-rotation-1-ifca-auto.json").unlink()
     page = Page(write_page(folder).read_bytes())
     rows = rows_of(page, "heat-known-digits")  # label_swap, then rotation

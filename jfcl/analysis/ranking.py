@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 
@@ -16,6 +17,10 @@ from jfcl.analysis import plots
 from jfcl.core import check
 
 LEVEL = 0.05  # of every test; the intervals are those of 95 %
+NAMES = {"textcoords": "offset points", "fontsize": 8, "va": "center"}  # of points in a picture
+# The places of a name beside its point, and the side of the name that is there.
+PLACES = [(5, 5, "left"), (5, -5, "left"), (-5, 5, "right"), (-5, -5, "right"), (0, 11, "center"), (0, -11, "center")]
+PLACES += [(x, y, side) for y in (16, -16, 25, -25) for x, side in ((5, "left"), (-5, "right"))]
 DIGITS = 6  # of scores that are ranked: accuracies are float32, and equal ones differ by the order of their sums
 
 
@@ -274,7 +279,8 @@ def plot_costs(
       ['a']
     """
     figure = plots.new_figure(6.2, 2.9 * len(costs), layout="constrained")
-    for axes, (name, cost) in zip(figure.subplots(len(costs), squeeze=False)[:, 0], costs.items(), strict=True):
+    panels = figure.subplots(len(costs), squeeze=False)[:, 0]
+    for axes, (name, cost) in zip(panels, costs.items(), strict=True):
         finite = np.flatnonzero(np.isfinite(cost + value))
         front = finite[pareto(cost[finite], value[finite])]
         least, most = min((c for c in cost[finite] if c > 0), default=1), max(cost[finite], default=1)
@@ -285,9 +291,26 @@ def plot_costs(
         for i in finite:
             axes.plot(cost[i], value[i], "o", color=plots.PALETTE[0] if i in front else "0.5")
             if i in front or methods[i] in named:
-                near = {"xytext": (4, 3), "textcoords": "offset points", "fontsize": 8}
-                axes.annotate(plots.label(methods[i]), (cost[i], value[i]), **near)
+                axes.annotate(plots.label(methods[i]), (cost[i], value[i]), xytext=(0, 0), **NAMES)
         axes.set(xlabel=name, ylabel="accuracy %")
         axes.margins(0.12)
         axes.grid(alpha=0.3)
+    figure.draw_without_rendering()  # which decides where the points are
+    for axes in panels:
+        _place_names(axes, axes.transData.transform([line.get_xydata()[0] for line in axes.lines[1:]]))
     return figure
+
+
+def _place_names(axes: Any, points: np.ndarray) -> None:
+    """Moves each name to the place beside its point where it covers least of the other names and of points `[A, 2]`."""
+    names: list[Any] = []
+
+    def covered(place: tuple[int, int, str]) -> int:
+        name.set(position=place[:2], ha=place[2])
+        box = name.get_window_extent()
+        outside = sum(not axes.bbox.contains(*corner) for corner in (box.min, box.max))
+        return outside + box.count_overlaps(names) + box.padded(3).count_contains(points)
+
+    for name in axes.texts:
+        covered(min(PLACES, key=covered))
+        names.append(name.get_window_extent())
