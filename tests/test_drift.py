@@ -226,6 +226,18 @@ def test_a_run_is_that_of_its_steps_one_after_another(window):
     np.testing.assert_array_equal(history.clients["accuracy"][0], accuracy(state_of[7], fed.test).astype(np.float32))
 
 
+def test_the_clients_of_every_round_have_the_clusters_and_examples_of_its_step(tmp_path):
+    algorithm, fed = algorithm_and_data()
+    run(algorithm, fed, out=tmp_path / "run", keep_clients=True, eval_every=7)
+    with (tmp_path / "run" / "clients_by_round.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    for t, step in {"2": 0, "4": 1, "7": 2}.items():
+        mine = [row for row in rows if row["round"] == t]
+        assert [int(row["true_cluster"]) for row in mine] == PATTERN[step].tolist()
+        assert [int(row["examples"]) for row in mine] == fed.drift.clients(fed.train, step).size.tolist()
+    assert {int(row["examples"]) for row in rows} == {10, 20}
+
+
 @pytest.mark.slow_cases("1", "2", "6")
 @pytest.mark.parametrize("done", [1, 2, 3, 6])
 def test_a_run_that_is_killed_in_any_step_goes_on_bit_for_bit(tmp_path, done):

@@ -204,10 +204,10 @@ def _write_results(out: Path, summary: dict[str, Any], history: History, parts: 
         extra["excluded_in_round"] = np.asarray(served.excluded)
     # With several processes this one holds some of the clients only, which are then numbered in their order.
     cluster, train, drift = parts.federation.cluster, parts.federation.train, parts.federation.drift
+    ids = list(range(len(cluster))) if hosts.several() else client_ids(train).tolist()
+    contents |= clients_csv(history, parts.seeds, ids, cluster if drift is None else drift.cluster, extra)
     if drift is not None:  # a callback may have ended the run before the last step
         cluster = drift.cluster[records[-1]["step"]]
-    ids = list(range(len(cluster))) if hosts.several() else client_ids(train).tolist()
-    contents |= clients_csv(history, parts.seeds, ids, cluster, extra)
     # Pictures, and the parameter trees.
     figures = {"loss": plots.curves({name: records}, "train_loss")}
     drawn = [metric for metric in ("accuracy", "perplexity") if metric in history.clients]

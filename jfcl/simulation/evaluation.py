@@ -139,6 +139,7 @@ class Assessment(NamedTuple):
       newcomers: the same for newcomers, `[R, N']` each.
       upcoming: the same for the test examples of the next step of time, `[R, N]` each; None without drift.
       excluded: `[R, N]`, of methods that exclude clients: the round of the exclusion.
+      examples: `[N]`, the clients' numbers of training examples; None where the clients are those of a cohort.
       weights: `[R, N, K]`: the weights of the mixtures that clients are served, where a method has mixtures; of clients
         of a population also the importance of centres.
     """
@@ -150,12 +151,14 @@ class Assessment(NamedTuple):
     excluded: np.ndarray | None = None
     upcoming: dict[str, np.ndarray] | None = None
     weights: np.ndarray | None = None
+    examples: np.ndarray | None = None
 
     def of_clients(self) -> dict[str, np.ndarray]:
-        """Returns `cluster`, and with test clients `model`, `loss`, `accuracy`, …: `[R, N]` each."""
+        """Returns `cluster`, `examples`, and with test clients `model`, `loss`, `accuracy`, …: `[R, N]` each."""
         held_out = dict(self.held_out or {})
         served = {"model": held_out.pop("cluster")} if held_out else {}
-        return {"cluster": self.cluster} | served | held_out
+        sizes = {} if self.examples is None else {"examples": np.tile(self.examples, (len(self.cluster), 1))}
+        return {"cluster": self.cluster} | served | held_out | sizes
 
     def of_seed(self, s: int) -> dict[str, list]:
         """Returns `of_clients` of one seed, as lists."""

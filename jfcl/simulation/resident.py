@@ -359,7 +359,7 @@ class Resident:
         parts = cluster, held_out, served.excluded, upcoming, weights
         cluster, held_out, excluded, upcoming, weights = jax.tree.map(lambda x: x[:, :n], parts)
         newcomers = jax.tree.map(lambda x: x[:, : len(new)], newcomers)
-        return Assessment(cluster, values, held_out, newcomers, excluded, upcoming, weights)
+        return Assessment(cluster, values, held_out, newcomers, excluded, upcoming, weights, self._size)
 
     def held_out(self, state: Any) -> dict[str, np.ndarray]:
         """Returns the results of the test clients, `[R, N]` each, also of rows that have diverged."""
@@ -382,7 +382,7 @@ class Resident:
 
     def final(self, state, done, assessment) -> tuple[Any, dict[str, np.ndarray], Served]:
         assessment = assessment or self.evaluate(state, {})
-        clients = assessment.of_clients() | {"examples": np.tile(self._size, (len(self._seeds), 1))}
+        clients = assessment.of_clients()
         state = state if num_clients(self._clients) == self._n else _without_padding(state, self.like)
         to = clients.get("model") if assessment.weights is None else assessment.weights
         choices = {"to": to, "found": clients["cluster"]}

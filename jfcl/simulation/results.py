@@ -13,6 +13,7 @@ import numpy as np
 
 from jfcl.analysis.metrics import RESERVED, deviation, drift_results, rounds_to_recovery
 from jfcl.core.texts import csv_bytes
+from jfcl.data.drift import Drift
 from jfcl.simulation.evaluation import Subjects, is_mixture
 from jfcl.simulation.folder import environment, write_results
 from jfcl.simulation.loop import History
@@ -112,14 +113,15 @@ def clients_csv(
     Args:
       history: its clients, and the `clients` of its records.
       seeds, ids: names of the `R` seeds and of the `N` clients.
-      true_cluster: `[N]`, or None where it is unknown.
+      true_cluster: `[N]`, of drifting data `[T, N]`; None where it is unknown.
       extra: further columns of integers, `[R, N]` each.
     """
     last, by_round = history.clients, defaultdict(list)
+    steps = {record["round"]: record.get("step", 0) for record in history.records}
     for record in history.records:
         if "clients" in record:
             by_round[record["round"]].append(record["clients"])
-    shape, truth = last["cluster"].shape, {} if true_cluster is None else {"true_cluster": true_cluster}
+    shape, truth = last["cluster"].shape, {} if true_cluster is None else {"true_cluster": np.atleast_2d(true_cluster)}
     extra = {name: np.broadcast_to(values, shape) for name, values in (extra or {}).items()}
     # The model is a column where clients of one cluster have models of their own.
     results = [last, *itertools.chain.from_iterable(by_round.values())]
@@ -127,9 +129,10 @@ def clients_csv(
     names = [name for name in ("accuracy", "loss", "perplexity") if name in last]
     names += [name for name in last if name not in RESERVED]
 
-    def lines(of_seeds: Sequence[dict[str, Any]]) -> Iterator[list]:
+    def lines(of_seeds: Sequence[dict[str, Any]], step: int) -> Iterator[list]:
         for s, results in enumerate(of_seeds):
-            counts = [last["examples"][s], *truth.values(), results["cluster"], *(v[s] for v in extra.values())]
+            true = [of_steps[step] for of_steps in truth.values()]
+            counts = [results["examples"], *true, results["cluster"], *(v[s] for v in extra.values())]
             counts += [results[name] for name in served]
             for i, client in enumerate(ids):
                 integers = [int(values[i]) for values in counts]
@@ -137,14 +140,16 @@ def clients_csv(
 
     head = ["seed", "client", "examples", *truth, "cluster", *extra, *served, *names]
     of_last = [{name: values[s] for name, values in last.items() if values.ndim == 2} for s in range(len(seeds))]
-    tables = {"clients.csv": [head, *lines(of_last)]}
+    tables = {"clients.csv": [head, *lines(of_last, history.records[-1].get("step", 0))]}
     if by_round:
-        rows = ([t, *line] for t, of_seeds in by_round.items() for line in lines(of_seeds))
+        rows = ([t, *line] for t, of_seeds in by_round.items() for line in lines(of_seeds, steps[t]))
         tables["clients_by_round.csv"] = [["round", *head], *rows]
     return {name: csv_bytes(table) for name, table in tables.items()}
 
 
-def keep_results(out: str | Path, history: History, config: dict[str, Any], subjects: Subjects) -> None:
+def keep_results(
+    out: str | Path, history: History, config: dict[str, Any], subjects: Subjects, drift: Drift | None
+) -> None:
     """Writes `clients.csv` and `summary.json` of a run in Python, the method and data of which only `config` can name.
 
     Nothing is written where no round was evaluated.
@@ -152,6 +157,8 @@ def keep_results(out: str | Path, history: History, config: dict[str, Any], subj
     if not history.records:
         return
     true_cluster = subjects.true_cluster
+    if drift is not None:
+        true_cluster = np.where(true_cluster < 0, -1, drift.cluster)
     clusters = None if true_cluster is None else np.unique(true_cluster[true_cluster >= 0])
     named = {name: value if isinstance(value := config.get(name), str) else None for name in ("method", "dataset")}
     counts = {"num_clients": subjects.num_clients, "num_clusters": None if clusters is None else len(clusters)}

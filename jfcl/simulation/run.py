@@ -118,7 +118,7 @@ def simulate(
       description: the label of the bar.
       stop_after: stop after this many of the `T` rounds, with a checkpoint (to run in instalments); default: never.
       keep_clients: also record the results of every client in every evaluated round: a record's `clients` holds the
-        arrays of `History.clients` except `examples`, and a run in a folder leaves `clients_by_round.csv`.
+        arrays of `History.clients`, and a run in a folder leaves `clients_by_round.csv`.
       state: to start from instead of `algorithm.init`: `History.state` of an earlier run, or the result of
         `jfcl.parameter_tree.enrol`; with a leading seed axis if several keys are given. Rounds count from 1 again and
         their randomness follows from `key`, so give another key than that of the earlier run. With `resume`, a
@@ -228,7 +228,7 @@ def simulate(
         schedule = Schedule(num_rounds, eval_every, stop_after, keep_clients, ends)
         history = run_rounds(source, start, schedule, watch, folder, called)
         if summary and folder is not None and called.is_finished():
-            keep_results(out, history, config, source.subjects)
+            keep_results(out, history, config, source.subjects, drift)
     warn_if_cores_are_idle(client_axis, history.seconds)
     return history
 

@@ -268,8 +268,9 @@ class Streamed:
         to, (held_out, reported), weights = jax.device_get((served.to, results, weights))
         if not layout.personal:
             evaluation.check_clusters(np.asarray(to), self._num_models)
-        assessment = Assessment(np.asarray(reported)[None], values, {name: v[None] for name, v in held_out.items()})
-        return assessment if weights is None else assessment._replace(weights=weights[None])
+        held_out, weights = {name: v[None] for name, v in held_out.items()}, None if weights is None else weights[None]
+        more = {"weights": weights, "examples": self._store.sizes(ids)}
+        return Assessment(np.asarray(reported)[None], values, held_out, **more)
 
     def saved(self, state) -> Any:
         return {"common": state, **self.client_rows.saved()}
