@@ -193,7 +193,8 @@ def _rank_parts(ranks: Ranks) -> dict[str, Any]:
     if costs and "accuracy" in arrays:
         names, accuracy = [methods[i] for i in chosen], 100 * arrays["accuracy"]
         caption = f"Accuracy by cost, without {BOUND}. The line joins the methods that no other beats in both (Pareto)."
-        caption += " A client step that trains several models, as of mixtures, counts once."
+        caption += " A client step is one step of a client's optimiser. One that moves all models of a mixture counts"
+        caption += " once, though it costs as much as one of each; models that are trained apart each have their own."
         draw = partial(ranking.plot_costs, names, costs, accuracy, {*REFERENCES})
         figures.append(figure(None, f"pareto-{mode}", draw, caption))
     tables = {"choices": _choices(ranks), "ranks": _ranks_table(ranks), "costs": _costs(ranks, columns)}

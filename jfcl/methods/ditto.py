@@ -54,8 +54,9 @@ def ditto(
 
     Returns:
       `Algorithm` with a `DittoState`. An adversary attacks updates of the global model; personal models are not sent. A
-      client outside the cohort keeps its personal model. Cost of a round: twice that of FedAvg; memory `O(N D)`. Bytes:
-      as FedAvg. `nonfinite` is the larger of two numbers: clients with such an update, and with such a personal model.
+      client outside the cohort keeps its personal model. Cost of a round: twice that of FedAvg, also in `client_steps`,
+      those of both models; memory `O(N D)`. Bytes: as FedAvg. `nonfinite` is the larger of two numbers: clients with
+      such an update, and with such a personal model.
 
     Raises:
       ValueError: `λ < 0`, and as in `jfcl.fedavg`.

@@ -43,8 +43,8 @@ def fedem(
       client outside the cohort keeps; equal weights at first. What is served is the `K` models and the mixtures. Its
       further metrics are `mixture_entropy` `[]`, the mean over clients, and `cluster_mass` `[K]`, the mean of the
       mixtures by sizes. Cost of a round: `K` trainings of each client, as products with a further axis of `K`, and `K`
-      forward passes over its examples. Memory `O(chunk K D)`, and the activations of `K` models. Bytes: each client
-      gets and sends `K` models.
+      forward passes over its examples; `client_steps` counts a step of all `K` models once. Memory `O(chunk K D)`, and
+      the activations of `K` models. Bytes: each client gets and sends `K` models.
 
     Raises:
       ValueError: an optimiser that needs the loss, such as `optax.polyak_sgd`; as in `jfcl.fedavg`. `jfcl.simulate`
