@@ -15,6 +15,7 @@ from jfcl.cli import main
 from jfcl.core import check_clients
 from jfcl.data import Dataset, build, from_arrays, from_frame, generate_store, read_rows
 from jfcl.experiments import Config, load_run
+from jfcl.experiments.population import open_population
 
 pd = pytest.importorskip("pandas", reason="needs pandas")
 
@@ -479,6 +480,10 @@ def test_what_the_splits_do_not_share_is_refused(tmp_path):
     (tmp_path / "twice.csv").write_text("user,age,age,y\na,1,2,0\nb,3,4,1\n")
     with pytest.raises(ValueError, match=r"twice\.csv: the names of columns must be different.*'age'"):
         from_frame(tmp_path / "twice.csv", y="y")
+    # A name is missing: pandas would take the names of the other columns for those after them.
+    (tmp_path / "shifted.csv").write_text("user,age,y\na,1.5,2,0\nb,3.5,4,1\n")
+    with pytest.raises(ValueError, match=r"shifted\.csv must be of a name for each entry of its rows, got '3 names"):
+        from_frame(tmp_path / "shifted.csv", y="y")
 
 
 def test_options_of_a_table(tmp_path, capsys, monkeypatch):
@@ -495,3 +500,20 @@ def test_options_of_a_table(tmp_path, capsys, monkeypatch):
     ]:
         assert main(["run", "fedavg", "--quiet", *wrong]) == 2
         assert words in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_store_of_a_table_is_not_opened_for_other_columns(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    people(np.random.default_rng(0)).to_csv("shop.csv", index=False)
+
+    def opened(**change):
+        options = {"dataset": "shop.csv", "by": "user", "target": "label", "inputs": "age", "store": "people"}
+        options |= {"population": 4, "examples_per_client": 5, "cohort": 2, "model": "linear"} | change
+        config = Config("fedavg", **{name: value for name, value in options.items() if value is not None})
+        with open_population(config, None, None, False) as (config, *_):
+            return config
+
+    assert opened().inputs == opened(population=None, inputs=None).inputs == "age"
+    for change in ({"inputs": None}, {"inputs": "tall", "population": None}, {"target": "tall", "kind": "regression"}):
+        with pytest.raises(ValueError, match=r"store people is of another population \(.*(inputs|target): it has"):
+            opened(**change)

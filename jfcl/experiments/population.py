@@ -21,6 +21,7 @@ from jfcl.core.names import renamed
 from jfcl.data import ClientStore, Population
 from jfcl.data.heterogeneity import shifts_of
 from jfcl.data.pools import with_channels
+from jfcl.data.tables import is_file
 from jfcl.experiments import setups
 from jfcl.experiments.config import Config, check_options
 from jfcl.experiments.lookup import find_attack, find_method, is_import_path, is_on_data
@@ -32,11 +33,12 @@ from jfcl.simulation.folder import differences
 from jfcl.simulation.layout import Start, check_cohorts
 
 EVALUATED = 1000  # clients, at most
-# Options, and their names in the description of a store; the last two are those of texts.
+OF_TABLE, OF_TEXTS = ("by", "target", "inputs", "kind"), ("vocab_size", "length")
+# Options, and their names in the description of a store.
 DEALT = {"population": "num_clients", "clusters": "num_clusters", "data_seed": "seed"}
 DEALT |= {name: name for name in ("dataset", "examples_per_client", "heterogeneity", "strength", "mixture")}
 DEALT |= {name: name for name in ("partition", "test_fraction")}
-DEALT |= {"vocab_size": "vocab_size", "length": "length"}
+DEALT |= {name: name for name in (*OF_TABLE, *OF_TEXTS)}
 
 
 @contextlib.contextmanager
@@ -143,14 +145,14 @@ def _make_or_open(
         return config, store, tests, vocab_size
     if progress:
         Console(stderr=True).print(f"dealing {dataset.name} to {config.population:,} clients, in {folder}")
-    of_texts = {} if vocab_size is None else {"vocab_size": config.vocab_size, "length": config.length}
+    names = (*(OF_TABLE if is_file(config.dataset) else ()), *(() if vocab_size is None else OF_TEXTS))
     with renamed(setups.names_of_data(config)):
         store, tests = data.generate_store(
             folder,
             dataset,
             num_clients=config.population,
             examples_per_client=config.examples_per_client,
-            about={"dataset": config.dataset} | of_texts,  # by the name that finds it again
+            about={name: getattr(config, name) for name in ("dataset", *names)},  # the name that finds it again
             progress=progress,
             **setups.dealt(config),
         )
