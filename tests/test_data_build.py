@@ -59,7 +59,8 @@ def test_no_base_image_is_in_train_and_test(partition, heterogeneity):
     )
     for reuse, n_test, each in [("none", None, 4), ("cluster", 80, None), ("auto", None, None), ("auto", 80, 4)]:
         data = tagged(n_test=n_test)
-        newcomers = 3 if partition != "writer" or n_test else None
+        unlike = heterogeneity != "none" or clusters == 1  # otherwise new clients are of no cluster
+        newcomers = 3 if unlike and (partition != "writer" or n_test) else None
         fed = build(
             data,
             num_clients=7,
@@ -154,6 +155,28 @@ def test_reuse_cluster_gives_every_cluster_everything_once():
         rows = np.flatnonzero(fed.newcomer_cluster == k)
         assert sorted(t for i in rows for t in tags(fed.newcomers, i)) == list(range(120, 160))
     assert fed.newcomers.size.tolist() == [10] * 16
+
+
+def test_newcomers_share_no_example_with_further_clients_of_their_cluster():
+    """An example is its image as its cluster has it."""
+    options = {"num_clients": 12, "num_clusters": 4, "heterogeneity": "rotation", "reuse": "cluster"}
+    fed = build(tagged(n=120, n_test=80), newcomers_of=8, newcomer_examples=5, **options)
+    for k in range(4):
+        new, first, further = (
+            {tag for i in rows for tag in tags(clients, i)}
+            for clients, rows in [
+                (fed.newcomers, np.flatnonzero(fed.newcomer_cluster == k)),
+                (fed.test, (k, k + 4)),
+                (fed.test, [k + 8]),
+            ]
+        )
+        assert new <= first and not new & further and len(new) >= len(first) - 4
+
+
+def test_newcomers_of_clusters_that_differ_by_a_table_are_refused():
+    options = {"partition": "distribution", "distribution": [[1, 1, 0, 0], [0, 0, 1, 1]], "newcomer_examples": 5}
+    with pytest.raises(ValueError, match="newcomer_examples must be left out where clusters differ by their distrib"):
+        build(tagged(), num_clients=2, num_clusters=2, **options)
 
 
 def test_auto_reuses_only_when_it_must():
@@ -258,6 +281,8 @@ def test_split_hash_knows_every_decision():
     hashes = {build(tagged(), **(base | change)).split_hash for change in changes}
     more = tagged()._replace(num_classes=tagged().num_classes + 1)  # which labels are renamed to
     assert len(hashes | {one.split_hash, build(more, **base).split_hash}) == len(changes) + 2
+    base["heterogeneity"] = "class_rotation"  # half of the labels
+    assert build(tagged(), **base).split_hash != build(more, **base).split_hash
 
 
 def test_regression_data_sets_work():

@@ -88,11 +88,18 @@ def test_offset_and_concept_rename_labels_as_their_papers_do():
     for _, k, one in everyone(build(data, num_clients=8, num_clusters=4, heterogeneity="offset")):
         np.testing.assert_array_equal(one["y"], (y[one["row"]] + 3 * k) % 10)  # StoCFL
     concepts = np.stack([y, 9 - y, (y + 1) % 10])
-    for i, k, one in everyone(build(data, num_clients=12, num_clusters=3, heterogeneity="three_concepts")):
+    fed, corrupted = (
+        build(data, num_clients=12, newcomer_examples=100, num_clusters=3, heterogeneity="three_concepts"),
+        [],
+    )
+    for _, k, one in everyone(fed):
         np.testing.assert_array_equal(one["y"], concepts[k, one["row"]])
         differ = (one["x"] != x[one["row"]]).any(axis=(1, 2, 3))
-        assert differ.mean() > 0.95 if i // 3 % 2 else not differ.any()  # every other client of a cluster
+        assert differ.mean() > 0.95 or not differ.any()
+        corrupted.append(differ.any())
         assert one["x"].min() >= 0 and one["x"].max() <= 1
+    # Every other client of a cluster, and so every other new one.
+    assert corrupted == 2 * [i // 3 % 2 == 1 for i in range(12)] + 3 * [False, True, False]
 
 
 @pytest.mark.parametrize("heterogeneity", ["label_swap", "label_permutation", "swap_pairs", "private_label", "sine"])

@@ -13,7 +13,7 @@ from jfcl.core import Clients, aligned_zeros, check, check_at_most_clients, chec
 from jfcl.data import pools
 from jfcl.data.dataset import Dataset
 from jfcl.data.drift import Drift, check_pattern, drift_pattern
-from jfcl.data.heterogeneity import RELABELLING
+from jfcl.data.heterogeneity import OF_CLASSES
 from jfcl.data.partition import PARTITIONS, apportioned, by_writer, dirichlet_draw, iid
 
 Rows = list[np.ndarray]  # of each client the rows of its examples in a data set
@@ -116,7 +116,8 @@ def build(
         `floor(test / newcomer_examples)` in every cluster (IFCA: 10000 K / n test clients). They share examples with
         `test`, never with `train`. With "writer" they are the writers of the official test split that are not in
         training.
-      newcomers_of: newcomers share test examples with this number of clients, the first ones; default: with all.
+      newcomers_of: newcomers share test examples with this number of clients, the first ones, and none with further
+        clients of their cluster; default: with all.
       seed: at least 0; the result is a function of it and the other arguments.
       mixture: clients mix clusters: the shares of the clusters in a client's examples are drawn from a symmetric
         Dirichlet distribution of this concentration (FedEM: 0.4). With a small one, most of a client's examples come
@@ -151,6 +152,8 @@ def build(
     check_choice("reuse", reuse, ["auto", "none", "cluster"])
     if newcomer_examples is not None:
         check_count("newcomer_examples", newcomer_examples)
+        accepted = "left out where clusters differ by their distribution alone, in which new clients have no row"
+        check(num_clusters == 1 or heterogeneity != "none", "newcomer_examples", newcomer_examples, accepted)
     pooled = pools.pool_dataset(dataset, rules, PARTITIONS, data_dir)
     dataset, transform = pooled.dataset, pools.transform_of(pooled)
     if num_clients is None:
@@ -178,7 +181,8 @@ def build(
     train, test = _divided(pooled, cluster, reuse)
     new, new_cluster, new_examples = [], None, None
     if newcomer_examples is not None:
-        new, new_cluster, new_examples = _newcomers(pooled, newcomer_examples, test[:newcomers_of])
+        shared = num_clients if newcomers_of is None else newcomers_of
+        new, new_cluster, new_examples = _newcomers(pooled, newcomer_examples, test, shared)
 
     # Stack, and transform each client's examples on the way.
     cells, of_tests, shares = pooled.rules.cells(cluster), pooled.rules.cells(cluster), None
@@ -295,9 +299,11 @@ def _divided(pooled: pools.Pooled, cluster: np.ndarray, reuse: str) -> tuple[Row
     return train, test
 
 
-def _newcomers(pooled: pools.Pooled, count: int, shared: Rows) -> tuple[Rows, np.ndarray, pools.Examples]:
-    """Returns the rows and clusters of new clients of `count` test examples, and the examples that the rows are of."""
-    allowed = np.concatenate(shared)
+def _newcomers(pooled: pools.Pooled, count: int, test: Rows, shared: int) -> tuple[Rows, np.ndarray, pools.Examples]:
+    """Returns the rows and clusters of new clients of `count` examples, and the examples that the rows are of.
+
+    They share the `test` examples of the first `shared` clients.
+    """
     rules, dataset, parts, cluster = pooled.rules, pooled.dataset, [], []
     if rules.partition == "writer":
         check(
@@ -312,7 +318,8 @@ def _newcomers(pooled: pools.Pooled, count: int, shared: Rows) -> tuple[Rows, np
         return parts, cluster.astype(np.int32), dataset.test
     for k in range(rules.num_clusters):
         pool = pools.of_cluster(pooled, k).test.rows
-        pool = pool[np.isin(pool, allowed)]
+        further = [test[i] for i in range(k, len(test), rules.num_clusters) if i >= shared]
+        pool = pool[np.isin(pool, np.concatenate(test[:shared])) & ~np.isin(pool, np.concatenate([[], *further]))]
         clients = len(pool) // count
         check(clients > 0, "newcomer_examples", count, f"at most {len(pool)}, the test examples of cluster {k}")
         new = iid(len(pool), clients, seed=(rules.seed, pools.NEWCOMERS, k), examples_per_client=count)
@@ -342,8 +349,8 @@ def _stacked(rows: Rows, cells: Any, transform: Callable, examples: pools.Exampl
 
 def _beyond_rows(dataset: Dataset, rules: pools.Rules) -> list[Any]:
     """Returns what decides on the examples beside the rows, where it is not the default."""
-    relabels = not {*RELABELLING}.isdisjoint(rules.shifts)
-    has_spare_classes = relabels and int(dataset.train["y"].max()) + 1 != dataset.num_classes
+    by_classes = not {*OF_CLASSES}.isdisjoint(rules.shifts)
+    has_spare_classes = by_classes and int(dataset.train["y"].max()) + 1 != dataset.num_classes
     extra = [dataset.num_classes] * has_spare_classes + ([] if dataset.table is None else [dataset.table])
     extra += [] if rules.strength == 1 else [f"strength {float(rules.strength)}"]
     return extra + ([] if rules.mixture is None else [f"mixture {float(rules.mixture)}"])

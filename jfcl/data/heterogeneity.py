@@ -8,8 +8,9 @@ cluster.
 `seed` determines the random choices for all clusters together (which labels are swapped), never a choice for one
 client. `strength` is in `(0, 1]`; with 1 a shift is whole. It is a share of the angle, the severity or the colour where
 inputs are moved. Where labels are changed or selected, it is the share of the examples to which this happens: labels
-given the inputs, or labels, then have the distribution `(1 - strength) P_0 + strength P_k`. `jfcl.data.build` has
-checked both, and that labels lie in `0..num_classes-1`.
+given the inputs, or labels, then have the distribution `(1 - strength) P_0 + strength P_k`. (Of labels that are
+selected, `P_k` has this weight where all clusters have equally many examples; a larger one where cluster `k` has more.)
+`jfcl.data.build` has checked both, and that labels lie in `0..num_classes-1`.
 """
 
 from __future__ import annotations
@@ -301,9 +302,9 @@ HETEROGENEITY = {
 # These select examples instead of transforming them.
 SELECTIVE = ("class", "topic")
 OF_PLANE = ("rotation", "class_rotation")  # these move images, and the maps beside them
-# These rename labels, by the number of classes.
-RELABELLING = ("label_swap", "label_permutation", "swap_pairs", "private_label", "offset", "three_concepts")
-OF_CLASSES = (*SELECTIVE, *RELABELLING, "class_rotation")  # these need labels
+# These depend on the number of classes.
+OF_CLASSES = (*SELECTIVE, "label_swap", "label_permutation", "swap_pairs", "private_label", "offset", "three_concepts")
+OF_CLASSES += ("class_rotation",)
 VARIANTS = {"three_concepts": 2}  # so many kinds of clients in a cluster, which differ otherwise than by it
 
 

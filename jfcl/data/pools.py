@@ -74,8 +74,9 @@ class Rules(NamedTuple):
 
     def cells(self, cluster: np.ndarray) -> np.ndarray:
         """Returns the cells `k + K v` of clients with clusters `k`, of which a cluster has each variant `v` in turn."""
-        of_cluster = np.arange(len(cluster)) // self.num_clusters
-        return cluster + self.num_clusters * (of_cluster % self.variants)
+        order, nth = np.argsort(cluster, kind="stable"), np.empty(len(cluster), np.int64)
+        nth[order] = np.arange(len(order)) - np.searchsorted(cluster[order], cluster[order])  # in its cluster
+        return cluster + self.num_clusters * (nth % self.variants)
 
 
 class Pool(NamedTuple):
