@@ -42,7 +42,8 @@ def principal_vectors(
     Raises:
       ValueError: wrong rank or lengths, counts below 1.
 
-    Cost: the eigenvectors of an `[n, n]` matrix for each group, with `n = min(N, D)`; `N D n` multiplications.
+    Cost: the eigenvectors of an `[n, n]` matrix, `n = min(N, D)`, for each group that has points (under `jax.vmap` for
+    each group); `N D n` multiplications.
 
     Example:
       >>> import jax.numpy as jnp
@@ -67,8 +68,8 @@ def _principal_vectors(points, groups, mask, num_vectors, num_groups):
     taken = min(num_vectors, count, dim)
     products = jnp.matmul(z, z.T, precision=HIGHEST) if count <= dim else None
 
-    def of_group(group):
-        member = (usable & (groups == group)).astype(z.dtype)
+    def of_group(member):
+        member = member.astype(z.dtype)
         if products is None:
             matrix = jnp.matmul(z.T, z * member[:, None], precision=HIGHEST)
         else:
@@ -84,7 +85,11 @@ def _principal_vectors(points, groups, mask, num_vectors, num_groups):
         most = jnp.take_along_axis(vectors, jnp.abs(vectors).argmax(axis=1)[:, None], axis=1)
         return jnp.pad(vectors * unit[:, None] * jnp.where(most < 0, -1.0, 1.0), ((0, num_vectors - taken), (0, 0)))
 
-    return jax.lax.map(of_group, jnp.arange(num_groups))
+    def of_any(group):
+        member = usable & (groups == group)
+        return jax.lax.cond(member.any(), of_group, lambda _: jnp.zeros((num_vectors, dim), z.dtype), member)
+
+    return jax.lax.map(of_any, jnp.arange(num_groups))
 
 
 def subspace_angles(bases: jax.Array, others: jax.Array | None = None, *, measure: str = "absolute") -> jax.Array:
