@@ -13,6 +13,8 @@ from jfcl.kernels.dendrogram import cut
 from jfcl.kernels.linkage import as_distances, linkage_tree
 from jfcl.kernels.similarity import as_clusters
 
+MARGIN = 1.1  # by which the mean silhouette of more clusters must be better
+
 
 class ChosenCut(NamedTuple):
     """`cluster` `[N]` int32; `num_clusters` `[]` int32; `scores` `[most + 1]`, the mean silhouette by number."""
@@ -74,19 +76,17 @@ def cut_by_silhouette(
     distances: jax.Array,
     *,
     most: int,
-    margin: float = 1.1,
     linkage: str = "ward",
     mask: jax.Array | None = None,
 ) -> ChosenCut:
     """Cuts the dendrogram of distances into as many clusters as their mean silhouette chooses.
 
-    The numbers `2, 3, ...` are tried in turn; a larger one is taken only where its mean silhouette is above `margin`
-    times the best so far (the rule of CLoVE's authors).
+    The numbers `2, 3, ...` are tried in turn; a larger one is taken only where its mean silhouette is above 1.1 times
+    the best so far (the rule of CLoVE's authors).
 
     Args:
       distances: `[N, N]`, symmetric, at least 0.
       most: the largest number of clusters, from 2 on. Numbers above the number of points minus one are not tried.
-      margin: see above; at least 1.
       linkage: as in `jfcl.kernels.linkage_tree`.
       mask: `[N]` bool: points that count; the others are in the first one's cluster.
 
@@ -121,7 +121,7 @@ def cut_by_silhouette(
 
     def better(number, carry):
         best, chosen = carry
-        take = tried[number] & ((number == 2) | (scores[number] > margin * best))
+        take = tried[number] & ((number == 2) | (scores[number] > MARGIN * best))
         return jnp.where(take, scores[number], best), jnp.where(take, number, chosen).astype(jnp.int32)
 
     _, chosen = jax.lax.fori_loop(2, most + 1, better, (jnp.zeros((), scores.dtype), jnp.ones((), jnp.int32)))
