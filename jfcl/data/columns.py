@@ -67,7 +67,8 @@ def from_frame(
       kind: what the targets are: "classification" or "regression". Default: integers, strings and booleans are labels,
         and numbers with fractions are targets of a regression; whole numbers that are floats, such as 0.0 and 1.0, need
         `kind`, and so do integers of which most do not occur, such as prices and years.
-      scale: whether inputs that are single numbers are scaled to mean 0 and deviation 1 over the training table.
+      scale: whether inputs that are single numbers are scaled to mean 0 and deviation 1 over all rows of `frame`, also
+        those that `build` then holds out. Give `test` for statistics of training examples alone.
       extra: columns that become further arrays of the examples under their names, such as weights or masks.
       tokens, name: as in `Dataset`; channels_first: of images that are arrays, as in `from_arrays`.
 

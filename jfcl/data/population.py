@@ -24,8 +24,9 @@ class Population(NamedTuple):
       sampling, strata: as in `jfcl.simulation.cohorts.make_sampler`: "uniform", "size" or "stratified".
       dropout: the probability, in [0, 1), that a sampled client does not answer. It then counts as a client without
         examples, and its row stays as it is.
-      stragglers: over-selection, 0 or more: `C (1 + stragglers)` clients are drawn, and the first `C` answers, in
-        random order, make up the round. The others count as drawn (`asked`), but their work and bytes do not count.
+      stragglers: over-selection, 0 or more: `C (1 + stragglers)` clients are drawn (rounded, a half to the even
+        number), and the first `C` answers, in random order, make up the round. The others count as drawn (`asked`), but
+        their work and bytes do not count.
       remember: for a method that keeps each client's last update (`cfl` with `cohort=C`): the number of clients outside
         the cohort, those with the latest updates, that are compared with the cohort. Default: 1,000, or all. Their
         rows, which hold the updates, are copied to the device in every round; their examples are not.

@@ -27,8 +27,8 @@ def language_model(module: Any, length: int, vocab_size: int, *, training_argume
     other, so perplexities are comparable only under the same vocabulary.
 
     The loss of a text is the mean over its own targets, and that of a client the mean over its texts. The perplexity of
-    a client is the exponential of its loss, and its accuracy the share of correctly predicted next words. A text of one
-    word has no target and counts as loss 0; `check_tokens` finds such texts.
+    a client is the exponential of its loss, and its accuracy the mean over its texts of the share of words that are
+    predicted. A text of one word has no target and counts as loss 0; `check_tokens` finds such texts.
 
     Args:
       module: maps token ids `[B, length - 1]` to logits `[B, length - 1, vocab_size]`. It may have dropout, not batch
