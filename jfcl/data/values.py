@@ -24,11 +24,13 @@ _DATES = (datetime.date, datetime.time, datetime.timedelta, np.datetime64, np.ti
 def inputs_of(parts: Iterable[tuple[str, Any]], channels_first: bool | None) -> tuple[list[np.ndarray], bool]:
     """Returns the inputs `[n, ...]` of every part `(where, values)`, as `from_frame` describes them.
 
-    The second result is whether images had their channels first.
+    The second result is whether images had their channels first. Where some parts are images that were divided by their
+    white, others beyond `[0, 1]` are refused.
     """
-    inputs, pictured, moved = [], [], False
+    inputs, names, pictured, moved, divided = [], [], [], False, False
     for where, values in parts:
         rows = plain(values, where)
+        names.append(where)
         pictured.append(isinstance(rows, list) and any(map(images.is_picture, rows)))
         if pictured[-1]:
             check(not channels_first, "channels_first", True, f"left out: {where} holds images of PIL")
@@ -39,11 +41,15 @@ def inputs_of(parts: Iterable[tuple[str, Any]], channels_first: bool | None) -> 
             if images.has_channels_first(array.shape, where, channels_first):
                 array, moved = images.channels_last(array), True
             x = images.images_or_ids(array, where)
+            divided |= x is not array
             if x is array:
                 x = as_type(np.int32 if array.dtype.kind in "iu" and array.ndim > 1 else np.float32, array, where)
             check(x.size > 0, f"{where}: the shape of an input", list(x.shape[1:]), "without a 0")
             array = x[:, None] if x.ndim == 1 else x
         inputs.append(array)
+    for where, x in zip(names, inputs, strict=True) if divided or any(pictured) else ():
+        in_unit = x.dtype != np.float32 or (x.min() >= 0 and x.max() <= 1)
+        check(in_unit, where, "other floats", "divided by the white, in [0, 1], as images of bytes and of PIL are")
     return (images.alike(inputs) if inputs and all(pictured) else inputs), moved
 
 
