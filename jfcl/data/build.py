@@ -152,8 +152,6 @@ def build(
     check_choice("reuse", reuse, ["auto", "none", "cluster"])
     if newcomer_examples is not None:
         check_count("newcomer_examples", newcomer_examples)
-        accepted = "left out where clusters differ by their distribution alone, in which new clients have no row"
-        check(num_clusters == 1 or heterogeneity != "none", "newcomer_examples", newcomer_examples, accepted)
     pooled = pools.pool_dataset(dataset, rules, PARTITIONS, data_dir)
     dataset, transform = pooled.dataset, pools.transform_of(pooled)
     if num_clients is None:
@@ -181,8 +179,7 @@ def build(
     train, test = _divided(pooled, cluster, reuse)
     new, new_cluster, new_examples = [], None, None
     if newcomer_examples is not None:
-        shared = num_clients if newcomers_of is None else newcomers_of
-        new, new_cluster, new_examples = _newcomers(pooled, newcomer_examples, test, shared)
+        new, new_cluster, new_examples = _newcomers(pooled, newcomer_examples, test, newcomers_of)
 
     # Stack, and transform each client's examples on the way.
     cells, of_tests, shares = pooled.rules.cells(cluster), pooled.rules.cells(cluster), None
@@ -299,12 +296,17 @@ def _divided(pooled: pools.Pooled, cluster: np.ndarray, reuse: str) -> tuple[Row
     return train, test
 
 
-def _newcomers(pooled: pools.Pooled, count: int, test: Rows, shared: int) -> tuple[Rows, np.ndarray, pools.Examples]:
+def _newcomers(
+    pooled: pools.Pooled, count: int, test: Rows, shared: int | None
+) -> tuple[Rows, np.ndarray, pools.Examples]:
     """Returns the rows and clusters of new clients of `count` examples, and the examples that the rows are of.
 
-    They share the `test` examples of the first `shared` clients.
+    They share the `test` examples of the first `shared` clients, or of all.
     """
     rules, dataset, parts, cluster = pooled.rules, pooled.dataset, [], []
+    accepted = "left out where clusters differ by their distribution alone, in which new clients have no row"
+    check(rules.num_clusters == 1 or rules.heterogeneity != "none", "newcomer_examples", count, accepted)
+    first = test[:shared]
     if rules.partition == "writer":
         check(
             dataset.test is not None, "newcomer_examples", count, "left out without a test split with further writers"
@@ -318,8 +320,8 @@ def _newcomers(pooled: pools.Pooled, count: int, test: Rows, shared: int) -> tup
         return parts, cluster.astype(np.int32), dataset.test
     for k in range(rules.num_clusters):
         pool = pools.of_cluster(pooled, k).test.rows
-        further = [test[i] for i in range(k, len(test), rules.num_clusters) if i >= shared]
-        pool = pool[np.isin(pool, np.concatenate(test[:shared])) & ~np.isin(pool, np.concatenate([[], *further]))]
+        further = [test[i] for i in range(k, len(test), rules.num_clusters) if i >= len(first)]
+        pool = pool[np.isin(pool, np.concatenate(first)) & ~np.isin(pool, np.concatenate([[], *further]))]
         clients = len(pool) // count
         check(clients > 0, "newcomer_examples", count, f"at most {len(pool)}, the test examples of cluster {k}")
         new = iid(len(pool), clients, seed=(rules.seed, pools.NEWCOMERS, k), examples_per_client=count)
