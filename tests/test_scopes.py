@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from compiled import rollout
 from flax import nnx
 from small_network import EPS, KEPT, NORMAL, PLAIN, C, D, H, M, N
 
@@ -130,6 +131,14 @@ def test_methods_are_their_loops(make, task, personal, head_steps):
             np.testing.assert_allclose(kept[name][i], wanted, rtol=1e-5, atol=1e-5, err_msg=name)
     assert metrics["bytes_up"] == N * 4 * sum(x.size for x in common.values()), "personal parameters are never sent"
     assert metrics["client_steps"] == N * (STEPS + (head_steps or 0))
+
+
+@pytest.mark.slow
+def test_steps_of_personal_parts_count_in_first_updates_too():
+    options = {"num_clusters": 2, "personal": is_head, "personal_steps": 3, "pretrain_steps": 4, "pretrain_clients": 2}
+    algorithm = jfcl.fedgroup(PLAIN, TRAINING, **options)
+    _, metrics = rollout(algorithm, data(), key=jax.random.key(1), num_rounds=1)
+    assert metrics["client_steps"] == N * (STEPS + 3) + N * (4 + 3)  # two are pretrained, the others start cold
 
 
 @pytest.mark.slow

@@ -140,7 +140,8 @@ def fedgroup(
         rules = rules._replace(learn=partial(_mix, rules, mixing))
     grouped = assigned(rules, partial(_assign, grouping), remember=partial(_remember, grouping))
     grouped = grouped._replace(adopt=partial(_adopt, grouping))
-    return with_first_costs(grouped, cold, messages=1, rounds=1, cohort=wanted)
+    costs = {"messages": 1, "rounds": 1, "more_steps": rules.personal_steps}
+    return with_first_costs(grouped, cold, **costs, cohort=wanted)
 
 
 class Grouping(NamedTuple):
@@ -223,7 +224,8 @@ def _assign(grouping: Grouping, key: jax.Array, cohort: Cohort, state: Averaging
         shares = jnp.where(joins[:, None], shares, before)
         memory = memory._replace(shares=phases.put_rows(cohort, memory.shares, shares))
     cold = is_cold.astype(jnp.float32)
-    model, steps = cold * float(num_bytes(memory.start)), cold * float(grouping.cold.num_steps)
+    steps = cold * float(grouping.cold.num_steps + (grouping.rules.personal_steps or 0))
+    model = cold * float(num_bytes(memory.start))
     has_members = (memory.directions != 0).any(axis=1)
     counts = {"cold_starts": is_cold, "migrations": moved, "clusters_found": has_members}
     metrics = {name: which.sum().astype(jnp.int32) for name, which in counts.items()} | of_scores(memory.scores)
