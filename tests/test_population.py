@@ -703,6 +703,7 @@ ATTACKED = jfcl.fedavg(TASK, TRAINING, adversary=jfcl.Adversary(jfcl.attacks.zer
         ({"serve": "lost"}, "did you mean 'loss'"),
         ({"evaluate": 0}, "evaluate must be an integer"),
         ({"evaluate": [7]}, r"evaluate must be ids in 0..6"),
+        ({"evaluate": [2, 3, 2]}, "evaluate must be ids that are given once each"),
         ({"evaluate": [2], "test_clients": UNTESTED}, "evaluate must be clients of which one at least has test"),
         ({"test_clients": OTHER}, "test_clients must be of examples with the shapes and types"),
         ({"store": OTHER}, r"algorithm must be of a model for the store's examples, x float32 \(9,\)"),

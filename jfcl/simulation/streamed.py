@@ -324,6 +324,7 @@ def _evaluated(evaluate: Any, n: int, words: list[int]) -> np.ndarray:
     ids = np.asarray(evaluate)
     fits = ids.ndim == 1 and len(ids) > 0 and ids.dtype.kind in "iu"
     check(fits, "evaluate", evaluate, "a number of clients, or a vector of ids")
+    check(len(np.unique(ids)) == len(ids), "evaluate", evaluate, "ids that are given once each")
     check(ids.min() >= 0 and ids.max() < n, "evaluate", (ids.min(), ids.max()), f"ids in 0..{n - 1}")
     return ids.astype(np.int64)
 
