@@ -256,7 +256,7 @@ def results_notes(summaries: dict[str, dict[str, Any]]) -> list[str]:
         notes.append(f"found at round, (n/m): in n of the m seeds, {share}; the round is the mean over these")
     new = {name: over_seeds(summary, "newcomer_accuracy") for name, summary in summaries.items()}
     if cells := [f"{number(mean, std, 1, 100)} % ({name})" for name, (mean, std) in new.items() if mean is not None]:
-        notes.append(f"client acc. of newcomers, with the model of lowest loss: {', '.join(cells)}")
+        notes.append(f"client acc. of newcomers: {', '.join(cells)}")
     for metric, suffix in (("next_accuracy", ""), ("next_stable_accuracy", ", of clients whose cluster stays")):
         drifts = {name: summary["drift"] for name, summary in summaries.items() if "drift" in summary}
         means = {name: (drift["mean"][metric], drift["std"][metric]) for name, drift in drifts.items()}

@@ -79,7 +79,8 @@ class Data:
       drift: how the clusters of clients change over time; 'jfcl list drifts'.
       drift_steps: steps of time, among which the rounds are divided; default: 10.
       drift_window: number of newest steps whose examples clients keep; default: all so far.
-      newcomer_examples: test examples of each new client; new clients are evaluated with the model of lowest loss.
+      newcomer_examples: test examples of each new client, which is evaluated under what the method serves it, by
+        default the model of lowest loss on them.
       population: number of clients on the host, in place of --clients; a --cohort [100] is on the device at a time,
         with --examples-per-client [20] each.
       store: folder of the population's data, made if it does not exist; default: store in --out. An existing one is

@@ -91,8 +91,8 @@ def simulate(
       num_rounds: `T`. The rounds of a method's start (restarts, warm rounds, training before the clients are clustered)
         come before them and count: the run ends after `T` further rounds (`History.init_rounds`).
       test_clients: test examples, row `i` of client `i`; evaluated under the model that the client is served.
-      newcomers: clients that are not in training, each evaluated under the model of lowest loss on its examples
-        (IFCA's test-time inference); adds `newcomer_loss`, `newcomer_accuracy`.
+      newcomers: clients that are not in training, each evaluated under what the method's `adopt` serves it, by default
+        the model of lowest loss on its examples (IFCA's inference); adds `newcomer_loss`, `newcomer_accuracy`.
       true_cluster: `[N]`, if known: adds `cluster_accuracy`, `adjusted_rand`, `nmi`, `purity` to the records. Clients
         with -1, for example malicious ones, do not count.
       serve: the model that a test client is served by a method with a choice among several (IFCA, HypCluster); others
