@@ -262,6 +262,11 @@ def test_a_run_records_how_well_the_mixtures_are_found():
         summary = run(Config(method, model="linear", **options))[0]
         assert 0 <= summary["mixture_error"] <= 1 and -1 <= summary["mixture_correlation"] <= 1
         assert "mixture 0.4" in summary["description"]
+    summary, history, parts = run(Config("fedem", model="linear", attack="label_reverse", malicious=0.4, **options))
+    benign = ~parts.malicious  # the others have labels of no mixture
+    found, true = np.asarray(history.served.to)[0, benign], parts.federation.mixture[benign]
+    error = min(np.abs(found[:, order] - true).sum(axis=1).mean() / 2 for order in ([0, 1], [1, 0]))
+    np.testing.assert_allclose(summary["mixture_error"], error, rtol=1e-6)
 
 
 @pytest.mark.slow

@@ -157,7 +157,8 @@ def summarize_run(config: Config, history: History, parts: Setup) -> dict[str, A
     true, served = parts.federation.mixture, history.served
     mixtures = history.clients.get("weights", served.to if served.shares is None else served.shares)
     if true is not None and mixtures is not None and mixtures.shape[1:2] == true.shape[:1] and mixtures.ndim == 3:
-        recoveries = [metrics.mixture_recovery(np.asarray(weights), true) for weights in mixtures]
+        counts = parts.true_cluster >= 0  # not hostile clients
+        recoveries = [metrics.mixture_recovery(np.asarray(weights)[counts], true[counts]) for weights in mixtures]
         summary |= {name: float(np.mean([recovery[name] for recovery in recoveries])) for name in recoveries[0]}
     if config.dp_clip is not None:
         clusters = np.asarray(history.clients["cluster"])[0]
