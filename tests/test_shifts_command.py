@@ -105,6 +105,17 @@ def test_the_folder_has_every_cell_and_every_run_a_row(whole):
     assert first["client_steps"] == 4 * 8 * 2
 
 
+def test_drifting_data_are_learned_in_their_last_step():
+    curve = [(1, 0, 0.9), (2, 0, 0.8), (3, 1, 0.3), (4, 1, 0.48), (5, 1, 0.5)]
+    records = [{"round": t, "step": s, "accuracy": a, "bytes_up": t, "bytes_down": t} for t, s, a in curve]
+    records = [row | {"worst_decile_accuracy": 0, "clusters_in_use": 1} for row in records]
+    served = jfcl.Served({"b": np.zeros((1, 1))}, np.zeros(2, np.int32))
+    history = types.SimpleNamespace(records=records, served=served, clients={"accuracy": np.array([[0.4, 0.6]])})
+    vars(history).update(client_steps=9.0, seconds=1.0, compile_seconds=1.0)
+    found = shift_cells.measured(history, np.zeros(2, int), Cell("sine", "sine", 1.0, "fedavg", "", drift="sudden"))
+    assert (found["accuracy"], found["rounds_to_95"], found["bytes_to_95"]) == (0.5, 4, 8)
+
+
 def test_the_best_trial_on_the_held_out_clients_is_run(whole):
     for cell in (json.loads(file.read_text()) for file in whole.glob("cells/*")):
         scores = [trial["score"] for trial in cell["trials"]]
