@@ -224,6 +224,19 @@ def test_conditions_show_the_change_and_what_was_not_run(page, folder):
     assert "Drift Not run." in page.text and "Energy is not known" in page.text
 
 
+def test_the_change_under_a_condition_is_that_of_the_same_clients(tmp_path, no_pictures):
+    folder = made_up(tmp_path / "out", methods={"ifca": 0.8}, shifts=("rotation",), strengths=(1.0,))
+    plain, hostile = (f"digits-rotation-1-ifca-known{end}" for end in ("", "-hostile0.3"))
+    each = [[None, None, *run["per_client"][2:]] for run in cells_in(folder)[hostile]["runs"]]  # two have no tests
+    change(folder, hostile, runs=[{"per_client": of, "accuracy": float(np.mean(of[2:]))} for of in each])
+    cells = cells_in(folder)
+    before = 100 * np.mean([run["per_client"][2:] for run in cells[plain]["runs"]])
+    value = accuracy(cells[hostile])
+    page = Page(write_page(folder).read_bytes())
+    assert rows_of(page, "hostile") == {"ifca": [f"{value:.1f} ({value - before:+.1f})"]}
+    assert f"{value - before:+.1f}" != f"{value - accuracy(cells[plain]):+.1f}"
+
+
 def test_the_table_for_latex_has_means_over_strengths(page, folder):
     lines = (folder / "table.tex").read_text().splitlines()
     cells = cells_in(folder)

@@ -186,7 +186,7 @@ def rank(cells: Sequence[Result]) -> list[Ranks]:
         is_there = [[(s, m) in table and table[s, m].status == "ok" for m in methods] for s in settings]
         rows, columns = ranking.complete(np.array(is_there))
         settings, methods = [settings[i] for i in rows], [methods[i] for i in columns]
-        values = [_values([table[s, m] for m in methods]) for s in settings]
+        values = [values_of([table[s, m] for m in methods]) for s in settings]
         scores = np.array([ranking.scores(each) for each in values]).reshape(len(settings), len(methods))
         mean = ranking.ranks(scores).mean(axis=0) if values else np.empty(0)
         low, high = ranking.rank_intervals(values) if values else (mean, mean)
@@ -200,8 +200,8 @@ def rank(cells: Sequence[Result]) -> list[Ranks]:
     return ranked
 
 
-def _values(cells: Sequence[Result]) -> np.ndarray:
-    """Returns the accuracies `[A, R, N]` of the cells of a setting; NaN for runs without results.
+def values_of(cells: Sequence[Result]) -> np.ndarray:
+    """Returns the accuracies `[A, R, N]` of cells with the same clients; NaN for runs without results.
 
     A cell has those of clients with four decimals. They are moved so that their mean is the accuracy of the run:
     methods that are equally good are then tied, and do not differ by what was rounded.

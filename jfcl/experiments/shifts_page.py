@@ -26,6 +26,7 @@ from jfcl.experiments.shift_results import (
     names_of,
     rank,
     read_cells,
+    values_of,
 )
 
 SHADES = (1, 2, 5, 10, 20)  # percentage points below the best of a column, where the next shade begins
@@ -92,8 +93,10 @@ def _shown(cell: Result, best: float, base: dict[str, Result]) -> Link:
     value = cell.accuracy
     if value is None:
         return Link("cannot" if cell.status == "cannot" else cell.marks.strip(), cell.name, "none")
-    before = base[cell.name].accuracy if cell.name in base else None
-    change = "" if before is None else f" ({100 * (value - before):+.1f})"
+    change = ""
+    if cell.name in base and base[cell.name].ended:
+        before, now = values_of([base[cell.name], cell])
+        change = f" ({100 * (value - np.nanmean(before[:, np.isfinite(now).any(axis=0)])):+.1f})"  # of the same clients
     is_best = value == best and cell.can_be_best
     shade = np.searchsorted(SHADES, round(100 * (best - value), 6), side="right")
     return Link(f"{100 * value:.1f}{change}{cell.marks}", cell.name, f"g{shade}" + " best" * is_best)
@@ -121,7 +124,9 @@ def _condition(cells: Sequence[Result], field: str) -> Table | None:
         rows.setdefault(cell.method + ", unknown number" * (clusters == "auto"), {})[column] = cell
         if same := plain.get((cell.setting, cell.method, clusters)):
             base[cell.name] = same
-    caption = "Accuracy in %, and the change in percentage points from the same cell without the condition"
+    caption = (
+        "Accuracy in %, and the change in percentage points from the same clients in the cell without the condition"
+    )
     return _heat(field, caption, dict(sorted(rows.items())), heads, base) if rows else None
 
 
