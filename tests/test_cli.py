@@ -3,6 +3,7 @@
 import csv
 import dataclasses
 import gzip
+import io
 import json
 import os
 import shutil
@@ -16,12 +17,13 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+import rich.console
 
 import jfcl
 from jfcl import cli
 from jfcl.cli import commands
 from jfcl.cli.parser import parse
-from jfcl.cli.tables import lists
+from jfcl.cli.tables import lists, numbers_table, titled
 from jfcl.experiments import Config, load_run, population, run, setups, trackers
 from jfcl.experiments.config import to_saved
 from jfcl.experiments.setups import make_training, matmul_precision
@@ -636,7 +638,14 @@ def test_a_run_can_be_used_where_it_could_not_be_made(finished, tmp_path):
 @pytest.mark.parametrize("what", lists())
 def test_every_list(what, capsys):
     assert cli.main(["list", what]) == 0
-    assert capsys.readouterr().out.startswith(what)
+    printed = capsys.readouterr().out
+    assert printed.startswith(what) and "  Returns " not in printed  # with which a docstring opens
+
+
+def test_the_title_of_a_table_is_one_line_however_narrow_the_table_is():
+    console = rich.console.Console(width=100, file=io.StringIO())
+    console.print(titled("a title of many words, " * 4, numbers_table(["n"], ["x"])))
+    assert console.file.getvalue().splitlines()[0].strip() == ("a title of many words, " * 4).strip()
 
 
 def test_a_corrupted_file_is_noticed(tmp_path, capsys):

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
+from rich.console import Group
 from rich.table import Column, Table
 from rich.text import Text
 
@@ -21,32 +23,37 @@ from jfcl.robust import attacks
 from jfcl.simulation.grid import METRICS, Sweep
 from jfcl.training.augment import AUGMENTATIONS
 
-LOOK = {"box": SIMPLE_HEAD, "show_edge": False, "title_justify": "left", "title_style": ""}  # of a table
+LOOK = {"box": SIMPLE_HEAD, "show_edge": False}  # of a table
 MOST_SHOWN = 30  # cells of a sweep
 LARGEST_PARTS = 8  # of a round
 
 
-def numbers_table(title: str | None, names: Sequence[str], heads: Sequence[str], padding: int = 0) -> Table:
+def numbers_table(names: Sequence[str], heads: Sequence[str], padding: int = 0) -> Table:
     """Returns an empty table with columns of names and columns of numbers."""
     columns = [Column(name, overflow="fold") for name in names]
     columns += [Column(head, justify="right", no_wrap=True) for head in heads]
-    return Table(*columns, title=title and Text(title), padding=(0, padding), **LOOK)
+    return Table(*columns, padding=(0, padding), **LOOK)
 
 
-def results_table(summaries: dict[str, dict[str, Any]], title: str) -> Table:
+def titled(title: str, table: Table) -> Group:
+    """Returns a table below its title, which may be wider: a title of rich is wrapped to the width of its table."""
+    return Group(Text(title), table)
+
+
+def results_table(summaries: dict[str, dict[str, Any]], title: str) -> Group:
     """Returns a table with one line per run: mean ± sample standard deviation over seeds, in 80 columns."""
     heads, rows = results_rows(summaries)
-    table = numbers_table(title, heads[:1], heads[1:])
+    table = numbers_table(heads[:1], heads[1:])
     for name, *cells in rows:
         table.add_row(Text(name), *cells)
-    return table
+    return titled(title, table)
 
 
-def bench_table(benchmark: dict[str, Any]) -> Table:
+def bench_table(benchmark: dict[str, Any]) -> Group:
     """Returns the table of `jfcl bench`: a row for each measured round."""
     title = "One round: {local_steps} local steps of batch {batch_size}, {examples} examples a client"
     heads = ("clients", "rounds\n/s", "client-\nsteps/s", "temp.\nMB", "compile\ns")
-    table = numbers_table(title.format(**benchmark["settings"]), ("method", "model", "mapping"), heads)
+    table = numbers_table(("method", "model", "mapping"), heads)
     for row in benchmark["rows"]:
         cells = ["–", row.get("left_out")]
         if "left_out" not in row:
@@ -54,14 +61,17 @@ def bench_table(benchmark: dict[str, Any]) -> Table:
             cells = [f"{rounds:,.0f}" if rounds >= 100 else f"{rounds:.3g}", f"{row['client_steps/s']:,.0f}"]
             cells += ["–" if memory is None else f"{memory:,.1f}", f"{row['compile_seconds']:.1f}"]
         table.add_row(row["method"], row["model"], row["mapping"], f"{row['clients']:,}", *cells)
-    return table
+    return titled(title.format(**benchmark["settings"]), table)
 
 
 def lists() -> dict[str, dict[str, str]]:
     """Returns the lists of `jfcl list`: of each, the names and one line on each of them."""
 
     def first_lines(functions) -> dict[str, str]:
-        return {name: (fn.__doc__ or "").split("\n")[0] for name, fn in functions.items()}
+        lines = {name: (fn.__doc__ or "").split("\n")[0] for name, fn in functions.items()}
+        return {
+            name: re.sub(r"^((\w+: )?)[Rr]eturns,? (the attack that )?", r"\1", line) for name, line in lines.items()
+        }
 
     return {
         "methods": {name: method.summary for name, method in METHODS.items()}
@@ -101,28 +111,28 @@ def list_tables(titles: Iterable[str]) -> list[Table]:
     return tables
 
 
-def sweep_table(swept: Sweep, title: str) -> Table:
+def sweep_table(swept: Sweep, title: str) -> Group:
     """Returns the table of the best cells, in 80 columns: mean ± sample standard deviation over seeds."""
     columns = {"loss": ("loss", 1, 3)}
     if any("accuracy" in cell.mean for cell in swept.cells):
         accuracies = {"accuracy": ("client\nacc. %", 100, 1), "worst_client_accuracy": ("worst\nclient %", 100, 1)}
         columns = accuracies | columns
     columns.setdefault(swept.metric, (swept.metric.replace("_", "\n"), 1, 3))
-    table = numbers_table(title, list(swept.grid), [head for head, *_ in columns.values()])
+    table = numbers_table(list(swept.grid), [head for head, *_ in columns.values()])
     sign = -1 if METRICS[swept.metric] else 1
     order = sorted(swept.cells, key=lambda cell: sign * cell.mean[swept.metric] if cell.mean else math.inf)
     for cell in order[:MOST_SHOWN]:
         names = [Text(f"{value:g}" if isinstance(value, float) else str(value)) for value in cell.values.values()]
         styles = ((cell.mean.get(name), cell.std.get(name), d, scale) for name, (_, scale, d) in columns.items())
         table.add_row(*names, *(number(*style) for style in styles))
-    return table
+    return titled(title, table)
 
 
-def plan_tables(planned: Plan, config: Config) -> list[Table]:
+def plan_tables(planned: Plan, config: Config) -> list[Table | Group]:
     """Returns the tables of a plan, in 80 columns: the mappings, what a round needs, and its largest parts."""
     chosen, cost = targets.target(planned.target), planned.cost
     title = f"{config.method}, model {config.model}, on {planned.target}: {chosen.count} x {chosen.chip.name}"
-    mappings = numbers_table(title, ["clients of a chip at a time"], ["memory", "a round, predicted"], 1)
+    mappings = numbers_table(["clients of a chip at a time"], ["memory", "a round, predicted"], 1)
     for c in planned.candidates:
         large = c.needed_bytes > planned.limit_bytes
         name = {"vmap": "all", "chunked": f"{c.chunk}"}.get(c.mapping, c.mapping)
@@ -132,13 +142,13 @@ def plan_tables(planned: Plan, config: Config) -> list[Table]:
     for row in _facts(planned, config):
         facts.add_row(*row)
     if cost is None:
-        return [mappings, facts]
+        return [titled(title, mappings), facts]
     # The parts of a round.
-    parts, seconds = numbers_table(None, ["part of a round"], ["predicted", "%"], 1), list(cost.parts.items())
+    parts, seconds = numbers_table(["part of a round"], ["predicted", "%"], 1), list(cost.parts.items())
     remaining, whole = sum(s for _, s in seconds[LARGEST_PARTS:]), sum(s for _, s in seconds) or 1.0
     for name, s in [*seconds[:LARGEST_PARTS], *([("others", remaining)] if remaining else [])]:
         parts.add_row(name, _duration(s), f"{100 * s / whole:.0f}")
-    return [mappings, facts, parts]
+    return [titled(title, mappings), facts, parts]
 
 
 def _facts(planned: Plan, config: Config) -> Iterator[tuple[str, str]]:
