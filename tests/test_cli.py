@@ -541,7 +541,7 @@ def test_without_heterogeneity_one_model_is_right(tmp_path, recwarn):
     options = [*QUICK, "--heterogeneity", "none", "--rounds", "3", "--quiet", "--out", str(tmp_path / "run")]
     assert cli.main(["run", "ifca", *options]) == 0
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
-    assert summary["num_clusters"] == 1 and "1 cluster(s) (none)" in summary["description"]
+    assert summary["num_clusters"] == 1 and ", 1 cluster, " in summary["description"]
     assert load_run(tmp_path / "run").params["Dense_0"]["kernel"].shape[0] == 2  # --clusters are the models
     assert not [w for w in recwarn if "all clients use one of" in str(w.message)]
 

@@ -193,8 +193,8 @@ def build(
     named = writer is not None and dataset.writer_names is not None
     sizes = " to ".join(map(str, sorted({min(map(len, train)), max(map(len, train))})))
     description = (
-        f"{dataset.name}: {num_clients} clients of {sizes} examples ({partition}), {num_clusters} cluster(s)"
-        f" ({pooled.rules.differs_by}), {pooled.tested_on}{pooled.left_out and f'; left out: {pooled.left_out}'}"
+        f"{dataset.name}: {num_clients} clients of {sizes} examples ({partition}), {pooled.rules.clusters_text},"
+        f" {pooled.tested_on}{pooled.left_out and f'; left out: {pooled.left_out}'}"
     )
     settings = [dataset.name, heterogeneity, num_clusters, seed, *_beyond_rows(dataset, pooled.rules)]
     if drift is None:

@@ -88,7 +88,7 @@ def generate_store(
         "num_clusters": rules.num_clusters,
         **({} if dataset.table is None else {"table": dataset.table}),
         "description": f"{dataset.name}: {num_clients} clients of {examples_per_client} examples ({rules.partition}),"
-        f" {rules.num_clusters} cluster(s) ({rules.differs_by})",
+        f" {rules.clusters_text}",
         "made": {"dataset": dataset.name} | settings | (about or {}),
     }
     by_cluster = [pools.of_cluster(pooled, k) for k in range(rules.num_clusters)]

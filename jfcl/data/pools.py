@@ -57,10 +57,11 @@ class Rules(NamedTuple):
         return shifts_of(self.heterogeneity) if self.strength else ()
 
     @property
-    def differs_by(self) -> str:
-        """The heterogeneity, its strength and the mixture in words."""
+    def clusters_text(self) -> str:
+        """The number of clusters, with the heterogeneity, its strength and the mixture where there are several."""
         words = self.heterogeneity + ("" if self.strength == 1 else f", strength {self.strength:g}")
-        return words + ("" if self.mixture is None else f", mixture {float(self.mixture):g}")
+        words += "" if self.mixture is None else f", mixture {float(self.mixture):g}"
+        return "1 cluster" if self.num_clusters == 1 else f"{self.num_clusters} clusters ({words})"
 
     @property
     def selects(self) -> tuple[str, ...]:
