@@ -85,6 +85,7 @@ def nothing():
 
 
 VALUE = 3
+NET = Net(10)
 """
 FACTORIES = '''
 import jfcl
@@ -116,8 +117,8 @@ def unread(task, training, *, heat: "Missing" = 1.0, client_axis=None):
     """An annotation of nothing."""
 
 
-def nothing(task, training, *, client_axis=None):
-    """A forgotten return."""
+def nothing(task, training, client_axis=None):
+    """A forgotten return, and a mapping that is not keyword-only, which is accepted."""
 
 
 def clash(task, training, *, lr: float = 0.1, client_axis=None):
@@ -134,6 +135,11 @@ def reserved(task, training, *, out: str = "x", client_axis=None):
     Args:
       out: a word.
     """
+
+
+def fails(task, training, *, client_axis=None):
+    """An error of its own."""
+    raise RuntimeError("as written")
 
 
 def out_of_range(task, training, *, heat: Annotated[int, Range(2)] = 1, client_axis=None):
@@ -476,7 +482,7 @@ ATTACKED = ["fedavg", "--clients", "8", "--malicious", "0.25", "--examples-per-c
         (["mine_factories:plain"], "that returns an Algorithm, and takes (a, b)"),
         (["mine_factories:no_axis"], "that returns an Algorithm, and takes (task, training)"),
         (["mine_factories:no_text"], "argument heat of method 'mine_factories:no_text' must have an entry under Args"),
-        (["mine_factories:positional"], "that returns an Algorithm, and takes (task, training, heat, client_axis)"),
+        (["mine_factories:positional"], "and takes (task, training, heat, client_axis); write a * before heat: o"),
         (["mine_factories:no_default"], "argument fn of method 'mine_factories:no_default' must have a default, or an"),
         (["mine_factories:unread"], "annotations of method 'mine_factories:unread' cannot be read: name 'Missing'"),
         (["mine_factories:clash"], "argument lr of method 'mine_factories:clash' must have another name: --lr is of"),
@@ -493,6 +499,7 @@ ATTACKED = ["fedavg", "--clients", "8", "--malicious", "0.25", "--examples-per-c
         (["fedavg", "--model", "mpl"], "gpt, or MODULE:NAME for one of your own"),
         (["fedavg", "--model", "mine_models:Nt"], "mine_models.py) has no 'Nt': did you mean 'Net'?"),
         (["fedavg", "--model", "mine_models:Fixed"], "model must be the name of a class or function of the number of"),
+        (["fedavg", "--model", "mine_models:NET"], "a flax module with num_outputs; it is an instance of Net, got"),
         (["fedavg", "--model", "mine_models:nothing"], "got 'mine_models:nothing': too many positional arguments"),
         (["fedavg", "--model", "mine_models:VALUE"], "got 'mine_models:VALUE'"),
         (["fedavg", "--dataset", "mine_models:nothing"], "returns a jfcl.data.Dataset; it returns int, got"),
@@ -534,6 +541,17 @@ def test_what_does_not_fit_is_refused(command, words, capsys):
     assert cli.main(["run", *command]) == 2
     printed = capsys.readouterr()
     assert words in printed.err and printed.err.startswith("jfcl: error:") and printed.out == ""
+
+
+def test_an_error_in_an_own_module_is_shown_without_the_frames_of_the_library(capsys, monkeypatch):
+    command = ["run", "mine_factories:fails", "--clients", "4", "--clusters", "2"]
+    assert cli.main(command) == 1
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[-1] == "RuntimeError: as written" and [line for line in lines if "File" in line] == [lines[1]]
+    assert "mine_factories.py" in lines[1] and lines[1].endswith("in fails")
+    monkeypatch.setenv("JAX_TRACEBACK_FILTERING", "off")
+    with pytest.raises(RuntimeError):
+        cli.main(command)
 
 
 def test_the_module_that_is_imported_is_that_of_the_current_folder(folder):

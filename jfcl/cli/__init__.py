@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import sys
+import sysconfig
 import traceback
 import warnings
 from pathlib import Path
@@ -77,10 +79,27 @@ def _main(argv: list[str], console: Console, errors: Console) -> int:
         if stopped or isinstance(error, (ValueError, OSError, MemoryError)):  # OSError: no permission, a full disk
             errors.print(Text.assemble((f"jfcl: {'stopped' if stopped else 'error'}:", "red"), " ", _sentence(error)))
             return 1 if stopped else 2
+        if frames := _frames_of_user(error):
+            head = "Traceback (most recent call last), without the frames of jfcl and of packages:\n"
+            text = [head, *traceback.format_list(frames), *traceback.format_exception_only(error)]
+            errors.print("".join(text).rstrip())
+            return 1
         if not hosts.connected():
             raise
         traceback.print_exc()  # main leaves at once
         return 1
+
+
+def _frames_of_user(error: Exception) -> list[traceback.FrameSummary]:
+    """Returns the frames of an error that are in a user's own module; none with `JAX_TRACEBACK_FILTERING=off`."""
+    if os.environ.get("JAX_TRACEBACK_FILTERING") == "off":
+        return []
+    ours, others = str(Path(__file__).parents[1]), (sysconfig.get_path("stdlib"), "<")
+    frames = traceback.extract_tb(error.__traceback__)
+    called = itertools.dropwhile(lambda frame: not frame.filename.startswith(ours), frames)  # not the script
+    packages = ("site-packages", "dist-packages")
+    own = (frame for frame in called if not frame.filename.startswith((ours, *others)))
+    return [frame for frame in own if not any(name in Path(frame.filename).parts for name in packages)]
 
 
 def _sentence(error: Exception) -> str:

@@ -91,6 +91,7 @@ def find_model(name: str) -> Callable[[int], Any]:
     if nnx is not None and inspect.isclass(make) and issubclass(make, nnx.Module):
         return lambda num_outputs: partial(make, num_outputs)  # a function of rngs
     accepted = "the name of a class or function of the number of outputs, such as a flax module with num_outputs"
+    check(not isinstance(make, nn.Module), "model", name, f"{accepted}; it is an instance of {type(make).__name__}")
     if inspect.isclass(make) and issubclass(make, nn.Module):
         fields = {field.name for field in dataclasses.fields(make) if field.init}
         check(fields - {"parent", "name"}, "model", name, accepted)
@@ -285,10 +286,12 @@ def _check_takes(
 def _as_method(name: str, make: Any) -> Method:
     """Returns the method of a user's factory, after a check of its form."""
     parameters = inspect.signature(make).parameters if inspect.isfunction(make) else {}
-    if "client_axis" not in parameters or _positional(make) != ["task", "training"]:
+    further = [argument for argument in (_positional(make) if parameters else ())[2:] if argument != "client_axis"]
+    if "client_axis" not in parameters or list(parameters)[:2] != ["task", "training"] or further:
         takes = f"takes ({', '.join(parameters)})" if parameters else f"is {type(make).__name__}"
         form = "a function (task, training, *, client_axis, ...) that returns an Algorithm"
-        raise ValueError(f"method {name!r} must be {form}, and {takes}")
+        remedy = f"; write a * before {further[0]}: options are keyword-only" if further else ""
+        raise ValueError(f"method {name!r} must be {form}, and {takes}{remedy}")
     method = Method(make, first_sentence(" ".join((inspect.getdoc(make) or make.__name__).split("\n\n")[0].split())))
     try:
         declared = method.declared
