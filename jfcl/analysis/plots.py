@@ -192,7 +192,8 @@ def curves(
     for at in sorted({at for records in runs.values() for at in _changes(records)}):
         axes.axvline(at, color="0.6", ls=":", lw=1, zorder=0)
     axes.xaxis.set_major_locator(_whole_numbers())
-    axes.set(xlabel=over, ylabel=label or {"accuracy": "mean client accuracy"}.get(metric, metric.replace("_", " ")))
+    names = {"accuracy": "mean client accuracy", "adjusted_rand": "adjusted Rand index"}
+    axes.set(xlabel=over, ylabel=label or names.get(metric, metric.replace("_", " ")))
     axes.grid(alpha=0.3)
     axes.legend()
     return figure
