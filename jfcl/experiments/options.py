@@ -62,7 +62,7 @@ class Data:
       strength: how much they differ, from 0 (not at all) to 1.
       mixture: clients mix clusters, in shares drawn from a Dirichlet distribution with this concentration; default:
         each client belongs to one.
-      clients: number of clients; default: 40, or 10 with --drift.
+      clients: number of clients; 10 by default with --drift.
       clusters: number of hidden clusters (one with --heterogeneity none), and of models where the method has one per
         cluster.
       examples_per_client: training examples per client; default: all there are.
@@ -154,7 +154,7 @@ class Training:
       num_models: number of models, or auto where the method can choose it (clove, fedgroup, flux, one_shot); default:
         --clusters.
       share: share the parameters with a path that starts with one of these, comma separated.
-      personal: the same for parameters that each client keeps and never sends.
+      personal: parameters with such a path are kept by each client and never sent, comma separated.
       init_from: warm start: folder of a run of the same --model that ended with one model, or with the number needed
         here.
       server_optimizer: step of the server along the mean update.

@@ -116,12 +116,12 @@ def shifts(
         alpha from 10 to 0.1) and `mixture` (clients mix clusters with renamed labels; concentration from 10 to 0.1).
       strengths: of every shift, from 0 to 1.
       datasets: names, or `MODULE:FUNCTION`.
-      seeds: runs of each cell.
-      budget: trials of each cell.
+      seeds: runs of each cell; default: 3.
+      budget: trials of each cell; default: 12.
       clients: number of clients that are reported; as many more are held out for tuning.
       clusters: number of hidden clusters, and of models where it is known.
       model: model, as in jfcl run.
-      rounds: communication rounds of each run.
+      rounds: communication rounds of each run; default: 100.
       local_steps: local steps per round; federated_clustering and other methods that send gradients have their own.
       batch_size: examples per local step; default: all examples of the client.
       examples_per_client: training examples of each client; default: as many as every shift can give.

@@ -52,9 +52,9 @@ def ifca(
       num_clusters: `K`, the number of models.
       average: `"models"` (option II): a model becomes the mean of its clients' trained models. `"gradients"`
         (option I): it moves by the sum of its clients' gradients divided by the number `m` of machines.
-      divide_by: `m` for `average="gradients"`. `"all"`: all clients with examples, in the cohort or not, with finite
-        updates or not (line 14 of Algorithm 2). `"participants"`: the round's clients with an update in a sum, of all
-        clusters. With `weights="size"` it is the number of their examples. In a population
+      divide_by: the number `m` of machines with `average="gradients"`. `"all"`: all clients with examples, in the
+        cohort or not, with finite updates or not (line 14 of Algorithm 2). `"participants"`: the round's clients with
+        an update in a sum, of all clusters. With `weights="size"` it is the number of their examples. In a population
         (`jfcl.simulate`) a round has the clients of the cohort alone, and `"all"` are those that answered.
       stable_rounds: the shortcut of section 4.3: while every client has kept its cluster in its last `stable_rounds`
         rounds, clients get their own model only and do not compare the others. In a population, this is decided in
@@ -69,7 +69,7 @@ def ifca(
         once (the paper). The authors' code for CIFAR-10 has 0.35.
       restarts: number of random initialisations; the one of lowest training loss after `restart_rounds` rounds is kept.
         A simulation counts these rounds before its own; their cost is in its first record (see `with_restarts`).
-      restart_rounds: see `restarts`.
+      restart_rounds: rounds of each of the `restarts`.
 
     Returns:
       `Algorithm` with an `AveragingState`. A client compares the models with its `personal` parameters in each. A model
