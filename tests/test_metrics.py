@@ -294,6 +294,7 @@ def test_a_population_records_metrics_of_outputs():
         ({"auc": jfcl.metrics.auc}, "auc needs logits of two classes, got 3"),
         ({"sum": lambda outputs, *_: float(outputs.sum())}, r"metrics\['sum'\] must be a function that JAX compiles"),
         ({"any": lambda outputs, _, real: outputs[real].max()}, r"metrics\['any'\] must be .* no mask as an index"),
+        ({"none": lambda *_: None}, r"metrics\['none'\] must be a function that returns one number, got None"),
     ],
     ids=lambda value: str(value)[:20],
 )

@@ -672,6 +672,10 @@ def test_labels_of_few_bits_may_be_of_many_classes(dtype, classes):
             lambda: classification(jfcl.models.MLP(3), (0, 2), 3),
             r"input_shape must be .* each at least 1.* got \(0, 2\)",
         ),
+        (
+            lambda: classification(jfcl.models.CNNMnist(3), (5,), 3),
+            r"must be \[H, W, C\] for CNNMnist, which reads images.* got \(5,\)",
+        ),
         (lambda: jfcl.models.regression(jfcl.models.MLP(1), (2.5,)), r"input_shape must be .* got \(2.5,\)"),
         (lambda: classification(jfcl.models.MLP(3), (4,), "3"), "num_classes must be an integer, at least 1, got '3'"),
         (lambda: classification(jfcl.models.ViT(3, patch=0), (8, 8, 1), 3), "ViT must map .* ZeroDivisionError"),

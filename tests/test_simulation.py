@@ -495,7 +495,14 @@ class Bare(NamedTuple):
         ),
         (lambda state, metrics: (metrics, state), r"step must be .* with metrics in a dict, got \['dict', 'Still"),
         (lambda state, metrics: (state, {"loss": metrics}), "metrics must be a flat dict of arrays, got 'loss'"),
-        (lambda state, metrics: (state, {"bytes_up": metrics["loss"]}), r"training loss, 'loss' \[N\], got \['bytes"),
+        (
+            lambda state, metrics: (state, {"bytes_up": metrics["loss"]}),
+            r"no 'loss', .* of each client: \['bytes_up'\]",
+        ),
+        (
+            lambda state, metrics: (state, metrics | {"loss": metrics["loss"].mean()}),
+            r"loss must be of shape \[7\], a training loss for each client, got \[\]",
+        ),
         (
             lambda state, metrics: (state._replace(cluster=state.cluster.astype(jnp.float32)), metrics),
             r"keeps shapes and types of the state, got .\.cluster is float32 \[7\], not int32 \[7\]",
@@ -523,7 +530,7 @@ def test_a_step_that_breaks_its_contract_is_refused(change, words):
     [
         (
             lambda state: Bare(state.params),
-            "state must be a NamedTuple with params and cluster, .*got .Bare",
+            "state without the fields params and cluster needs .*serve.*; Bare has params",
         ),
         (
             lambda state: state._replace(cluster=state.cluster[:3]),

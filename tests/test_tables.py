@@ -489,12 +489,19 @@ def test_what_the_splits_do_not_share_is_refused(tmp_path):
 def test_options_of_a_table(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     people(np.random.default_rng(0)).to_csv("shop.csv", index=False)
+    (tmp_path / "marks.csv").write_text("user;age;label\na;1,5;0\n")
+    people(np.random.default_rng(0)).rename(columns={"label": "bought"}).to_csv("bought.csv", index=False)
     config = Config("fedavg", dataset="shop.csv", by="user", target="label")
     assert (config.clients, config.partition, config.heterogeneity) == (3, "writer", "none")
     for wrong, words in [
         (["--dataset", "none.csv", "--by", "user"], "dataset must be a file that exists, got 'none.csv'"),
         (["--dataset", "shop.csv", "--by", "usr"], "unknown column for by 'usr': did you mean 'user'?"),
         (["--dataset", "shop.csv", "--by", "user", "--target", "lable"], "did you mean 'label'?"),
+        (
+            ["--dataset", "marks.csv", "--by", "user"],
+            "marks.csv: its columns are separated by ';'; pandas.read_csv(sep",
+        ),
+        (["--dataset", "bought.csv", "--by", "user"], "target must be given: no column has a usual name"),
         (["--by", "user"], "by must be left out unless --dataset is a table"),
         (["--dataset", "shop.csv", "--by", "user", "--clients", "4"], "at most 3, the number of writers"),
     ]:

@@ -141,7 +141,9 @@ def _evaluate(params, clients, cluster, personal, *, task, metrics, client_axis)
 def _computed(name: str, function: Metric, outputs: jax.Array, examples: Batch, real: jax.Array) -> jax.Array:
     """Returns a metric of one client; `ValueError` for a function that asks for numbers while it is compiled."""
     try:
-        value = jnp.asarray(function(outputs, examples, real))
+        value = function(outputs, examples, real)
+        check(value is not None, f"metrics[{name!r}]", value, "a function that returns one number")
+        value = jnp.asarray(value)
     except (jax.errors.JAXTypeError, jax.errors.JAXIndexError) as error:
         what = "that JAX compiles, which returns an array: no float(), no NumPy, no if, no mask as an index"
         raise ValueError(f"metrics[{name!r}] must be a function {what} ({first_line(error)})") from None

@@ -59,7 +59,7 @@ def _check_out(out: str | None) -> None:
     existing = Path(out)
     while not (existing.exists() or existing.is_symlink()) and existing != existing.parent:
         existing = existing.parent
-    check(existing.is_dir(), "out", out, f"a folder, but {existing} is none")
+    check(existing.is_dir(), "out", out, f"a folder, but {existing} is a file")
     check(os.access(existing, os.W_OK | os.X_OK), "out", out, f"in a folder that can be written: {existing} cannot")
 
 

@@ -187,9 +187,11 @@ def check_examples(clients: Clients, task: Task, *, name: str = "clients") -> No
 def check_served(algorithm: Algorithm, state: Any, clients: Clients) -> None:
     """Raises `ValueError` unless what an algorithm serves in a state has the shapes of `Served` for these clients."""
     if algorithm.serve is serve_clusters:
-        parts = [name for name in ("params", "cluster") if hasattr(state, name)]
-        accepted = "a NamedTuple with params and cluster, from init, or another one and Algorithm.serve"
-        check(len(parts) == 2, "the state", f"{type(state).__name__} with {parts}", accepted)
+        missing = [name for name in ("params", "cluster") if not hasattr(state, name)]
+        if missing:
+            fields = f"has {', '.join(state._fields)}" if hasattr(state, "_fields") else "is no named tuple"
+            accepted = "a state without the fields params and cluster needs Algorithm(..., serve=)"
+            raise ValueError(f"{accepted}, which says what clients are served; {type(state).__name__} {fields}")
     served, n = algorithm.serve(state, None), num_clients(clients)
     check(isinstance(served, Served), "serve", type(served).__name__, "a function that returns a Served")
     counts = {x.shape[:1] for x in jax.tree.leaves(served.models)}

@@ -130,7 +130,8 @@ def _client(where: str, x: np.ndarray, parts: dict[str, Any], moved: bool) -> di
     check(not isinstance(y, dict), f"{where}: y", y, "an array of numbers [m, ...]")
     arrays["y"] = y if y.dtype.kind == "f" else as_type(np.int32, y, f"{where}: y")
     for name, leaf in named_leaves(arrays).items():
-        check(len(leaf) == len(x), f"{where}: {name}", f"{len(leaf)} entries", f"of as many as the {len(x)} inputs")
+        if len(leaf) != len(x):
+            raise ValueError(f"{where}: {name} has {len(leaf)} entries for {len(x)} inputs; give one for each")
     return {"x": x, **arrays}
 
 

@@ -107,9 +107,11 @@ def _checked(split: Any, where: str, num_classes: int | None, texts: bool) -> di
     # All arrays.
     for name, values in named_leaves(split).items():
         values, name = np.asarray(values), {"['x']": "inputs", "['y']": "targets"}.get(name, name)
-        fits = values.ndim > 0 and len(values) == len(x) and (values.dtype.kind in "biuf" or name == "inputs")
+        fits = values.ndim > 0 and (values.dtype.kind in "biuf" or name == "inputs")
         accepted = f"an array of numbers [{len(x)}, ...]{_NUMBERS_TEXTS if name == 'targets' else ''}"
         check(fits, f"{where}: {name}", f"{values.dtype} {list(values.shape)}", accepted)
+        if len(values) != len(x):
+            raise ValueError(f"{where}: {name} has {len(values)} entries for {len(x)} inputs; give one for each")
         check_held(f"{where}: {name}", values)
         if values.ndim <= 2 and (values.dtype.kind == "f" or (name == "inputs" and values.ndim == 1)):
             check_apart(f"{where}: {name}", values)

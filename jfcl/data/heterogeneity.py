@@ -53,7 +53,8 @@ def rotation(x, y, cluster, num_clusters, num_classes=None, seed=0, strength=1.0
 
     Source: IFCA, section 6.2 (K=4: 0, 90, 180, 270 degrees; K=2: 0, 180).
     """
-    check(np.ndim(x) == 4, "heterogeneity 'rotation': the examples", np.shape(x), "images [n, H, W, C]")
+    accepted = "images [n, H, W, C]; for others name a change of labels, such as label_permutation, or none"
+    check(np.ndim(x) == 4, "heterogeneity 'rotation': the examples", np.shape(x), accepted)
     angle = strength * 360.0 * cluster / num_clusters
     fits = x.shape[1] == x.shape[2] or angle in (0.0, 180.0)
     accepted = f"2 (0 and 180 degrees): other images than square ones cannot be turned by {angle:g} degrees"

@@ -74,6 +74,9 @@ def read_file(path: str | os.PathLike, argument: str, by: str | None = None) -> 
         why = f"{type(error).__name__}: {error}"
         raise ValueError(f"{argument}: {path} cannot be read as a table with a line of names ({why})") from None
     _check_names(names, str(path))  # which pandas would number
+    other = next((mark for mark in ";\t|" if len(names) == 1 and mark in names[0]), None)
+    if other is not None:
+        raise ValueError(f"{path}: its columns are separated by {other!r}; pandas.read_csv(sep={other!r}) reads them")
     whole = isinstance(frame.index, pd.RangeIndex)  # otherwise the first columns became an index
     check(whole, str(path), f"{len(names)} names, and more entries in a row", "of a name for each entry of its rows")
     return frame

@@ -169,7 +169,8 @@ def load_dataset(config: Config, data_dir: str | None) -> tuple[data.Dataset, in
     if is_file(config.dataset):
         x = None if config.inputs is None else [column.strip() for column in config.inputs.split(",")]
         columns = {"by": config.by, "x": x, "y": config.target, "kind": config.kind}
-        dataset = data.from_frame(config.dataset, **columns, scale=True, name=Path(config.dataset).name)
+        with renamed({"x": "inputs", "y": "target"}):
+            dataset = data.from_frame(config.dataset, **columns, scale=True, name=Path(config.dataset).name)
     else:
         dataset = lookup.find_dataset(config.dataset, data_dir)
     texts = dataset.train["x"].dtype.kind in "UO"

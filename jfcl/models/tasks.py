@@ -154,6 +154,8 @@ def network(
     is_first = len(input_shape) == 3 and input_shape[0] <= 4 < min(input_shape[1:])
     accepted = f"[H, W, C] for {name}; jfcl.data.from_torch and from_arrays move channels that are first"
     check(not (is_first and of_images), "input_shape", input_shape, accepted)
+    is_image = len(input_shape) == 3 or not of_images or not jnp.issubdtype(dtype, jnp.floating)
+    check(is_image, "input_shape", input_shape, f"[H, W, C] for {name}, which reads images; mlp and linear read any")
     if isinstance(module, nn.Module):
         net = of_linen(module, input_shape, dtype, training_argument)
     else:

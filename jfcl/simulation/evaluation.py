@@ -27,11 +27,11 @@ OF_TABLES = ("client", "true_cluster", "malicious", "excluded_in_round")  # colu
 MOST_LISTED = 1000  # more would make metrics.jsonl unwieldy
 
 
-def check_step(returned: Any, state: Any) -> tuple[Any, dict[str, Any]]:
+def check_step(returned: Any, state: Any, clients: Clients) -> tuple[Any, dict[str, Any]]:
     """Returns the `(state, metrics)` that a step has returned, arrays or their shapes; `ValueError` for other results.
 
-    The state must keep the shapes and types of the `state` before. Metrics are a flat dict of arrays with `loss`, and
-    without names that a record has for something else.
+    The state must keep the shapes and types of the `state` before. Metrics are a flat dict of arrays with `loss` `[N]`,
+    and without names that a record has for something else.
     """
     several = isinstance(returned, tuple | list) and not hasattr(returned, "_fields")
     pair = several and len(returned) == 2 and isinstance(returned[1], dict)
@@ -43,7 +43,10 @@ def check_step(returned: Any, state: Any) -> tuple[Any, dict[str, Any]]:
     check(not differ, "step", differ, "a function that keeps shapes and types of the state")
     nested = [name for name, value in values.items() if not hasattr(value, "dtype")]
     check(not nested, "metrics", ", ".join(map(str, nested)), "a flat dict of arrays")
-    check("loss" in values, "metrics", sorted(values), "with the clients' training loss, 'loss' [N]")
+    if "loss" not in values:
+        raise ValueError(f"the metrics of step have no 'loss', the training loss of each client: {sorted(values)}")
+    shape, n = jnp.shape(values["loss"]), len(clients.size)
+    check(shape == (n,), "the metric loss", list(shape), f"of shape [{n}], a training loss for each client")
     for name in values:
         taken = name in OF_RECORDS or name.startswith((OF_NEWCOMERS, OF_NEXT))
         check(not taken, "metrics", name, "other names: the records of a run have this one for a result of their own")

@@ -147,7 +147,7 @@ def check_cohorts(
     clients, key = cohorts(cohort + remember), jax.eval_shape(lambda: jax.random.key(0))
     try:
         layout, state = layout_of(algorithm, algorithm.init, cohorts, cohort + remember)
-        check_step(jax.eval_shape(algorithm.step, key, state, clients), state)
+        check_step(jax.eval_shape(algorithm.step, key, state, clients), state, clients)
     except ValueError:
         raise
     except Exception as error:  # flax and jax have many kinds of errors for shapes that do not fit

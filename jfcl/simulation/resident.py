@@ -94,7 +94,7 @@ def _advance(keys, hyperparams, state, silence, first, count, clients, *, algori
 
         put = partial(jax.lax.dynamic_update_index_in_dim, axis=0)
         step, returned = traced_once(method.step, key, state, clients)
-        _, like = evaluation.check_step(returned, state)
+        _, like = evaluation.check_step(returned, state, clients)
         last = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), like)
         summed = [name for name in (*evaluation.SUMMED, *method.entries.sums) if name in like]
         sums = dict.fromkeys(summed, jnp.zeros(MOST_ROUNDS, jnp.float32))
