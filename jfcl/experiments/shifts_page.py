@@ -124,9 +124,7 @@ def _condition(cells: Sequence[Result], field: str) -> Table | None:
         rows.setdefault(cell.method + ", unknown number" * (clusters == "auto"), {})[column] = cell
         if same := plain.get((cell.setting, cell.method, clusters)):
             base[cell.name] = same
-    caption = (
-        "Accuracy in %, and the change in percentage points from the same clients in the cell without the condition"
-    )
+    caption = "Accuracy in %, and the change in percentage points from that of the same clients without the condition"
     return _heat(field, caption, dict(sorted(rows.items())), heads, base) if rows else None
 
 
