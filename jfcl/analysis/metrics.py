@@ -335,9 +335,10 @@ def drift_results(records: Sequence[dict]) -> dict[str, list]:
     Returns:
       Lists with an entry for each step that has ended or is in progress, from its last evaluated round: `round`;
       `changed`, the number of clients whose cluster changed when the step began; `accuracy`; `adjusted_rand`;
-      `next_accuracy`, that of the same models on the tests of the next step, before they adapt; `next_stable_accuracy`,
-      that of the clients whose cluster stays. And `recovery`: after a change, the rounds until the accuracy is at least
-      95 % of the last one before it; None for a step without a change, and where the accuracy does not recover.
+      `next_accuracy`, that of the same models on the tests of the next step, before they adapt (in the last step, on
+      those of this step); `next_stable_accuracy`, that of the clients whose cluster stays. And `recovery`: after a
+      change, the rounds until the accuracy is at least 95 % of the last one before it; None for a step without a
+      change, and where the accuracy does not recover.
 
     Example:
       >>> accuracies = [(1, 0, 0.9), (2, 0, 1.0), (3, 1, 0.5), (4, 1, 0.7), (5, 2, 0.96)]
