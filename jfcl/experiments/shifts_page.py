@@ -249,9 +249,11 @@ def _curves(cells: Sequence[Result], ranks: Ranks) -> list[Figure | None]:
     others = [m for m in ranks.rows if m not in REFERENCES][: MOST_LINES - len(REFERENCES)]
     lines = [m for m in ranks.rows if m in REFERENCES or m in others]
     panels: dict[tuple, dict[str, Result]] = {}
-    for cell in sorted(cells, key=lambda c: c.strength):  # the largest is the last
+    for cell in sorted(cells, key=lambda c: -c.strength):  # the largest is the first
         if (cell.is_plain or cell.drift) and cell.clusters in (ranks.mode, "") and cell.method in lines:
-            panels.setdefault((cell.data, cell.shift, cell.drift or ""), {})[cell.method] = cell
+            panel = panels.setdefault((cell.data, cell.shift, cell.drift or ""), {cell.method: cell})
+            if all(cell.strength == other.strength for other in panel.values()):
+                panel[cell.method] = cell
     drawn = []
     for key, of in sorted(panels.items()):
         each = {
