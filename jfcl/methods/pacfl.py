@@ -62,7 +62,7 @@ def pacfl(
       `Algorithm` with an `AveragingState`, and the further metrics `clusters_found`, `angle_within` and
       `angle_between`, means over pairs of clients in degrees (NaN without any). Clients that were not in training are
       served the cluster with the smallest mean angle to its members. Cost of `init`: the eigenvectors of a matrix of
-      examples `[M, M]` (or inputs `[F, F]`, if smaller) for each client and label, `N² P² F` multiplications with
+      examples `[M, M]` (or inputs `[F, F]`, if smaller) for each label of a client, `N² P² F` multiplications with
       `P = p · labels`; memory `O(N P F + N²)`, of which the vectors stay in the state; of a round: FedAvg's. Bytes:
       `4 P F` are sent once, of the labels that a client has.
 
