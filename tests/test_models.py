@@ -583,6 +583,15 @@ def test_a_task_has_a_kind_or_a_cost():
 
     dropped = jfcl.models.task(**line, cost=cost, train=train)
     assert dropped.train_loss(None, jnp.ones(3), batch, None)[0].tolist() == [25, 6]
+    # Training would go on with the functions before.
+    two = {"a": jnp.ones(3), "b": jnp.ones(3)}
+    half = jfcl.models.frozen(dropped._replace(init=lambda key: two), two, trainable=lambda path: path == "a")
+    for made in (dropped, jfcl.models.in_bfloat16(dropped), half):
+        for change in ({"cost": close}, {"apply": lambda w, x: x}, {"inputs": lambda batch: batch["z"]}):
+            with pytest.raises(ValueError, match=r"task.cost and task.inputs must be those of its train_loss"):
+                jfcl.fedavg(made._replace(**change), jfcl.local_training(optax.sgd(0.1), num_steps=1))
+            own = made._replace(**change, train_loss=lambda key, params, batch, real: (batch["y"], params))
+            jfcl.fedavg(own, jfcl.local_training(optax.sgd(0.1), num_steps=1))
     for options in ({}, {"kind": "regression", "cost": cost}):
         with pytest.raises(ValueError, match="either kind"):
             jfcl.models.task(**line, **options)

@@ -15,7 +15,7 @@ import numpy as np
 
 from jfcl.core.checks import check
 from jfcl.core.platforms import by_platform
-from jfcl.core.types import PyTree, Task
+from jfcl.core.types import PyTree, Task, with_train_loss
 
 
 def path_name(path: Iterable[Any]) -> str:
@@ -155,8 +155,8 @@ def reparametrised(
     """Returns `task` with other parameters, without `dense_start`; `whole(function)` is a function of these."""
     named = {name: getattr(task, name) for name in ("apply", "represent")}
     functions = {name: None if function is None else whole(function) for name, function in named.items()}
-    functions["train_loss"] = None if task.train_loss is None else train_loss
-    return task._replace(**functions, init=init, dense_start=None, merge=merge)
+    task = task._replace(**functions, init=init, dense_start=None, merge=merge)
+    return with_train_loss(task, None if task.train_loss is None else train_loss)
 
 
 def with_fixed(task: Task, fixed: Any) -> Task:

@@ -294,6 +294,17 @@ def check_task(task: Any) -> None:
     check(isinstance(task, Task), "task", type(task).__name__, accepted)
     for name in ("init", "apply", "cost"):
         check(callable(getattr(task, name)), f"task.{name}", getattr(task, name), "a function")
+    functions = task.apply, task.cost, task.inputs
+    fits = getattr(task.train_loss, "functions", functions) == functions
+    accepted = "those of its train_loss, which must be replaced too; jfcl.models.task(..., cost=, train=) makes one"
+    check(fits, "task.apply, task.cost and task.inputs", "others", accepted)
+
+
+def with_train_loss(task: Task, train_loss: Callable | None) -> Task:
+    """Returns `task` with a loss in training of its own functions, so that `check_task` refuses others beside it."""
+    if train_loss is not None:
+        train_loss.functions = task.apply, task.cost, task.inputs
+    return task._replace(train_loss=train_loss)
 
 
 def mixture_task(task: Task) -> Task:

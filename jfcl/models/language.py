@@ -12,6 +12,7 @@ import numpy as np
 
 from jfcl.core import Clients, Task, check, check_count, is_concrete, mask
 from jfcl.core.platforms import in_parts
+from jfcl.core.types import with_train_loss
 from jfcl.data.text import PAD
 from jfcl.models.tasks import check_logits, cross_entropy, is_right, mixed_logits, network, remembered
 from jfcl.training.losses import masked_mean
@@ -96,7 +97,7 @@ def _language_model(module: Any, length: int, vocab_size: int, training_argument
     functions = net.init, net.apply, of_words(cross_entropy), of_words(is_right), mixed_logits
     at_once = max(1, MOST_LOGITS // ((length - 1) * vocab_size))
     task = Task(*functions, perplexity=True, head=net.head, reads=("x",), inputs=inputs, at_once=at_once)
-    return task if net.train is None else task._replace(train_loss=train_loss)
+    return with_train_loss(task, None if net.train is None else train_loss)
 
 
 def check_tokens(clients: Clients, vocab_size: int, *, name: str = "clients") -> None:

@@ -14,7 +14,7 @@ from flax.core import unfreeze
 from jfcl.core.checks import check, check_count, check_finite
 from jfcl.core.clients import check_clients, check_examples, mask
 from jfcl.core.parameters import check_predicate, joined, named_parameters, parts, path_flags, trained_part, with_fixed
-from jfcl.core.types import Clients, PyTree, Task, check_task
+from jfcl.core.types import Clients, PyTree, Task, check_task, with_train_loss
 from jfcl.mapping.jitted import jitted
 from jfcl.models.modules import FROZEN_LAYERS
 
@@ -214,4 +214,4 @@ def with_frozen_statistics(task: Task, trained: PyTree) -> Task:
         finally:
             FROZEN_LAYERS.reset(token)
 
-    return task._replace(train_loss=train_loss, statistics=task.statistics if remain else None)
+    return with_train_loss(task, train_loss)._replace(statistics=task.statistics if remain else None)

@@ -16,7 +16,7 @@ import optax
 from jfcl.core.checks import check, check_choice, check_count, check_shape
 from jfcl.core.parameters import divided, joined, parameter_names
 from jfcl.core.platforms import by_platform
-from jfcl.core.types import Batch, DenseStart, PyTree, Task, check_task, dense_start
+from jfcl.core.types import Batch, DenseStart, PyTree, Task, check_task, dense_start, with_train_loss
 from jfcl.models.modules import Network, at_layers, module_name, of_linen
 from jfcl.models.networks import MLP, Linear
 from jfcl.models.traces import ends_in_softmax, explained
@@ -83,9 +83,9 @@ def task(
         outputs, params = train(key, params, batch["x"], real)
         return cost(outputs, batch), params
 
-    train_loss = None if train is None else train_loss
     reads = ("x",) if kind is None else ("x", "y")
-    return Task(init, apply, cost, correct, mix, train_loss=train_loss, statistics=statistics, reads=reads)
+    made = Task(init, apply, cost, correct, mix, statistics=statistics, reads=reads)
+    return with_train_loss(made, None if train is None else train_loss)
 
 
 def _squared_error(outputs: jax.Array, batch: Batch) -> jax.Array:
@@ -347,12 +347,9 @@ def in_bfloat16(task: Task) -> Task:
         return start._replace(inputs=lambda x: narrow(start.inputs(x)), apply=after, whole=apply)
 
     apply, start = of_inputs(task.apply), dense_start(task)
-    return task._replace(
-        apply=apply,
-        represent=of_inputs(task.represent),
-        train_loss=None if task.train_loss is None else train_loss,
-        dense_start=None if start is None else of_start(start, apply),
-    )
+    start = None if start is None else of_start(start, apply)
+    changed = task._replace(apply=apply, represent=of_inputs(task.represent), dense_start=start)
+    return with_train_loss(changed, None if task.train_loss is None else train_loss)
 
 
 def parameter_paths(task: Task) -> list[str]:
