@@ -10,6 +10,8 @@ import jfcl
 from jfcl.experiments import Config, export_model, load_params, load_run, run
 from jfcl.experiments.serving import choose, npz_bytes, structured
 
+BYTES = np.full((2, 8, 8, 1), 255, np.uint8)
+
 
 @pytest.fixture(scope="module")
 def folders(finished_runs, tmp_path_factory):
@@ -150,6 +152,8 @@ def test_models_of_a_method_with_its_own_structure(tmp_path):
         ),
         (lambda f: f["ifca"].predictor(0)(np.zeros((2, 1, 8, 8))), r"x must be of shape \(B, \*\(8, 8, 1\)\), got"),
         (lambda f: f["ifca"].predictor(0)(np.zeros((8, 8, 1))), r"x must be of shape \(B, "),
+        (lambda f: f["ifca"].predictor(0)(BYTES), r"x must be floats in \[0, 1\], such as images / 255"),
+        (lambda f: f["ifca"].choose({"x": BYTES}, by="inputs"), r"examples\['x'\] must be floats in \[0, 1\]"),
         (lambda f: f["ifca"].choose({"x": np.zeros((2, 3))}, by="inputs"), r"examples\['x'\] must be of shape \(B, "),
         (lambda f: f["ifca"].choose({"x": np.zeros((2, 8, 8, 1))}), "examples must be with x and y"),
         (lambda f: f["ifca"].choose({"x": np.zeros((2, 8, 8, 1))}, by="los"), "los.*loss"),

@@ -72,11 +72,13 @@ class LoadedRun(NamedTuple):
         """Returns the compiled function `x [B, ...] -> outputs [B, ...]` of a client's model: logits, for classes.
 
         It raises `ValueError` for inputs of another shape than the task's, or that flattened, which a model may take
-        and read wrongly (images with the channels first).
+        and read wrongly (images with the channels first), and for integers as images of a run on floats.
         """
         model, predict, wanted = self.model(client), jax.jit(self.task.apply), self.task.input_shape
+        trained = self.setup.federation.train.examples["x"]
 
         def outputs(x: Any) -> jax.Array:
+            _check_no_bytes("x", x, trained)
             shape = np.shape(x)
             fits = wanted is None or (len(shape) > 1 and shape[1:] in (wanted, (math.prod(wanted),)))
             check(fits, "x", shape, f"of shape (B, *{wanted})")
@@ -213,6 +215,7 @@ def choose(
     x = np.asarray(examples["x"])
     wanted = np.shape(clients.examples["x"])[2:]
     check(x.ndim > 1 and x.shape[1:] == wanted and len(x), "examples['x']", x.shape, f"of shape (B, *{wanted})")
+    _check_no_bytes("examples['x']", x, clients.examples["x"])
     if by == "loss":
         for name, values in named_leaves(examples).items():
             shape = np.shape(values)
@@ -230,6 +233,13 @@ def choose(
             inputs = [np.asarray(clients.examples["x"][i, : clients.size[i]], np.float64) for i in rows]
             distances[k] = float(np.square(np.concatenate(inputs).mean(axis=0) - new).sum())
     return min(distances, key=distances.get)
+
+
+def _check_no_bytes(name: str, x: Any, trained: Any) -> None:
+    """Raises `ValueError` for images of integers, where those in training were floats."""
+    dtype = x.dtype if hasattr(x, "dtype") else np.asarray(x).dtype
+    integers = np.ndim(x) > 2 and jnp.issubdtype(dtype, jnp.integer) and trained.dtype.kind == "f"
+    check(not integers, name, f"{dtype}", "floats in [0, 1], such as images / 255")
 
 
 def export_model(
