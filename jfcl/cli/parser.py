@@ -257,7 +257,7 @@ def _of_runs(command: str, method: str | None) -> Parser:
     parser = Parser(prog=f"jfcl {command}", usage=usage, description=description, **PLAIN)
     parser.method = method
     what = "'jfcl list methods', or MODULE:FACTORY for your own; default: that of --config"
-    parser.add_argument("method", metavar="METHOD", nargs="?", help=what)
+    parser.add_argument("method", metavar="METHOD", nargs="?", help=what if method is None else argparse.SUPPRESS)
     if command == "plan":
         examples = "v5e:2x2 or v5e-4, v6e:2x4, v5p:2x2x2, ..., a100, h100, h200, b200, h100:8"
         parser.add_argument_group("Target").add_argument("--target", dest="chip", metavar="NAME", help=examples)
