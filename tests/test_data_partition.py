@@ -247,6 +247,7 @@ def test_labels_of_a_group_go_together():
         (lambda: stratified(np.zeros(10), 2, seed=0), "labels must be a vector of integers"),
         (lambda: by_label(np.zeros(10, int), 6, labels_per_client=2, seed=0), "at most 5"),
         (lambda: by_label(np.zeros(10), 2, seed=0), "labels must be a vector of integers"),
+        (lambda: dirichlet(np.zeros(10, int), 2, alpha="0.5", seed=0), "alpha must be positive"),
         (lambda: dirichlet(np.zeros(10, int), 2, alpha=0.0, seed=0), "alpha must be positive"),
         (lambda: dirichlet(np.zeros(10, int), 2, alpha=np.nan, seed=0), "alpha must be positive"),
         (lambda: dirichlet(np.zeros(10, int), 4, min_size=3, seed=0), "at most 3"),

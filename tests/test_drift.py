@@ -364,7 +364,8 @@ def test_a_configured_run_keeps_its_results_over_time(tmp_path, capsys):
     [
         ({"rounds": 9}, "rounds must be at least 10, one for each step of the drift, got 9"),
         ({"drift": "sudden", "drift_steps": 101}, "rounds must be at least 101, one for each step of the drift"),
-        ({"clients": 9}, "num_clients must be at least 10, the clients of pattern 'Y', got 9"),
+        ({"clients": 9}, "^clients must be at least 10, the clients of pattern 'Y', got 9"),
+        ({"drift_steps": 3}, "^drift_steps must be 10, the steps of pattern 'Y', got 3"),
         ({"drift": "sudde"}, "did you mean 'sudden'"),
         ({"population": 100}, "drift must be left out with --population"),
         ({"drift": None, "drift_steps": 3}, "drift_steps must be left out without --drift"),

@@ -306,6 +306,13 @@ def test_many_runs_are_one_small_page(copy, tmp_path, monkeypatch):
     assert f"first {MOST_DRAWN} of the {len(runs)} runs" in page and page.count('<th scope="row">r21') == 1
 
 
+@pytest.mark.parametrize("runs", [[{"seed": 0, "round": 1, "loss": 1.0}], {"a": "history"}])
+def test_curves_and_bars_take_records_by_name(runs):
+    for draw in (plots.curves, plots.bars):
+        with pytest.raises(ValueError, match="runs must be a dict of records by name, such as"):
+            draw(runs)
+
+
 def test_curves_of_many_rounds_have_the_first_and_the_last():
     records = [{"seed": s, "round": t, "loss": float(t + s)} for t in range(1, 30_001) for s in (0, 1)]
     (line,) = plots.curves({"a": records}, "loss").axes[0].lines

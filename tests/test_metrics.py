@@ -59,7 +59,7 @@ def test_evaluate_against_a_loop(axis):
 
 def test_newcomers_get_the_model_of_lowest_loss():
     clients, params = data(), {"w": np.random.default_rng(1).normal(size=(3, 2)).astype(np.float32)}
-    got = evaluate(SIGN, params, clients, None, client_axis=jax.vmap)
+    got = evaluate(SIGN, params, clients, client_axis=jax.vmap)
     each = [evaluate(SIGN, params, clients, np.full(5, k, np.int32), client_axis=jax.vmap) for k in range(3)]
     losses = np.stack([e["loss"] for e in each])
     real = clients.size > 0

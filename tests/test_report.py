@@ -232,6 +232,11 @@ def test_the_pictures_of_a_run_are_drawn_once(finished):
         assert page.png(name) == (finished / "cfl" / "plots" / f"{name}.png").read_bytes(), name
 
 
+def test_clusters_are_not_drawn_where_each_client_has_a_model_of_its_own(finished):
+    assert "clusters" not in page_of(finished / "local").images
+    assert not (finished / "local" / "plots" / "clusters.png").exists()
+
+
 def test_the_splits_are_those_of_the_parameter_tree(finished):
     text = page_of(finished / "cfl").text
     with np.load(finished / "cfl" / "tree.npz") as tree:
@@ -288,7 +293,7 @@ def test_several_runs_side_by_side(copy, capsys):
     assert "lr" not in differ and "method" not in differ
     assert "2 different splits of the data" in page.text
     wanted = {"accuracy", "loss", "clients", "methods", "cfl-tree", "cfl-similarity"}
-    assert wanted | {"cfl-clusters", "local-clusters"} == set(page.images)
+    assert wanted | {"cfl-clusters"} == set(page.images)
     assert {"cfl-worst", "local-worst", "cfl-seeds", "local-seeds"} <= set(page.tables)
     assert {name: data for name, data in contents(copy).items() if name != "report.html"} == before
     alone = Page(report(folders[1:], out=copy / "new" / "x.html").read_bytes())

@@ -37,7 +37,7 @@ def evaluate(
     task: Task,
     params: PyTree,
     clients: Clients,
-    cluster: jax.Array | None,
+    cluster: jax.Array | None = None,
     *,
     personal: PyTree = (),
     metrics: Mapping[str, Metric] | None = None,

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from jfcl.core import check, check_count
+from jfcl.core import check, check_count, is_number
 
 Seed = int | Sequence[int]
 LARGEST = 1e290  # alpha of Dirichlet: all shares are equal long before, and beyond it their sum overflows in the draw
@@ -119,7 +119,9 @@ def power_law(
       >>> sorted(len(part) for part in power_law(110, 4, exponent=1.0, seed=0, min_size=5))
       [16, 19, 27, 48]
     """
-    check(np.isfinite(exponent) and exponent >= 0, "exponent", exponent, "at least 0 and finite")
+    check(
+        is_number(exponent) and np.isfinite(exponent) and exponent >= 0, "exponent", exponent, "at least 0 and finite"
+    )
     weight = np.arange(1, num_clients + 1, dtype=np.float64) ** -float(exponent)
     return _by_weights(num_examples, lambda rng: weight, num_clients, seed, min_size, examples_seed)
 
@@ -356,7 +358,7 @@ def _check_enough(num_examples: int, num_clients: int, examples_per_client: int 
 
 
 def _check_alpha(alpha: float) -> None:
-    check(np.isfinite(alpha) and alpha > 0, "alpha", alpha, "positive and finite")
+    check(is_number(alpha) and np.isfinite(alpha) and alpha > 0, "alpha", alpha, "positive and finite")
 
 
 def parts_of(owner: np.ndarray, owners) -> list[np.ndarray]:

@@ -21,7 +21,7 @@ import jax
 
 from jfcl import kernels
 from jfcl.core import check, check_choice, platform, shown
-from jfcl.core.names import option_hint
+from jfcl.core.names import option_hint, renamed
 from jfcl.core.options import MOST_REPEATED, Needs, Option
 from jfcl.data.concepts import CONCEPTS
 from jfcl.data.drift import drift_pattern
@@ -252,7 +252,8 @@ def _of_data(config: Config) -> Rules:
     yield both, "newcomer_examples", "left out with --mixture"
     if config.drift is not None:
         options = {"num_steps": config.drift_steps, "num_clusters": config.clusters}
-        steps = len(drift_pattern(config.drift, config.clients, **options))
+        with renamed({"num_steps": "drift_steps", "num_clients": "clients", "num_clusters": "clusters"}):
+            steps = len(drift_pattern(config.drift, config.clients, **options))
         yield config.rounds >= steps, "rounds", f"at least {steps}, one for each step of the drift"
         yield not config.track_gap, "track_gap", "left out with --drift: true clusters change"
         yield config.patience is None, "patience", "left out with --drift: the run would end before the last step"

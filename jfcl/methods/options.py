@@ -105,7 +105,10 @@ def factory(*names: str, **defaults: Any) -> Callable[[Factory], Factory]:
             for name in kwargs.keys() - build.__signature__.parameters.keys():
                 hint = option_hint(name, [p.name for p in parameters if p.kind is keyword])
                 raise TypeError(f"{make.__name__} has no argument {name!r}{hint}")
-            call = build.__signature__.bind(*args, **kwargs)
+            try:
+                call = build.__signature__.bind(*args, **kwargs)
+            except TypeError as error:
+                raise TypeError(f"{make.__name__}: {error}") from None
             call.apply_defaults()
             check_options(build, call.arguments)
             check_parts(call.arguments["task"], call.arguments["training"])
