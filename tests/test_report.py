@@ -629,6 +629,8 @@ def test_lines_differ_in_dashes_too_and_many_clusters_in_lightness():
 
 
 def test_plots_show_unknown_clusters_large_values_and_single_clients():
+    of_one = plots.assignments([{"seed": 0, "round": 1, "cluster": [2, 0, 2]}], np.zeros(3, int))  # own data
+    assert of_one.axes[0].get_ylabel() == "client, sorted by last cluster"
     unknown = plots.assignments([{"seed": 0, "round": 1, "cluster": [0, 1]}], np.array([0, -1]))
     assert [panel.images[0].get_array().tolist() for panel in unknown.axes] == [[[0], [1]]] * 2
     assert plots.bars({"a": [{"seed": 0, "round": 1, "loss": 2.5}]}, ["loss"]).axes[0].get_ylim()[1] > 2.5

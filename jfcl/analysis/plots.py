@@ -259,7 +259,8 @@ def assignments(records: Records, true_cluster: np.ndarray | None = None, *, see
 
     Args:
       records: with `cluster`, as kept for up to 1,000 clients.
-      true_cluster: `[N]`, -1 where it is unknown; without it, clients are sorted by their last cluster.
+      true_cluster: `[N]`, -1 where it is unknown; without it, or if all are the same, clients are sorted by their last
+        cluster.
       seed: default: the first.
 
     Example:
@@ -270,7 +271,7 @@ def assignments(records: Records, true_cluster: np.ndarray | None = None, *, see
     seed = records[0]["seed"] if seed is None else seed
     chosen = _spaced([r for r in records if r["seed"] == seed])
     clusters = np.array([r["cluster"] for r in chosen]).T  # [N, E]
-    has_truth = true_cluster is not None
+    has_truth = true_cluster is not None and len(np.unique(true_cluster)) > 1
     sorted_by = np.asarray(true_cluster) if has_truth else clusters[:, -1]
     sorted_by = np.where(sorted_by < 0, sorted_by.max() + 1, sorted_by)  # unknown ones: last, in a colour of their own
     names = match_clusters(clusters[:, -1], sorted_by, np.unique(clusters).tolist())

@@ -266,7 +266,7 @@ def _clusters(run: Results, label: str) -> Figure | None:
         seed, count = records[0]["seed"], len(records[0]["cluster"])
         records = [r for r in records if r["seed"] == seed and len(r["cluster"]) == count]
         true = run.first_seed().get("true_cluster", ())
-        truth = true if len(true) == count else None
+        truth = true if len(true) == count and len(np.unique(true)) > 1 else None
         draw, by = partial(plots.assignments, records, truth), "last cluster" if truth is None else by
     caption = f"Cluster of each client over rounds, of the first seed; clients are sorted by their {by}."
     return figure(run, "clusters", draw, caption, label)
