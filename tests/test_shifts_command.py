@@ -113,7 +113,11 @@ def test_drifting_data_are_learned_in_their_last_step():
     history = types.SimpleNamespace(records=records, served=served, clients={"accuracy": np.array([[0.4, 0.6]])})
     vars(history).update(client_steps=9.0, seconds=1.0, compile_seconds=1.0)
     found = shift_cells.measured(history, np.zeros(2, int), Cell("sine", "sine", 1.0, "fedavg", "", drift="sudden"))
-    assert (found["accuracy"], found["rounds_to_95"], found["bytes_to_95"]) == (0.5, 4, 8)
+    assert (found["accuracy"], found["rounds_to_95"], found["bytes_to_95"], found["client_steps"]) == (0.5, 4, 8, 9)
+    # A method of one's own that counts neither bytes nor steps has none, which is not 0.
+    vars(history).update(client_steps=0.0, records=[{k: v for k, v in r.items() if "bytes" not in k} for r in records])
+    found = shift_cells.measured(history, np.zeros(2, int), Cell("sine", "sine", 1.0, "fedavg", "", drift="sudden"))
+    assert (found["accuracy"], found["bytes_to_95"], found["client_steps"]) == (0.5, None, None)
 
 
 def test_the_best_trial_on_the_held_out_clients_is_run(whole):

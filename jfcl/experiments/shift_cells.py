@@ -272,8 +272,9 @@ def measured(history: History, true_cluster: np.ndarray, cell: Cell) -> dict[str
         "adjusted_rand": last.get("adjusted_rand") if finds and len({*true_cluster.tolist()} - {-1}) > 1 else None,
         "clusters_found": last["clusters_in_use"] if finds else None,
         "rounds_to_95": near["round"],
-        "bytes_to_95": near.get("bytes_up", 0.0) + near.get("bytes_down", 0.0),
-        "client_steps": history.client_steps,
+        # A method of one's own need not count these.
+        "bytes_to_95": near["bytes_up"] + near["bytes_down"] if {"bytes_up", "bytes_down"} <= near.keys() else None,
+        "client_steps": history.client_steps or None,
         "seconds": history.seconds,
         "compile_seconds": history.compile_seconds,
         "curve": [[record["round"], round(record["accuracy"], 6)] for record in records],
