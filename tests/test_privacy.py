@@ -435,14 +435,14 @@ PRIVATE = {"dp_clip": 0.5, "dp_noise": 2.0, "dp_quantile": 0.5, "dp_delta": 1e-3
 @needs_accountant
 def test_the_report_has_epsilon_and_the_noise_of_each_cluster():
     config = Config("ifca", num_models=3, **OPTIONS, **PRIVATE)
-    found = privacy_of(config, 6, 2, np.array([0, 0, 0, 1, 1, 1]), 0.25)
+    found = privacy_of(config, 6, 2, np.array([0, 0, 0, 1, 1, 1]), 0.25, count=3)
     want = epsilon(GaussianDP(0.5, 2.0, quantile=0.5), num_clients=6, cohort=3, num_rounds=2, delta=1e-3)
     assert found["epsilon"] == want and found["delta"] == 1e-3 and found["sampling"] == "poisson"
     assert [row["epsilon"] for row in found["clusters"]] == [want] * 3
     scale = 0.25 * 2.0 / math.sqrt(1 - 1 / 16 - 1 / 100)
     np.testing.assert_allclose([row["noise"] for row in found["clusters"]], [scale / 1.5, scale / 1.5, scale])
     assert f"epsilon {want:.3g} at delta 0.001 after 2 rounds" in privacy_text(found)
-    clipped = privacy_of(Config("fedavg", dp_clip=0.5, **OPTIONS), 6, 2, np.zeros(6, int), 0.5)
+    clipped = privacy_of(Config("fedavg", dp_clip=0.5, **OPTIONS), 6, 2, np.zeros(6, int), 0.5, count=1)
     assert clipped["epsilon"] is clipped["delta"] is None and "not private" in privacy_text(clipped)
 
 
@@ -455,6 +455,10 @@ def test_a_run_reports_its_epsilon(tmp_path):
     assert found["epsilon"] == want and found["clusters"][0]["share"] == 1
     assert found["clip"] == history.records[-1]["clip"] != 0.5
     assert f"private: epsilon {want:.3g} at delta 0.001" in (tmp_path / "report.html").read_text()
+    summary, history, _ = run(Config("fedem", num_models=2, **OPTIONS, **PRIVATE))
+    [one] = summary["privacy"]["clusters"]  # a sum of the updates of all models, of all three participants
+    scale = history.records[-1]["clip"] * 2.0 / math.sqrt(1 - 1 / 100)
+    assert one["share"] == 1 and one["noise"] == pytest.approx(scale / 3)
 
 
 @pytest.mark.slow
@@ -494,7 +498,7 @@ def test_the_page_states_the_epsilon_of_its_commands():
         args = vars(parse(shlex.split(command)[1:]))
         config = Config(**{name: args[name] for name in ("method", *all_options()) if name in args})
         count = config.population or config.clients
-        found = privacy_of(config, count, config.rounds, np.zeros(count, np.int32), config.dp_clip)
+        found = privacy_of(config, count, config.rounds, np.zeros(count, np.int32), config.dp_clip, count=1)
         assert f"{found['epsilon']:.3g}" == number, command
 
 

@@ -16,19 +16,22 @@ def mechanism(config: Config) -> GaussianDP:
     return GaussianDP(**{name: getattr(config, f"dp_{name}") for name in names})
 
 
-def privacy_of(config: Config, num_clients: int, num_rounds: int, cluster: np.ndarray, clip: float) -> dict[str, Any]:
+def privacy_of(
+    config: Config, num_clients: int, num_rounds: int, cluster: np.ndarray, clip: float, *, count: int
+) -> dict[str, Any]:
     """Returns the entry `privacy` of `summary.json`, of a run with `dp_clip`.
 
-    `cluster` has the clusters of the evaluated clients at the end, `clip` is the clipping norm of the last round. Of
-    each cluster it has the share of the clients, the ε of its members (None without noise) and the standard deviation
-    of the noise on its mean update in a round with the expected number of participants.
+    `cluster` has the clusters of the evaluated clients at the end, `clip` is the clipping norm of the last round,
+    `count` the number of sums that are released in a round: one of each cluster, or of a mixture one for all clients.
+    Of each it has the share of the clients, the ε of its members (None without noise) and the standard deviation of the
+    noise on its mean update in a round with the expected number of participants.
     """
     dp, delta, participants = mechanism(config), config.dp_delta, config.cohort or num_clients
     spent = None
     if dp.noise > 0:
         spent = epsilon(dp, num_clients=num_clients, cohort=config.cohort, num_rounds=num_rounds, delta=delta)
-    count = config.num_models or 1
-    shares, scale = np.bincount(cluster, minlength=count) / len(cluster), noise_of_sums(dp, count) * clip
+    shares = np.bincount(cluster, minlength=count) / len(cluster) if count > 1 else np.ones(1)
+    scale = noise_of_sums(dp, count) * clip
     clusters = [
         {"cluster": k, "share": share, "epsilon": spent, "noise": scale / max(participants * share, dp.min_size)}
         for k, share in enumerate(shares.tolist())
