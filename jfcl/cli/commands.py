@@ -136,7 +136,9 @@ def command_run(args: argparse.Namespace, console: Console) -> None:
 def _bar(begin: str, quiet: bool) -> Iterator[Callable[[str, int], None]]:
     """Shows a progress bar; yields `(description, number of all steps) -> None`, which moves it by one step."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), disable=quiet, transient=True) as bar:
+    console = Console(stderr=True)
+    is_hidden = quiet or not console.is_terminal  # in a file it leaves an empty line
+    with Progress(*columns, console=console, disable=is_hidden, transient=True) as bar:
         task = bar.add_task(begin, total=None)
         yield lambda what, total: bar.update(task, description=what, total=total, advance=1)
 
