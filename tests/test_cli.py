@@ -332,7 +332,9 @@ def test_the_precision_asked_for_is_in_force_while_the_run_computes(options, wan
     before = jax.config.jax_default_matmul_precision
     assert cli.main(["run", "ifca", *QUICK, *options]) == 0
     assert seen == [wanted] and jax.config.jax_default_matmul_precision == before
-    assert "products in float32" in capsys.readouterr().out  # on a CPU, whatever was asked for
+    printed = capsys.readouterr().out
+    assert "products in float32" in printed  # on a CPU, whatever was asked for
+    assert "nothing is kept without --out DIR" in printed
     name = options[-1] if options else "default"
     for platform, default in (("gpu", "tf32"), ("tpu", "bfloat16")):
         monkeypatch.setitem(matmul_precision.__globals__, "platform", lambda platform=platform: platform)

@@ -239,8 +239,8 @@ def _print_summary(config: Config, summary: dict[str, Any], out: str | None, con
     planned = config.rounds + summary["init_rounds"]
     if summary["num_rounds"] < planned:
         console.print(f"note: ended after {summary['num_rounds']} of {planned} rounds: {summary['ended']}")
-    if out:
-        console.print(f"kept in {out}: summary.json, metrics.jsonl, clients.csv, report.html, plots/")
+    kept = "summary.json, metrics.jsonl, clients.csv, report.html, plots/"
+    console.print(f"kept in {out}: {kept}" if out else "nothing is kept without --out DIR")
 
 
 def command_compare(args: argparse.Namespace, console: Console) -> None:
