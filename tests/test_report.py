@@ -232,7 +232,7 @@ def test_the_pictures_of_a_run_are_drawn_once(finished):
         assert page.png(name) == (finished / "cfl" / "plots" / f"{name}.png").read_bytes(), name
 
 
-def test_clusters_are_not_drawn_where_each_client_has_a_model_of_its_own(finished):
+def test_clusters_are_not_drawn_of_a_method_that_finds_none(finished):
     assert "clusters" not in page_of(finished / "local").images
     assert not (finished / "local" / "plots" / "clusters.png").exists()
 
@@ -404,7 +404,7 @@ def test_a_folder_of_simulate_is_reported(finished, tmp_path):
         report(tmp_path / "run")
     page = page_of(tmp_path / "run")
     assert "resume=True" in page.text and "jfcl run" not in page.text and page.options == {}
-    assert set(page.images) == {"accuracy", "loss"}  # each client has a model of its own
+    assert set(page.images) == {"accuracy", "loss", "clusters"}
     (tmp_path / "run" / "metrics.jsonl").write_text("")
     with pytest.warns(UserWarning, match=r"summary\.json is missing"):
         report(tmp_path / "run")

@@ -260,9 +260,9 @@ def parts_of(run: Results, label: str) -> dict[str, Any]:
 
 
 def _clusters(run: Results, label: str) -> Figure | None:
-    """Returns the picture of the clusters of all clients over rounds, of the first seed, if clients share models."""
+    """Returns the picture of the clusters of all clients over rounds, of the first seed, if the method finds any."""
     records, draw, by = [r for r in run.records if r.get("cluster")], None, "true cluster"
-    if any(r["clusters_in_use"] < len(r["cluster"]) for r in records):  # not a model for each client
+    if records and run.summary.get("finds_clusters", True):  # not of one model, or of one for each client
         seed, count = records[0]["seed"], len(records[0]["cluster"])
         records = [r for r in records if r["seed"] == seed and len(r["cluster"]) == count]
         true = run.first_seed().get("true_cluster", ())

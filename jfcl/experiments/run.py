@@ -225,8 +225,8 @@ def _write_results(out: Path, summary: dict[str, Any], history: History, parts: 
             method.tree.save_tree(buffer := io.BytesIO(), tree)
             contents[f"{label}.npz"] = buffer.getvalue()
             figures[label] = plots.tree(method.tree.nodes(tree), cluster)
-    if "cluster" in records[0] and any(row["clusters_in_use"] < len(row["cluster"]) for row in records):
-        figures["clusters"] = plots.assignments(records, cluster)  # not of a model for each client
+    if "cluster" in records[0] and summary["finds_clusters"]:  # not of one model, or of one for each client
+        figures["clusters"] = plots.assignments(records, cluster)
     if by_number := silhouettes_by_number(records):
         figures["silhouettes"] = plots.curves({name: by_number}, "mean silhouette", over="number of clusters")
     contents |= {f"plots/{name}.png": plots.png(figure) for name, figure in figures.items()}
