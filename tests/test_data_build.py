@@ -171,6 +171,8 @@ def test_newcomers_share_no_example_with_further_clients_of_their_cluster():
             ]
         )
         assert new <= first and not new & further and len(new) >= len(first) - 4
+    with pytest.raises(ValueError, match="newcomers_of must be an integer, at least 1, got 0"):
+        build(tagged(n=120, n_test=80), newcomers_of=0, newcomer_examples=5, **options)
 
 
 def test_newcomers_of_clusters_that_differ_by_a_table_are_refused():

@@ -115,7 +115,7 @@ def build(
       newcomer_examples: if given, the test pool is also divided among new clients with this number of examples each:
         `floor(test / newcomer_examples)` in every cluster (IFCA: 10000 K / n test clients). They share examples with
         `test`, never with `train`. With "writer" they are the writers of the official test split that are not in
-        training.
+        training, with at most this number.
       newcomers_of: newcomers share test examples with this number of clients, the first ones, and none with further
         clients of their cluster; default: with all.
       seed: at least 0; the result is a function of it and the other arguments.
@@ -306,6 +306,8 @@ def _newcomers(
     rules, dataset, parts, cluster = pooled.rules, pooled.dataset, [], []
     accepted = "left out where clusters differ by their distribution alone, in which new clients have no row"
     check(rules.num_clusters == 1 or rules.heterogeneity != "none", "newcomer_examples", count, accepted)
+    if shared is not None:
+        check_count("newcomers_of", shared)
     first = test[:shared]
     if rules.partition == "writer":
         check(
