@@ -91,7 +91,7 @@ def make_algorithm(config: Config, task: Task, training: LocalTraining, federati
         "init_params": None if config.init_from is None else _warm_start(config, task),
         "num_clusters": config.num_models if "num_clusters" in method.options else None,
         "cluster": oracle_clusters(federation) if "cluster" in method.options else None,
-        "true_cluster": federation.cluster if config.track_gap else None,
+        "true_cluster": np.where(malicious_clients(config), -1, federation.cluster) if config.track_gap else None,
     }
     options = {name: value for name, value in options.items() if value is not None}
     algorithm = method.make(task, training, client_axis=client_axis, **options)

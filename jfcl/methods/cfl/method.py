@@ -105,7 +105,8 @@ def cfl(
         permutations and signs.
       privacy_seed: the clients' secret.
       tree_dim: numbers kept of every client's update at every split, for `jfcl.assign_newcomer`; 0 keeps none.
-      true_cluster: `[N]`, if known: adds the metric `separation_gap` `[K]` (Definition 2), in every round.
+      true_cluster: `[N]`, if known: adds the metric `separation_gap` `[K]` (Definition 2), in every round. Clients with
+        -1, for example malicious ones, do not count.
       cohort: clients drawn in each round, as in `fedavg`; default: all. The server keeps every client's last update
         and its age. A cluster is examined once half of its clients have sent an update since its last change: by the
         mean of their last updates, the longest update of this round, and the bipartition of the last updates.

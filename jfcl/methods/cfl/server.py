@@ -274,7 +274,7 @@ def separation_gaps(rules: Rules, state: CFLState, vectors: PyTree, usable: jax.
         similarity = kernels.pairwise_cosine(vectors, mask=usable)
 
         def one(k):
-            members = usable & (cluster == k)
+            members = usable & (cluster == k) & (of_rows >= 0)
             return jnp.where(members.sum() > 1, kernels.separation_gap(similarity, of_rows, members), jnp.nan)
 
         return (), mapping.chunked(1)(one)(jnp.arange(len(state.active), dtype=jnp.int32))
