@@ -277,6 +277,13 @@ def test_a_population_records_metrics_of_outputs():
     np.testing.assert_allclose(crowd.clients["f1"][0], want, rtol=1e-5)
 
 
+def test_a_model_without_a_leading_axis_is_refused():
+    task = jfcl.models.classification(jfcl.models.Linear(2), (3,), 2)
+    clients = jfcl.Clients({"x": np.zeros((1, 2, 3), np.float32), "y": np.zeros((1, 2), np.int32)}, np.array([2]))
+    with pytest.raises(ValueError, match=r"params must be models stacked on a leading axis, \[K, ...\]; jax.tree.map"):
+        evaluate(task, task.init(jax.random.key(0)), clients)
+
+
 @pytest.mark.slow_cases("{'bytes_up': <functi-metrics must be othe")
 @pytest.mark.parametrize(
     ("metrics", "words"),

@@ -158,7 +158,7 @@ def test_models_of_a_method_with_its_own_structure(tmp_path):
         (lambda f: f["ifca"].choose({"x": np.zeros((2, 8, 8, 1))}), "examples must be with x and y"),
         (lambda f: f["ifca"].choose({"x": np.zeros((2, 8, 8, 1))}, by="los"), "los.*loss"),
         (lambda f: f["fedper"].choose({"x": np.zeros((2, 8, 8, 1))}), "a run without personal parameters"),
-        (lambda f: export_model(f["ifca"].setup.task, f["ifca"].model(0), "m.h5"), "suffix of file"),
+        (lambda f: export_model(f["ifca"].setup.task, f["ifca"].model(0), "m.h5"), "unknown suffix"),
         (
             lambda f: export_model(f["ifca"].setup.task._replace(input_shape=None), f["ifca"].model(0), "m.jax"),
             "input_shape must be given",

@@ -65,9 +65,9 @@ def evaluate(
       for a task and a mapping.
 
     Raises:
-      ValueError: clusters on the host (numpy, a list) of another length, or outside `0 .. K-1`; weights that do not sum
-        to 1; mixtures for a task without `mix`; `metrics` that are not functions, or that have the name of another
-        result.
+      ValueError: models without a leading axis; clusters on the host (numpy, a list) of another length, or outside
+        `0 .. K-1`; weights that do not sum to 1; mixtures for a task without `mix`; `metrics` that are not functions,
+        or that have the name of another result.
 
     Example:
       >>> import jax.numpy as jnp, numpy as np, jfcl
@@ -76,6 +76,9 @@ def evaluate(
       >>> jfcl.evaluate(task, {"b": jnp.array([0.0, 1.0])}, clients, np.array([0, 1, 1]))["loss"].tolist()
       [1.0, 0.0, 0.0]
     """
+    counts = {jnp.shape(leaf)[:1] for leaf in jax.tree.leaves(params)}
+    stacked = "models stacked on a leading axis, [K, ...]; jax.tree.map(lambda p: p[None], params) makes them of one"
+    check(len(counts) == 1 and () not in counts, "params", f"leading axes {sorted(counts)}", stacked)
     if not (cluster is None or isinstance(cluster, jax.Array)):  # those on the device are a method's: not waited for
         n, count, cluster = num_clients(clients), len(jax.tree.leaves(params)[0]), np.asarray(cluster)
         is_mixture = np.issubdtype(cluster.dtype, np.floating) and cluster.shape == (n, count)

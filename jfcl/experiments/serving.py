@@ -269,7 +269,7 @@ def export_model(
       (7, 3)
     """
     file = Path(file)
-    check_choice("the suffix of file", file.suffix, FORMATS)
+    check_choice("suffix", file.suffix, FORMATS)
     needed = FORMATS[file.suffix]
     if needed is not None and importlib.util.find_spec(needed) is None:
         raise ValueError(f"file must be .npz without the package {needed}: pip install 'jfcl[serve]'")
