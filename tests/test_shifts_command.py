@@ -245,6 +245,19 @@ def test_runs_that_diverge_or_fail_are_counted(monkeypatch):
     assert found["runs"][1]["reason"] == "RuntimeError: no memory" and found["runs"][1]["accuracy"] is None
 
 
+def test_a_run_that_fails_at_its_newcomers_has_no_results(monkeypatch):
+    def fail(*_):
+        raise RuntimeError("no memory")
+
+    cell = Cell("digits", "rotation", 1.0, "fedavg", "")
+    options = options_of_cell(cell, setting())
+    monkeypatch.setattr(shift_cells, "simulate", lambda *_, **__: None)
+    monkeypatch.setattr(shift_cells, "measured", lambda *_: {"accuracy": 0.5})
+    monkeypatch.setattr(shift_cells, "newcomer_accuracy", fail)
+    found = run_once(cell, options, divided_clients(Config("fedavg", **options), None)[0], 0)
+    assert found["status"] == "failed" and found["accuracy"] is None
+
+
 REFUSED = {
     "methods must be at least one, got []": {"methods": []},
     "budget must be an integer, at least 1, got 0": {"budget": 0},

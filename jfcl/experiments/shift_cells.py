@@ -239,8 +239,9 @@ def run_once(
                 seeds=[seed],
                 client_axis=mapping.auto(),
             )
-        result |= measured(history, _true_cluster(config, clients), cell) | {"joules": joules()}
-        result["newcomers"] = newcomer_accuracy(make, traced, history, clients)
+        of_newcomers = newcomer_accuracy(make, traced, history, clients)  # a run that fails here has no results
+        result |= measured(history, _true_cluster(config, clients), cell)
+        result |= {"joules": joules(), "newcomers": of_newcomers}
     except DivergedError as error:
         result |= {"status": "diverged", "reason": str(error).partition(";")[0]}
     except Exception as error:
