@@ -386,7 +386,9 @@ def section(name: str, result: Row) -> str:
         f"{setting['seeds']} seeds and {setting['budget']} trials of each cell; {runs:,} runs. "
         f"{of_runs['clients']} clients in {of_runs['clusters']} hidden clusters have {result['images']} training "
         f"images each; as many further clients are held out for tuning. The model ({of_runs['model']}) is trained for "
-        f"{of_runs['rounds']} rounds of {of_runs['local_steps']} steps with {images}. Device: {result['device']}. "
+        f"{of_runs['rounds']} rounds of {of_runs['local_steps']} steps with {images}; rounds that a method needs for "
+        f"its start (restarts, or training before clients are clustered) come before these. "
+        f"Device: {result['device']}. "
         f"{link('index.html', 'The page')} has every cell, its command and its options, and "
         f"{link('runs.csv', 'runs.csv')} every run."
     )
