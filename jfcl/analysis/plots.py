@@ -308,10 +308,8 @@ def similarity(matrix: np.ndarray, cluster: np.ndarray) -> Figure:
     shown = axes.imshow(matrix[order][:, order], cmap="RdBu", vmin=-1, vmax=1, interpolation="nearest")
     starts = np.flatnonzero(np.diff(cluster[order])) + 0.5
     if len(starts) < len(cluster) - 1:  # clusters of single rows need no lines
-        lines = {"color": "black", "lw": 0.8}
-        for at in starts:
-            axes.axhline(at, **lines)
-            axes.axvline(at, **lines)
+        for draw, at in itertools.product((axes.axhline, axes.axvline), starts):
+            draw(at, color="black", lw=0.8)
     axes.set(xticks=[], yticks=[], xlabel=f"{len(cluster)} rows, sorted by cluster")
     figure.colorbar(shown, ax=axes, label="cosine similarity")
     return figure
@@ -359,8 +357,7 @@ def tree(nodes: Sequence[Any], true_cluster: np.ndarray | None = None) -> Figure
     largest = max(len(node.clients) for node in nodes) or 1
     colors = cluster_colors(1 if true_cluster is None else int(np.max(true_cluster)) + 1)
     figure = new_figure(max(4.0, 1.6 * len(place)), 4.0)
-    axes = figure.subplots()
-    thick = 0.06 * last
+    axes, thick = figure.subplots(), 0.06 * last
     for i, node in enumerate(nodes):
         middle, width = x(i), 0.8 * len(node.clients) / largest
         if node.parent >= 0:
@@ -395,15 +392,14 @@ def throughput(rows: Sequence[dict[str, Any]]) -> Figure:
     rows = [row for row in rows if "client_steps/s" in row]
     names = ("model", "method", "mapping")
     models, methods, mappings = (list(dict.fromkeys(row[name] for row in rows)) for name in names)
-    styles = ("-", "--", ":", "-.")
     figure = new_figure(2 + 4 * max(1, len(models)), 3.8, layout="constrained")
     panels = figure.subplots(1, max(1, len(models)), squeeze=False, sharex=True)[0]
     for axes, model in zip(panels, models, strict=False):
         for (i, method), (j, mapping) in itertools.product(enumerate(methods), enumerate(mappings)):
             line = [r for r in rows if [r[name] for name in names] == [model, method, mapping]]
-            steps = [r["client_steps/s"] for r in line]
-            style = {"color": PALETTE[i % len(PALETTE)], "ls": styles[j % len(styles)], "marker": "."}
-            axes.plot([r["clients"] for r in line], steps, label=f"{method}, {mapping}", **style)
+            style = {"color": PALETTE[i % len(PALETTE)], "ls": ("-", "--", ":", "-.")[j % 4], "marker": "."}
+            clients, steps = ([r[name] for r in line] for name in ("clients", "client_steps/s"))
+            axes.plot(clients, steps, label=f"{method}, {mapping}", **style)
         axes.set(xscale="log", yscale="log", xlabel="clients", title=model)
         axes.grid(alpha=0.3)
     panels[0].set_ylabel("client-steps a second")
@@ -447,9 +443,8 @@ def heatmap(
         best = (np.nanargmax if more_is_better else np.nanargmin)(values)
         i, j = np.unravel_index(best, values.shape)
         panel.add_patch(Rectangle((j - 0.5, i - 0.5), 1, 1, fill=False, edgecolor="#d7301f", lw=2.5))
-    texts = ([f"{v:g}" if isinstance(v, float) else str(v) for v in names] for names in axes.values())
-    panel.set_yticks(range(values.shape[0]), next(texts))
-    panel.set_xticks(range(values.shape[1]), next(texts))
+    for set_ticks, names in zip((panel.set_yticks, panel.set_xticks), axes.values(), strict=True):
+        set_ticks(range(len(names)), [f"{v:g}" if isinstance(v, float) else str(v) for v in names])
     panel.set(xlabel=columns, ylabel=rows)
     figure.colorbar(image, ax=panel, label=label)
     return figure
