@@ -307,10 +307,9 @@ def test_many_runs_are_one_small_page(copy, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("runs", [[{"seed": 0, "round": 1, "loss": 1.0}], {"a": "history"}])
-def test_curves_and_bars_take_records_by_name(runs):
-    for draw in (plots.curves, plots.bars):
-        with pytest.raises(ValueError, match="runs must be a dict of records by name, such as"):
-            draw(runs)
+def test_curves_take_records_by_name(runs):
+    with pytest.raises(ValueError, match="runs must be a dict of records by name, such as"):
+        plots.curves(runs)
 
 
 def test_curves_of_many_rounds_have_the_first_and_the_last():

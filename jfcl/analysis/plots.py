@@ -163,12 +163,6 @@ def _by_round(records: Records, metric: str, over: str = "round") -> tuple[np.nd
     return np.array(rounds), values
 
 
-def _check_runs(runs: Any) -> None:
-    """Raises `ValueError` unless `runs` are records by the names of runs."""
-    fits = isinstance(runs, Mapping) and all(isinstance(row, dict) for records in runs.values() for row in records)
-    check(fits, "runs", type(runs).__name__, "a dict of records by name, such as {'IFCA': history.records}")
-
-
 def _spaced(values: Sequence[Any]) -> list[Any]:
     """Returns all of `values`, or `MOST_POINTS` evenly spaced ones, the first and the last among them."""
     if len(values) <= MOST_POINTS:
@@ -190,7 +184,8 @@ def curves(
       >>> figure.axes[0].get_ylabel()
       'mean client accuracy'
     """
-    _check_runs(runs)
+    fits = isinstance(runs, Mapping) and all(isinstance(row, dict) for records in runs.values() for row in records)
+    check(fits, "runs", type(runs).__name__, "a dict of records by name, such as {'IFCA': history.records}")
     figure, axes = _axes(LINES)
     for name, records in runs.items():
         rounds, values = _by_round(records, metric, over)
@@ -220,7 +215,6 @@ def bars(runs: Mapping[str, Records], metrics: Sequence[str] = ("accuracy", "wor
       >>> len(bars({"ifca": records}).axes[0].patches)
       2
     """
-    _check_runs(runs)
     figure, axes = _axes(cycler(color=PALETTE), max(1.6 + 1.1 * len(runs), 4.4))  # the legend has its width
     width, tallest = 0.8 / len(metrics), 0.0
     for j, metric in enumerate(metrics):
