@@ -23,7 +23,7 @@ TABLES = {
     "population-cpu-2-cores": "case what seconds us_per_client ratio client_steps/s anonymous_mb store_mb",
     "kernels-cpu-2-cores": "kernel size what seconds times gflops gb/s temporary_mb",
     "kernels-convolution-cpu-2-cores": "kernel size what seconds times gflops",
-    "precision-cpu-2-cores": "case products accuracy spread same_cluster",
+    "precision-cpu-2-cores": "case products accuracy spread difference same_cluster",
     "cfl-round-cpu-2-cores": "clients parameters what seconds share_of_training gflops memory_mb updates_mb",
     "bench-cpu-2-cores": "method model mapping clients seconds client_steps/s peak temporary_mb",
     "checkpoint-cpu-2-cores": "what gb seconds fastest slowest gb/s speed_of_plain_write",
