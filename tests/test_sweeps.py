@@ -467,8 +467,7 @@ def test_seeds_have_a_default_which_the_help_names(capsys, monkeypatch):
     asked = []
     monkeypatch.setattr(sweeps, "run_sweep", lambda config, *_, **__: asked.append(config.seeds) or 1 / 0)
     for flags in ([], ["--seed", "7"], ["--seeds", "2"]):
-        with pytest.raises(ZeroDivisionError):
-            cli.main(["sweep", "fedavg", *QUICK, "--grid", "lr=0.1", *flags])
+        assert cli.main(["sweep", "fedavg", *QUICK, "--grid", "lr=0.1", *flags]) == 1  # an error of the test's own
     assert asked == [3, 1, 2]
     with pytest.raises(SystemExit):
         cli.main(["sweep", "fedavg", "--help"])
