@@ -80,7 +80,7 @@ def _main(argv: list[str], console: Console, errors: Console) -> int:
             errors.print(Text.assemble((f"jfcl: {'stopped' if stopped else 'error'}:", "red"), " ", _sentence(error)))
             return 1 if stopped else 2
         if frames := _frames_of_user(error):
-            head = "Traceback (most recent call last), without the frames of jfcl and of packages:\n"
+            head = "Traceback (most recent call last), in your files alone (JAX_TRACEBACK_FILTERING=off shows all):\n"
             text = [head, *traceback.format_list(frames), *traceback.format_exception_only(error)]
             errors.print("".join(text).rstrip())
             return 1
