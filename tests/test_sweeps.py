@@ -325,7 +325,7 @@ def test_the_best_configuration_runs(capsys):
     grid = ["--grid", "lr=0.001,0.2", "--grid", "momentum=0,0.9"]
     assert cli.main([*command, *grid]) == 0
     printed = capsys.readouterr().out
-    assert "4 configurations" in printed and "jfcl run fedavg --config out/best.toml --out out-best" in printed
+    assert "4 configurations" in printed and "jfcl run fedavg --config out/best.toml --seed 2 --out out-best" in printed
     for command_of_runs in ("report", "compare"):
         assert cli.main([command_of_runs, "out"]) == 2
         said = " ".join(capsys.readouterr().err.split())

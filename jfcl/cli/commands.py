@@ -189,7 +189,8 @@ def command_sweep(args: argparse.Namespace, console: Console) -> None:
         files = ", ".join(name for name in (*sweeps.FILES, "cells/") if (Path(args.out) / name).exists())
         console.print(f"kept in {args.out}: {files}")
         best, folder = (shlex.quote(str(file)) for file in (Path(args.out) / "best.toml", f"{Path(args.out)}-best"))
-        console.print(f"next: jfcl run {config.method} --config {best} --out {folder}", soft_wrap=True)
+        fresh = swept.cells[0].per_seed[-1]["seed"] + 1  # of no cell
+        console.print(f"next: jfcl run {config.method} --config {best} --seed {fresh} --out {folder}", soft_wrap=True)
 
 
 def command_shifts(args: argparse.Namespace, console: Console) -> None:
