@@ -308,8 +308,8 @@ def page_of(cells: Sequence[Result], ranked: Sequence[Ranks], settings: dict[str
         num_known=num_known,
         below=below,
         datasets=sorted({cell.data for cell in cells}),
-        seeds=_several({len(cell.runs) for cell in cells if cell.runs}),
-        trials=_several({len(cell.trials) for cell in cells if cell.trials}),
+        seeds=_several({len(cell.runs) for cell in cells if cell.runs}, "seed"),
+        trials=_several({len(cell.trials) for cell in cells if cell.trials}, "trial"),
         has_energy=any(run["joules"] is not None for cell in cells for run in cell.runs),
         by_method={method: [c for c in cells if c.method == method] for method in sorted({c.method for c in cells})},
         settings=_flat(settings.pop("setting", {}) | settings),
@@ -317,9 +317,10 @@ def page_of(cells: Sequence[Result], ranked: Sequence[Ranks], settings: dict[str
     return f"{page}\n".encode(errors="replace")
 
 
-def _several(values: set[int]) -> str:
-    """Returns a number, or the least and the largest of several."""
-    return " to ".join(str(value) for value in sorted({min(values, default=0), max(values, default=0)}))
+def _several(values: set[int], noun: str) -> str:
+    """Returns a number of things, or the least and the largest of several."""
+    text = " to ".join(str(value) for value in sorted({min(values, default=0), max(values, default=0)}))
+    return f"{text} {noun}{'' if text == '1' else 's'}"
 
 
 def _flat(settings: dict[str, Any], before: str = "") -> dict[str, Any]:
