@@ -135,7 +135,7 @@ def test_an_unknown_argument_is_refused_with_the_nearest_name(name):
 
 def test_a_method_without_an_option_refuses_it():
     _, _, task, training = problem()
-    with pytest.raises(TypeError, match="ifca: missing a required .*'num_clusters'"):
+    with pytest.raises(TypeError, match=r"ifca: missing a required .*'num_clusters'"):
         jfcl.ifca(task, training)
     with pytest.raises(TypeError, match="ditto has no argument 'dp'"):
         jfcl.ditto(task, training, dp=None)
