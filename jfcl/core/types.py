@@ -95,8 +95,8 @@ class Task(NamedTuple):
       mix: `(outputs [K, B, ...], weights [K]) -> outputs [B, ...]`, the outputs of a mixture of `K` models; weights sum
         to 1, and may be 0. `None`: not known.
       perplexity: whether the exponential of the loss is a perplexity, which is then reported (language models).
-      represent: `(params, x [B, ...]) -> [B, H]`, the inputs of the model's last layer; `None`: not known (kNN-Per and
-        FLUX then take the outputs). Another `apply` needs another one.
+      represent: `(params, x [B, ...]) -> [B, H]`, the inputs of the model's last layer; `None`: not known, and
+        methods take the outputs. Another `apply` needs another one.
       dense_start: the first layer, where it is dense on the raw inputs; otherwise `None`.
       num_classes: labels are integers in `0..num_classes-1`, which `jfcl.simulate` checks; `None`: not known.
       input_shape: the shape of one input, for a task that accepts flat inputs `[B, d]` too (see `mapping.held`);

@@ -47,7 +47,7 @@ class History(NamedTuple):
       seconds: wall time without compilation, of all parts of a run that was resumed.
       compile_seconds: time spent tracing and compiling, 0 for a second call with the same algorithm.
       client_steps: steps of the clients' optimisers, over all clients, rounds and seeds. A step that moves all models
-        of a mixture counts once (FedEM, FedRC); models that a client trains apart have steps of their own (Ditto).
+        of a mixture counts once; models that a client trains apart have steps of their own.
       ended: why the run ended: all rounds are done, the method's reason (`Entries.ended`), or that of a callback.
       init_rounds: rounds of the method's start, which come before those of the simulation.
       served: what the clients are served in the last state, a `jfcl.Served`; with a leading seed axis as in `state`.
