@@ -22,7 +22,7 @@ from jfcl.models import (
     parameter_paths,
     regression,
 )
-from jfcl.models.conv import _canonical, _of_blocks, _of_columns, _of_few_channels, _of_fewest_numbers, patches
+from jfcl.models.conv import _canonical, _of_blocks, _of_few_channels, _of_patches, _weights_by_places, patches
 from jfcl.models.tasks import cross_entropy
 
 GEOMETRIES = [
@@ -80,14 +80,22 @@ def test_conv_against_scipy(strides, padding):
     )
 
 
-@pytest.mark.slow_cases("40-*-_of_columns", "40-*-_of_few_channels")
-@pytest.mark.parametrize("of", [_of_few_channels, _of_columns, _of_fewest_numbers])
+@pytest.mark.parametrize("of", [_of_few_channels, _of_patches])
 @pytest.mark.parametrize(("strides", "padding"), GEOMETRIES)
-@pytest.mark.parametrize("features", [1, 40])  # fewer numbers in columns, and in patches
-def test_matrix_products_of_a_gpu_convolve(of, strides, padding, features):
-    x, w = tensors(o=features)
+def test_matrix_products_of_a_gpu_convolve(of, strides, padding):
+    x, w = tensors()
     found = jax.jit(lambda x, w: of(x, w, strides, padding))(x, w)
     np.testing.assert_allclose(found, loop_conv(x, w, strides, padding), atol=1e-4)
+
+
+@pytest.mark.parametrize("padding", [padding for strides, padding in GEOMETRIES if strides == (1, 1)])
+def test_gradient_of_weights_by_places_of_the_kernel(padding):
+    x, w = tensors()
+    moved = np.eye(w.size, dtype=np.float32).reshape(-1, *w.shape)  # each weight alone
+    g = np.random.default_rng(1).normal(size=loop_conv(x, w, (1, 1), padding).shape).astype(np.float32)
+    exact = [(g * loop_conv(x, one, (1, 1), padding)).sum() for one in moved]
+    found = jax.jit(lambda x, g: _weights_by_places(x, g, w.shape[:2], padding))(x, g)
+    np.testing.assert_allclose(found.ravel(), exact, atol=1e-4)
 
 
 @pytest.mark.parametrize("channels", [1, 6])  # an image, and a layer

@@ -12,10 +12,10 @@ clients:
 * On a TPU: `lax.conv_general_dilated` with the gradients of JAX. The compiler predicts that it is the fastest form
   there: patches move many times as many bytes.
 * On a GPU, too, except in four cases under `vmap` with own weights, in which cuDNN's groups are slow (measured on an
-  H100 and an H200). Inputs of few channels, layers of many channels at few places, and gradients with respect to
-  weights, become a batched matrix product of windows of the input. Before 2 x 2 pooling, a layer of up to 64 channels
-  with its gradients is such a product for blocks of 2 x 2 outputs, of which the maximum is taken at once: the papers'
-  CNN trains 1.7 times as fast.
+  H100 and an H200). Inputs of few channels, and layers of many channels at few places, become a batched matrix product
+  of windows of the input; gradients with respect to weights one of shifted copies of the input and of the output's
+  gradient. Before 2 x 2 pooling, a layer of up to 64 channels with its gradients is a product of windows for blocks of
+  2 x 2 outputs, of which the maximum is taken at once: the papers' CNN trains 1.7 times as fast.
 
 A 1 x 1 convolution is a matrix product everywhere. A depthwise convolution (a kernel per channel) is, on a CPU, a sum
 of shifted images, each times a number per channel.
@@ -145,27 +145,18 @@ def _of_few_channels(x, w, strides, padding):
     return (columns.T @ weights).reshape(*windows.shape[1:4], w.shape[-1])
 
 
-def _of_columns(x, w, strides, padding):
-    """Convolves as windows of `x` along its rows, `[B, H, W', kw * C]`, times all rows of the kernel at once.
+def _weights_by_places(x, g, kernel, padding):
+    """Returns d loss / d w, for strides of 1: each column of the kernel times each row, over all places.
 
-    The products, `[B, H, W', kh * O]`, are added at their places. For a 5 x 5 kernel, windows and products together are
-    a fraction of the patches.
+    Copies of `x`, shifted by column, `[kw, B, H, W', C]`, times copies of `g`, shifted by row, `[kh, B, H, W', O]`: for
+    a 5 x 5 kernel 5 copies of both, not 25 of `x`.
     """
-    (kh, kw, channels, features), x = w.shape, _padded(x, padding)
-    height = (x.shape[1] - kh) // strides[0] + 1
-    columns = jnp.concatenate(_windows(x, (1, kw), (1, strides[1])), axis=-1)
-    products = columns @ w.transpose(1, 2, 0, 3).reshape(kw * channels, kh * features)
-    products = products.reshape(*columns.shape[:3], kh, features)
-    return sum(products[:, i : i + (height - 1) * strides[0] + 1 : strides[0], :, i] for i in range(kh))
-
-
-def _of_fewest_numbers(x, w, strides, padding):
-    """Convolves as patches or columns times weights, whichever has fewer numbers in memory."""
-    (kh, kw, channels, features), rows = w.shape, x.shape[1] + sum(padding[0])
-    _, height, width, _ = jax.eval_shape(partial(_plain, strides=strides, padding=padding), x, w).shape
-    if (kw * channels + kh * features) * rows * width < kh * kw * channels * height * width:
-        return _of_columns(x, w, strides, padding)
-    return _of_patches(x, w, strides, padding)
+    (kh, kw), (rows, columns) = kernel, padding
+    wide = _padded(x, ((0, 0), columns))
+    shifted_x = jnp.stack([wide[:, :, j : j + g.shape[2]] for j in range(kw)])
+    ends = [(i - rows[0], x.shape[1] - g.shape[1] - i + rows[0]) for i in range(kh)]
+    shifted_g = jnp.stack([_padded(g, (pad, (0, 0))) for pad in ends])
+    return jnp.einsum("jpc,ipo->ijco", shifted_x.reshape(kw, -1, x.shape[-1]), shifted_g.reshape(kh, -1, g.shape[-1]))
 
 
 def _of_blocks(x, w, padding):
@@ -270,8 +261,13 @@ def _canonical(
 
     def to_weights_of_gpu(x, g):
         if not in_blocks(x.shape[-1]):
-            form = _of_few_channels if few(x.shape[-1], g.shape[-1]) else _of_fewest_numbers
-            return to_weights(partial(form, strides=strides, padding=padding), x, g)
+            (kh, kw), channels, features = kernel, x.shape[-1], g.shape[-1]
+            if few(channels, features):
+                return to_weights(partial(_of_few_channels, strides=strides, padding=padding), x, g)
+            copied = (kw * channels + kh * features) * shape[0]  # rather than windows
+            if strides == (1, 1) and copied < kh * kw * channels * g.shape[1]:
+                return _weights_by_places(x, g, kernel, padding)
+            return to_weights(of_patches, x, g)
         of_part = partial(to_weights, partial(_of_blocks, padding=padding))
         parts = parts_of(x)
         return of_part(x, g) if parts == 1 else jax.vmap(of_part)(divided(x, parts), divided(g, parts)).sum(axis=0)
