@@ -1,5 +1,6 @@
 """Similarities and distances against NumPy in float64 and scikit-learn."""
 
+import sys
 from functools import partial
 
 import hypothesis.strategies as st
@@ -284,6 +285,15 @@ def test_products_of_long_rows_are_those_of_their_two_halves():
     want = (x.astype(np.float64) ** 2).sum(axis=1)
     np.testing.assert_allclose(np.diagonal(got), want, rtol=2**-16)
     np.testing.assert_allclose(got[0, 1], -want[0], rtol=2**-16)
+
+
+def test_without_pallas_for_triton_long_rows_are_multiplied_in_float32(monkeypatch):
+    monkeypatch.setitem(sys.modules, "jax.experimental.pallas.triton", None)
+    x = normal((5, 9000), 0)
+    with pytest.warns(UserWarning, match="Pallas"):
+        got = np.asarray(upper_products(x))
+    np.testing.assert_allclose(got, x.astype(np.float64) @ x.T.astype(np.float64), atol=1e-2)
+    np.testing.assert_array_equal(got, got.T)
 
 
 @pytest.mark.slow

@@ -8,6 +8,7 @@ zero. Both together, 1.7e-5, are below the error that `similarity_tolerance` all
 
 from __future__ import annotations
 
+import warnings
 from functools import partial
 
 import jax
@@ -29,12 +30,20 @@ def upper_products(
     """Returns `x xᵀ` `[N, N]` float32 of `x` `[N, D]` float32, exactly symmetric.
 
     Cost: three passes of `N² D / 2` multiplications in bfloat16; memory for `x` once more, and `splits * N²` numbers.
+    A JAX without Pallas for Triton, whose end is announced, multiplies in float32 instead, with a warning.
     """
-    # Pallas takes half a second to import, which only users of a GPU spend.
-    from jax.experimental import pallas as pl
-    from jax.experimental.pallas import triton
-
     n, d = x.shape
+
+    def symmetric(full):
+        return jnp.where(jnp.arange(n)[:, None] <= jnp.arange(n)[None, :], full, full.T)
+
+    try:  # half a second, which only users of a GPU spend
+        from jax.experimental import pallas as pl
+        from jax.experimental.pallas import triton
+    except ImportError:
+        warnings.warn("this JAX has no Pallas for Triton: products of long rows take twice as long", stacklevel=2)
+        return symmetric(jnp.matmul(x, x.T, precision="float32"))
+
     tiles = -(-n // tile)
     rows, columns = (jnp.asarray(i, jnp.int32) for i in np.triu_indices(tiles))
     sums = -(-d // (SUM * splits))  # of one program
@@ -76,5 +85,4 @@ def upper_products(
         interpret=interpret,
     )(high, low, rows, columns)
     upper = jnp.zeros((tiles, tiles, tile, tile), jnp.float32).at[rows, columns].set(parts.sum(1))
-    full = upper.swapaxes(1, 2).reshape(tiles * tile, tiles * tile)[:n, :n]
-    return jnp.where(jnp.arange(n)[:, None] <= jnp.arange(n)[None, :], full, full.T)
+    return symmetric(upper.swapaxes(1, 2).reshape(tiles * tile, tiles * tile)[:n, :n])
