@@ -159,6 +159,12 @@ def _weights_by_places(x, g, kernel, padding):
     return jnp.einsum("jpc,ipo->ijco", shifted_x.reshape(kw, -1, x.shape[-1]), shifted_g.reshape(kh, -1, g.shape[-1]))
 
 
+def _fewer_by_places(x, g, kernel):
+    """Returns whether the copies of `_weights_by_places` have fewer numbers than the windows of `x`."""
+    (kh, kw), channels, features = kernel, x.shape[-1], g.shape[-1]
+    return (kw * channels + kh * features) * x.shape[1] < kh * kw * channels * g.shape[1]
+
+
 def _of_blocks(x, w, padding):
     """Convolves, with strides of 1, as windows times weights for blocks of 2 x 2 outputs: `4 * O` columns at once.
 
@@ -215,8 +221,7 @@ def _canonical(
     def plain(x, w):
         return _plain(x, w, strides, padding)
 
-    def of_patches(x, w):
-        return _of_patches(x, w, strides, padding)
+    of_patches = partial(_of_patches, strides=strides, padding=padding)
 
     def few(channels, features):  # windows of an image are not much larger than the layer's output
         return channels <= IMAGE and 2 * features >= kernel[0] * kernel[1] * channels
@@ -261,13 +266,10 @@ def _canonical(
 
     def to_weights_of_gpu(x, g):
         if not in_blocks(x.shape[-1]):
-            (kh, kw), channels, features = kernel, x.shape[-1], g.shape[-1]
-            if few(channels, features):
+            if few(x.shape[-1], g.shape[-1]):
                 return to_weights(partial(_of_few_channels, strides=strides, padding=padding), x, g)
-            copied = (kw * channels + kh * features) * shape[0]  # rather than windows
-            if strides == (1, 1) and copied < kh * kw * channels * g.shape[1]:
-                return _weights_by_places(x, g, kernel, padding)
-            return to_weights(of_patches, x, g)
+            by_places = strides == (1, 1) and _fewer_by_places(x, g, kernel)
+            return _weights_by_places(x, g, kernel, padding) if by_places else to_weights(of_patches, x, g)
         of_part = partial(to_weights, partial(_of_blocks, padding=padding))
         parts = parts_of(x)
         return of_part(x, g) if parts == 1 else jax.vmap(of_part)(divided(x, parts), divided(g, parts)).sum(axis=0)
