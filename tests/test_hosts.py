@@ -431,13 +431,13 @@ def test_a_process_without_a_coordinator_is_refused(capsys):
 
 
 class Device:
+    platform = "cpu"
+
     def __init__(self, process_index):
         self.process_index = process_index
 
 
 class Fake(Device):
-    platform = "cpu"
-
     def __init__(self, process_index, id):
         super().__init__(process_index)
         self.id = id

@@ -1,4 +1,5 @@
 import sys
+from dataclasses import replace
 
 import flax.linen as nn
 import jax
@@ -151,6 +152,12 @@ def test_more_devices_than_there_are():
         pmapped(3)(lambda x: x)(jnp.zeros(3))
 
 
+def test_a_device_maps_its_clients_as_is_fastest_there(monkeypatch):
+    assert sharded(client_mesh()).inner == pmapped().inner == chunked(1)
+    monkeypatch.setattr(axis_module, "platform", lambda devices=None: "gpu")
+    assert sharded(client_mesh()).inner is pmapped().inner is jax.vmap
+
+
 def test_what_is_no_mesh_and_devices_inside_devices():
     with pytest.raises(ValueError, match=r"sharded: mesh must be a mesh, such as jfcl.client_mesh\(\), got None"):
         sharded(None)(lambda x: x)(jnp.zeros(2))
@@ -187,7 +194,7 @@ def test_losses_are_in_lots_on_an_accelerator(monkeypatch):
     assert memory.in_lots(jax.vmap, cnn, clients) == chunked(10)
     assert memory.in_lots(jax.vmap, cnn, clients, 4) == chunked(2)
     assert memory.in_lots(jax.vmap, cnn, clients, 40) == chunked(1)
-    assert memory.in_lots(divided, cnn, clients, 4) == divided._replace(inner=chunked(2))
+    assert memory.in_lots(divided, cnn, clients, 4) == replace(divided, inner=chunked(2))
     assert memory.in_lots(few, cnn, clients) is few and memory.in_lots(jax.vmap, mlp, clients) is jax.vmap
 
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
@@ -58,7 +59,8 @@ class chunked(NamedTuple):
     __call__ = _stacked
 
 
-class sharded(NamedTuple):
+@dataclass(frozen=True)
+class sharded:
     """A mapping that divides the clients among the devices of `mesh`; each device maps its own with `inner`.
 
     Where the number of clients is not a multiple of the devices, every call appends rows of zeros; `place` does it once
@@ -67,7 +69,7 @@ class sharded(NamedTuple):
     Attributes:
       mesh: from `client_mesh`, or any mesh of `AxisType.Auto` axes in which the devices of a process lie next to each
         other; clients are divided along all of them.
-      inner: the mapping of a device's own clients: `jax.vmap` or `chunked(size)`.
+      inner: the mapping of a device's own clients: `jax.vmap` or `chunked(size)`; default: `auto()` for its devices.
 
     Example:
       >>> import jax.numpy as jnp
@@ -76,11 +78,16 @@ class sharded(NamedTuple):
     """
 
     mesh: Mesh
-    inner: Mapping = chunked(1)
+    inner: Mapping | None = None
     __call__ = _stacked
 
+    def __post_init__(self):
+        if self.inner is None:
+            object.__setattr__(self, "inner", auto(self.mesh))
 
-class pmapped(NamedTuple):
+
+@dataclass(frozen=True)
+class pmapped:
     """As `sharded` over the first `num_devices` devices of this process, as `jax.pmap` divides (by `jax.shard_map`).
 
     `num_devices` is at most the devices of this process; default: all of them.
@@ -92,8 +99,12 @@ class pmapped(NamedTuple):
     """
 
     num_devices: int | None = None
-    inner: Mapping = chunked(1)
+    inner: Mapping | None = None
     __call__ = _stacked
+
+    def __post_init__(self):
+        if self.inner is None:
+            object.__setattr__(self, "inner", auto())
 
 
 def num_cores() -> int:
@@ -163,14 +174,16 @@ def platform_of(client_axis: Mapping | None) -> str:
     return platform(client_axis.mesh.devices.flat if isinstance(client_axis, sharded) else None)
 
 
-def auto() -> Mapping:
-    """Returns the mapping for the default device: one client at a time on a CPU, all at once on an accelerator.
+def auto(mesh: Mesh | None = None) -> Mapping:
+    """Returns the mapping for a device: one client at a time on a CPU, all at once on an accelerator.
+
+    The device is one of `mesh`, by default JAX's default device.
 
     Example:
       >>> auto()(lambda x: x + 1)(jnp.zeros(3)).tolist()
       [1.0, 1.0, 1.0]
     """
-    return chunked(1) if platform() == "cpu" else jax.vmap
+    return chunked(1) if platform(mesh and mesh.devices.flat) == "cpu" else jax.vmap
 
 
 def or_auto(client_axis: Mapping | None) -> Mapping:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
@@ -56,7 +57,7 @@ def in_lots(client_axis: mapping.Mapping, task: Task, clients: Clients, num_mode
         return client_axis
     lot = mapping.chunked(max(LOT // (num_models * max_examples(clients)), 1))
     if isinstance(client_axis, mapping.sharded) and client_axis.inner is jax.vmap:
-        return client_axis._replace(inner=lot)
+        return replace(client_axis, inner=lot)
     return lot if client_axis is jax.vmap else client_axis
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Annotated, Any, NamedTuple, Unpack
 
@@ -326,4 +327,4 @@ def models_at_once(num_bytes: int, client_axis: mapping.Mapping | None) -> mappi
     if client_axis is None or (client_axis is jax.vmap and target != "cpu"):
         return few
     many = isinstance(client_axis, mapping.sharded) and client_axis.inner is jax.vmap and target != "cpu"
-    return client_axis._replace(inner=few) if many else client_axis
+    return replace(client_axis, inner=few) if many else client_axis
