@@ -133,7 +133,10 @@ def _with_entries(documented: str | None, texts: dict[str, str]) -> str | None:
     begin = documented.index("\nArgs:\n")
     end = documented.index("\n\n", begin)
     arguments = documented[begin:end]
-    entries = [f"{name}: {text}" for name, text in texts.items() if f"\n  {name}: " not in arguments]
-    wrap = functools.partial(textwrap.indent, prefix="  ")
-    entries = [wrap(textwrap.fill(entry, 116, subsequent_indent="  ")) for entry in entries]
+    entries = [_entry(name, text) for name, text in texts.items() if f"\n  {name}: " not in arguments]
     return ("\n".join([documented[:end].rstrip(), *entries]) + documented[end:]).rstrip()
+
+
+@functools.cache  # of the same few options for every method
+def _entry(name: str, text: str) -> str:
+    return textwrap.fill(f"{name}: {text}", 118, initial_indent="  ", subsequent_indent="    ")

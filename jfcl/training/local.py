@@ -7,7 +7,6 @@ import zlib
 from collections.abc import Callable
 from typing import Annotated, Any, NamedTuple
 
-import chex
 import jax
 import jax.numpy as jnp
 import optax
@@ -335,6 +334,8 @@ def train(
     Returns:
       `Trained`. Cost: `num_steps` forward and backward passes over a batch.
     """
+    from chex import assert_trees_all_equal_shapes  # a twentieth of a second, which `jfcl --help` does not spend
+
     m = jax.tree.leaves(examples)[0].shape[0]
     batch_size = examples_per_step(training, m)
     full_batch = batch_size == m
@@ -370,7 +371,7 @@ def train(
         if not (is_concrete(training.prox) and training.prox == 0):
             objective, grads = near_anchor(training.prox, loss, grads, params, anchor)
         updates, opt_state = optimizer_step(training.optimizer, grads, opt_state, params, objective)
-        chex.assert_trees_all_equal_shapes(params, updates)  # a step is of the model's shapes, or would broadcast
+        assert_trees_all_equal_shapes(params, updates)  # a step is of the model's shapes, or would broadcast
         loss = loss.astype(losses.dtype)
         losses = losses.at[t].set(loss) if training.each_step else losses + loss
         return optax.apply_updates(params, updates), statistics, opt_state, losses
