@@ -155,7 +155,7 @@ def test_no_tuple_is_a_function():
 
 
 def test_importing_jfcl_leaves_heavy_packages_alone():
-    heavy = ("tensorflow", "tensorflow_datasets", "orbax", "pandas", "IPython", "matplotlib", "scipy.optimize")
+    heavy = ("tensorflow", "tensorflow_datasets", "orbax", "pandas", "IPython", "matplotlib", "scipy.optimize", "chex")
     code = f"import sys, jfcl; print([m for m in {heavy} if m in sys.modules])"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert out.stdout.strip() == "[]"
