@@ -208,7 +208,8 @@ def _fedem_cell(data_dir: str | None, setting: dict[str, Any], of: Row) -> Row:
     sizes = {name: setting[name] or of_data[name] for name in ("clients", "examples_per_client")}
     federation = _federation(data_dir, setting | sizes, of, partition=of_data["partition"], alpha=setting["alpha"])
     rounds, phases = setting["rounds"], []
-    for share, count in ((1, rounds // 2), (0.1, 3 * (rounds // 4) - rounds // 2), (0.01, rounds - 3 * (rounds // 4))):
+    half, last = rounds // 2, max(rounds // 2, 3 * (rounds // 4))
+    for share, count in ((1, half), (0.1, last - half), (0.01, rounds - last)):
         lr = share * setting["lr"][of["data"]][of["method"]]
         optimizer = optax.chain(optax.add_decayed_weights(5e-4), optax.sgd(lr, momentum=0.9))
         # As in the code, momentum outlives rounds.
