@@ -10,6 +10,7 @@ import optax
 import pytest
 from compiled import rollout
 from flax import nnx
+from padded_clients import padded
 from small_network import EPS, KEPT, NORMAL, PLAIN, C, D, H, M, N
 
 import jfcl
@@ -139,6 +140,15 @@ def test_steps_of_personal_parts_count_in_first_updates_too():
     algorithm = jfcl.fedgroup(PLAIN, TRAINING, **options)
     _, metrics = rollout(algorithm, data(), key=jax.random.key(1), num_rounds=1)
     assert metrics["client_steps"] == N * (STEPS + 3) + N * (4 + 3)  # two are pretrained, the others start cold
+
+
+@pytest.mark.parametrize("method", ["fedgroup", "pacfl"])
+def test_newcomers_get_the_mean_of_the_clients_personal_parameters(method):
+    algorithm = getattr(jfcl, method)(PLAIN, TRAINING, num_clusters=1, personal=is_head)
+    state, _ = rollout(algorithm, padded(data()), key=jax.random.key(1), num_rounds=1)
+    adopted, own = flat(jax.jit(algorithm.adopt)(state, data()).personal), flat(state.personal)
+    for name, rows in adopted.items():
+        np.testing.assert_allclose(rows, np.broadcast_to(own[name][:N].mean(axis=0), rows.shape), rtol=1e-5)
 
 
 @pytest.mark.slow

@@ -234,9 +234,9 @@ def _assign(grouping: Grouping, key: jax.Array, cohort: Cohort, state: Averaging
 
 
 def _adopt(grouping: Grouping, state: AveragingState, clients: Clients) -> Served:
-    """Gives a cold start to clients that were not in training, with the mean of the others' personal parameters."""
-    n, new = num_clients(clients), Cohort(clients, None, jax.random.key(0))
-    personal = jax.tree.map(lambda x: jnp.broadcast_to(x.mean(axis=0), (n, *x.shape[1:])), state.personal)
+    """Gives a cold start to clients that were not in training, with the mean of the personal parameters of members."""
+    n, new, member = num_clients(clients), Cohort(clients, None, jax.random.key(0)), state.unchanged != UNSEEN
+    personal = phases.personal_of_newcomers(state.personal, member | ~member.any(), n)
     compare, none = partial(_cosines, grouping, state.memory), jnp.full((n, grouping.rules.num_clusters), NONE)
     similar = embedded_again(grouping.rules, compare, new, jnp.asarray(clients.size) > 0, none, personal)
     to = jnp.argmax(similar, axis=1).astype(jnp.int32)

@@ -17,7 +17,7 @@ from jfcl.methods.averaging import Averaging, AveragingState
 from jfcl.methods.averaging import serve as serve_clusters
 from jfcl.methods.once import check_one_label, clustered_once, clusters_in_use
 from jfcl.methods.options import AVERAGING, SCOPES, Options, factory
-from jfcl.methods.round import initial_models, initial_scopes
+from jfcl.methods.round import initial_models, initial_scopes, personal_of_newcomers
 from jfcl.training import local
 
 
@@ -142,8 +142,7 @@ def pacfl(
         to = jnp.argmin(jnp.where((members.sum(axis=0) > 0)[None, :], mean, jnp.inf), axis=1).astype(jnp.int32)
         if options["personal"] is None:
             return served._replace(to=to, personal=None)
-        personal = jax.tree.map(lambda x: jnp.broadcast_to(x.mean(axis=0), (len(to), *x.shape[1:])), served.personal)
-        return served._replace(to=to, personal=personal)
+        return served._replace(to=to, personal=personal_of_newcomers(served.personal, real, len(to)))
 
     return once._replace(step=step, adopt=adopt)
 

@@ -115,6 +115,13 @@ def initial_scopes(keeps: Callable[[str], bool] | None, params: PyTree, cluster:
     return params, jax.tree.map(lambda p: p[cluster], personal)
 
 
+def personal_of_newcomers(personal: PyTree, counts: jax.Array, num_newcomers: int) -> PyTree:
+    """Returns the mean of the personal parameters `[N, ...]` of clients that count (`[N]` bool), for each newcomer."""
+    kept = where_rows(counts, personal, jax.tree.map(jnp.zeros_like, personal))
+    means = jax.tree.map(lambda x: x.sum(axis=0) / jnp.maximum(counts.sum(), 1).astype(x.dtype), kept)
+    return jax.tree.map(lambda x: jnp.broadcast_to(x, (num_newcomers, *x.shape)), means)
+
+
 # Phase 1: the cohort.
 
 
