@@ -91,6 +91,12 @@ def test_records_hold_the_splits_since_the_last_one():
     assert here.records[0]["split_from"] == there.records[0]["split_from"] != each.records[-1]["split_from"]
 
 
+def test_records_hold_a_number_for_each_of_as_many_models_as_the_cohort_has_clients():
+    algorithm = jfcl.fedem(TASK, TRAINING, num_clusters=4, hard=True)
+    mass = population(algorithm, num_rounds=1, test_clients=None).records[0]["cluster_mass"]
+    assert len(mass) == 4 and np.isclose(sum(mass), 1)
+
+
 def test_the_state_says_whom_a_method_serves_whose_clients_do_not_choose_by_loss():
     """The two models of the oracle start alike, so that by loss all clients would be served the first at first."""
     algorithm = jfcl.oracle(

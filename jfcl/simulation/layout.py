@@ -26,12 +26,14 @@ class Layout(NamedTuple):
       personal: whether each client has a model of its own. `cluster` then counts the clients of the cohort, and is
         shared.
       last_updates: the index, among the rows, of the round of each client's last update; None if none is kept.
+      metrics: the names of the metrics with a number for each client.
     """
 
     structure: Any
     axes: tuple[int | None, ...]
     personal: bool
     last_updates: int | None
+    metrics: tuple[str, ...] = ()
 
     def apart(self, state: Any) -> tuple[list, list]:
         """Returns `(common, rows)`; the clients are the first axis of each array in `rows`."""
@@ -68,8 +70,6 @@ def layout_of(algorithm: Algorithm, init: Start, cohorts: Cohorts, count: int) -
     if served.active is not None:  # numbers of models that a population cannot have
         k, accepted = len(served.active), f"given for a cohort of {count}: the default depends on it"
         check(k == len(of_more.active), "max_clusters", None, accepted)
-        accepted = f"another number than max_clusters, {k}, so that records can tell them apart"
-        check(k != count, "cohort", count, accepted)
     leaves = jax.tree_util.tree_leaves_with_path(state)
     names = [[getattr(part, "name", None) for part in path] for path, _ in leaves]
     axes = []
@@ -128,6 +128,21 @@ def _reached(jaxpr: Any, sources: list[bool]) -> list[bool]:
     return [id(v) in reached for v in jaxpr.outvars]
 
 
+def metrics_of_clients(algorithm: Algorithm, cohorts: Cohorts, count: int) -> tuple[str, ...]:
+    """Returns the names of the metrics with a number for each of `count` clients, which grow with these."""
+
+    def lengths(count):
+        clients, key = cohorts(count), jax.eval_shape(lambda: jax.random.key(0))
+        state = jax.eval_shape(algorithm.init, key, clients)
+        values = check_step(jax.eval_shape(algorithm.step, key, state, clients), state, clients)[1]
+        return {name: v.shape[0] for name, v in values.items() if v.ndim}
+
+    found = {name for name, length in lengths(count).items() if length == count}
+    if found != {"loss"}:  # others may have this length by chance, such as those of as many models
+        found = {name for name, length in lengths(count + 1).items() if length == count + 1 and name in found}
+    return tuple(sorted(found))
+
+
 def check_cohorts(
     algorithm: Algorithm, n: int, cohort: int, join: Start | None, remember: int | None, cohorts: Cohorts
 ) -> tuple[int, Layout, Any]:
@@ -147,7 +162,7 @@ def check_cohorts(
     clients, key = cohorts(cohort + remember), jax.eval_shape(lambda: jax.random.key(0))
     try:
         layout, state = layout_of(algorithm, algorithm.init, cohorts, cohort + remember)
-        check_step(jax.eval_shape(algorithm.step, key, state, clients), state, clients)
+        metrics = metrics_of_clients(algorithm, cohorts, cohort + remember)
     except ValueError:
         raise
     except Exception as error:  # flax and jax have many kinds of errors for shapes that do not fit
@@ -167,4 +182,4 @@ def check_cohorts(
         shapes = [jax.tree.map(lambda x: (x.shape, x.dtype), s) for s in (state, joined)]
         fits = shapes[0] == shapes[1] and layout_of(algorithm, join, cohorts, cohort + remember)[0] == layout
         check(fits, "join", join, "an init with states of the same shapes")
-    return remember, layout, state
+    return remember, layout._replace(metrics=metrics), state
