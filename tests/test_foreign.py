@@ -231,6 +231,7 @@ def test_an_odd_store_is_a_sentence(how, tmp_path):
 
 
 def test_no_name_in_a_summary_leads_out(copy, tmp_path):
+    read_run(copy / ".." / copy.name)  # the folder's own name is the user's
     (tmp_path / "mine.csv").write_text("mine")
     summary = json.loads((copy / "summary.json").read_text())
     summary["files"] = {"../mine.csv": hashlib.sha256(b"mine").hexdigest()}

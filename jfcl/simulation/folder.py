@@ -384,7 +384,7 @@ def verify_results(folder: Path, names: Iterable[str] | None = None) -> dict[str
 def read_verified(folder: Path, summary: dict[str, Any], name: str) -> bytes:
     """Returns the content of a result; `ValueError` if it is missing, or differs from its digest in `summary`."""
     file = folder / name
-    if name not in summary["files"] or ".." in file.parts or Path(name).is_absolute():
+    if name not in summary["files"] or ".." in Path(name).parts or Path(name).is_absolute():
         raise ValueError(f"{file} is none of the results of this run")
     if not file.is_file():
         raise ValueError(f"{file} is missing")
