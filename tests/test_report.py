@@ -4,6 +4,7 @@ import base64
 import csv
 import html.parser
 import io
+import itertools
 import json
 import random
 import re
@@ -626,6 +627,13 @@ def test_lines_differ_in_dashes_too_and_many_clusters_in_lightness():
         rows = [{"seed": 0, "round": 6 + t, "cluster": [0]} for t in range(count)]
         ticks = plots.assignments(rows).axes[1].get_xticks()
         assert 0 < len(ticks) <= 8 and len(set(np.diff(ticks).tolist())) <= 1  # evenly spaced
+
+
+def test_the_legend_of_a_busy_machine_is_no_warning(monkeypatch):
+    hours = itertools.count(0, 3600)
+    monkeypatch.setattr("matplotlib.legend.time.perf_counter", lambda: next(hours))
+    plots.curves({"a": [{"seed": 0, "round": t, "accuracy": 0.5} for t in (1, 2)]}).canvas.draw()
+    plots.client_accuracies({"a": np.array([0.5])}).canvas.draw()
 
 
 def test_plots_show_unknown_clusters_large_values_and_single_clients():

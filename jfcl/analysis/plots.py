@@ -197,7 +197,7 @@ def curves(
     names = {"accuracy": "mean client accuracy", "adjusted_rand": "adjusted Rand index"}
     axes.set(xlabel=over, ylabel=label or names.get(metric, metric.replace("_", " ")))
     axes.grid(alpha=0.3)
-    axes.legend()
+    axes.legend(loc="best")  # the default, which warns where a busy machine takes a second
     return figure
 
 
@@ -325,7 +325,7 @@ def client_accuracies(runs: Mapping[str, np.ndarray]) -> Figure:
         axes.plot(np.linspace(0, 100, len(values)), values, label=name, marker="." if len(values) < 30 else None)
     axes.set(xlabel="clients, worst to best (%)", ylabel="accuracy on the client's test examples")
     axes.grid(alpha=0.3)
-    axes.legend()
+    axes.legend(loc="best")
     return figure
 
 
