@@ -34,13 +34,9 @@ def test_its_commands_parse():
 
 
 @pytest.mark.slow
-def test_the_page_on_newcomers(capsys, tmp_path, monkeypatch):
+def test_the_page_on_newcomers(capsys):
     text = (ROOT / "docs" / "howto" / "newcomers.md").read_text()
-    finished, tree, *others = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
-    monkeypatch.chdir(tmp_path)
-    exec(finished, {})
-    by_loss, by_inputs = capsys.readouterr().out.split()[-2:]
-    assert by_loss == by_inputs
+    tree, *others = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
     names = {}
     exec(tree, names)
     assert float(capsys.readouterr().out) == 1
