@@ -135,6 +135,8 @@ def test_models_of_a_method_with_its_own_structure(tmp_path):
         x, y = (np.asarray(test.examples[k][i][: test.size[i]]) for k in "xy")
         assert (np.asarray(found.predictor(i)(x)).argmax(axis=1) == y).mean() == pytest.approx(float(reported[i]))
     assert found.choose({k: test.examples[k][1][: test.size[1]] for k in "xy"}) in range(4)
+    with pytest.raises(ValueError, match=r"x must be of shape \(B, \*\(8, 8, 1\)\), got"):
+        found.predictor(0)(np.zeros((2, 1, 8, 8)))  # the channels first
 
 
 @pytest.mark.parametrize(

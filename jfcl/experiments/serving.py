@@ -170,7 +170,8 @@ def load_run(folder: str | Path, *, data_dir: str | None = None) -> LoadedRun:
     # The models, in the structure of what is served.
     state = jax.eval_shape(parts.algorithm.init, jax.random.key(0), parts.federation.train)
     like = jax.eval_shape(lambda state: parts.algorithm.serve(state, None), state)
-    parts = parts._replace(task=parts.algorithm.task or parts.task)  # kNN-Per has a task of its own
+    task = parts.algorithm.task or parts.task  # kNN-Per has a task of its own
+    parts = parts._replace(task=task._replace(input_shape=parts.task.input_shape))
     is_mixture = like.to is not None and like.to.ndim == 2
     wanted = {"params": like.models, "personal": like.personal}
     wanted["mixture"] = {"weights": jax.ShapeDtypeStruct(like.to.shape, np.float32)} if is_mixture else ()
