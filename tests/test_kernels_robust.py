@@ -497,7 +497,11 @@ def hard_medians():
         "far from the origin": (cloud + 100, True),
         "two groups": (np.where(np.arange(11)[:, None] < 6, 0.01 * cloud, 10 + 0.01 * cloud), True),
         "an angle of 120 degrees": (triangle, False),
+        "most coincide, with less weight": (np.where(np.arange(11)[:, None] < 6, 1.0, cloud + 10), False),
     }
+
+
+WEIGHTS = {"an angle of 120 degrees": [1] * 3 + [0] * 8, "most coincide, with less weight": [1] * 6 + [1.3] * 5}
 
 
 @pytest.mark.parametrize("case", hard_medians())
@@ -505,7 +509,7 @@ def test_the_geometric_median_is_precise(case):
     points, sharp = hard_medians()[case]
     points = points.astype(np.float32)
     assert not np.any(kernels.geometric_median(points, weights=np.zeros(11, np.float32)))  # of no weight it is zero
-    weights = np.ones(11) if case != "an angle of 120 degrees" else np.float64([1, 1, 1] + [0] * 8)
+    weights = np.float64(WEIGHTS.get(case, [1] * 11))
     truth, cost = exact_median(points.astype(np.float64), weights)
     found = kernels.geometric_median(points, weights=weights.astype(np.float32))
     spread = np.median(np.linalg.norm(points - truth, axis=1)) + np.linalg.norm(truth) / 10

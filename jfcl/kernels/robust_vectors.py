@@ -125,8 +125,8 @@ def geometric_median(
     Args:
       num_iters: steps, at least 1; 3 to 5 are enough in Pillutla et al. Default: until the weighted mean of the unit
         vectors towards the updates is shorter than 1e-6, at most 300 steps. The sum of distances is then within a
-        factor of `1 + 2e-6` of its minimum. At the end, the nearest update is returned where it is the median itself,
-        which the steps only approach.
+        factor of `1 + 2e-6` of its minimum. Before them, a start that is an update is left by a step of Vardi and Zhang
+        (2000). At the end, the nearest update is returned where it is the median itself, which the steps only approach.
       smoothing: above 0; smaller distances count as this one, so that a step away from an update is possible.
       updates, weights, mask: see `jfcl.kernels`.
 
@@ -167,31 +167,40 @@ def _weiszfeld(rows, usable, weights, smoothing, num_iters):
         rounding = _norm([a.astype(pulls.dtype) * float(jnp.finfo(a.dtype).eps) for a in new])
         return new, length > MEDIAN_TOLERANCE * reach + rounding, t + 1
 
-    start = (medians(rows, usable), jnp.ones((), bool), jnp.zeros((), jnp.int32))
+    # From an update that is not the median the steps would be too short: they end by rounding.
+    first = medians(rows, usable)
+    update, beyond, own_share, distance = _nearest_update(rows, usable, counted, first)
+    away = [u + (1.0 - own_share).astype(u.dtype) * (b - u) for u, b in zip(update, beyond, strict=True)]
+    first = [jnp.where(distance == 0, a, b) for a, b in zip(away, first, strict=True)]
+    start = (first, jnp.ones((), bool), jnp.zeros((), jnp.int32))
     point, _, _ = jax.lax.while_loop(lambda carry: carry[1] & (carry[2] < MEDIAN_STEPS), towards, start)
-    return _or_nearest(rows, usable, counted, point)
+    # Near an update with almost enough weight to be the median, the steps become ever shorter.
+    update, _, own_share, _ = _nearest_update(rows, usable, counted, point)
+    is_median = (counted > 0).any() & (own_share >= 1)
+    return [jnp.where(is_median, a, b) for a, b in zip(update, point, strict=True)]
 
 
 def _norm(point: list[jax.Array]) -> jax.Array:
     return jnp.sqrt(sum(jnp.square(x).sum() for x in point))
 
 
-def _or_nearest(rows, usable, weights, point):
-    """Returns `point`, or the update nearest to it where that update is the median.
+def _nearest_update(rows, usable, weights, point):
+    """Returns the update nearest to `point`, with what decides whether it is the median (Vardi and Zhang 2000).
 
-    An update is the median where its own weight is at least the length of the other updates' summed pull. Near an
-    update with almost that weight, Weiszfeld's steps become ever shorter.
+    Returns:
+      `(update, beyond, share, distance)`: the mean to which the other updates pull from there, the share of the pull
+      that the update's own weight holds, 1 where it is the median, and the distance of `point` from the update.
     """
-    nearest = jnp.argmin(blocks.distances_from(rows, point, usable))
+    to_point = blocks.distances_from(rows, point, usable)
+    nearest = jnp.argmin(to_point)
     update = [x[nearest] for x in rows]
     distances = blocks.distances_from(rows, update, usable)
     here = usable & (distances == 0)
     pulls = jnp.where(here, 0.0, weights / jnp.where(here, 1.0, distances)).astype(weights.dtype)
-    share = shares(pulls, usable)
-    mean = combine(rows, share, usable)
-    pull = _norm([(a - b).astype(weights.dtype) for a, b in zip(mean, update, strict=True)]) * pulls.sum()
-    is_median = (weights > 0).any() & (pull <= jnp.where(here, weights, 0.0).sum())
-    return [jnp.where(is_median, a, b) for a, b in zip(update, point, strict=True)]
+    beyond = combine(rows, shares(pulls, usable), usable)
+    pull = _norm([(a - b).astype(weights.dtype) for a, b in zip(beyond, update, strict=True)]) * pulls.sum()
+    held = jnp.where(here, weights, 0.0).sum()
+    return update, beyond, jnp.where(pull > held, held / jnp.where(pull > 0, pull, 1.0), 1.0), to_point[nearest]
 
 
 def centered_clip(
