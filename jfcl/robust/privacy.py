@@ -5,9 +5,10 @@ released models and its own data, and clips it to the L2 norm `C`. The server re
 
     S_k = sum_{i in k} min(1, C / norm(Δ_i)) Δ_i + N(0, (σ C)^2 I)
 
-and computes everything else from these sums. A client contributes to only one of the sums, so that all `K` sums
-together change by a vector of norm `C` at most when one client joins or leaves: they are one Gaussian mechanism with
-the noise multiplier `σ`. This includes the cluster, where a client chooses it by its own loss (IFCA).
+and computes everything else from these sums. A client contributes to only one of the sums (in a mixture there is one,
+as its models are one update), so that all `K` sums together change by a vector of norm `C` at most when one client
+joins or leaves: they are one Gaussian mechanism with the noise multiplier `σ`. This includes the cluster, where a
+client chooses it by its own loss.
 
 With one model the sum is divided by the expected number of participants, which is public (the fixed-denominator
 estimator of McMahan et al.). With several models the sizes of the clusters depend on the data, so that they are
