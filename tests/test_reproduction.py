@@ -336,7 +336,8 @@ def test_two_labels_are_easy_for_each_client_alone():
     assert pacfl + 10 < one("pacfl.labels-fashion-mnist-full", "accuracy %", method="PACFL") < local - 10
 
 
-def test_learning_together_is_worth_points_on_shared_groups_of_labels():
-    for run in ("fedem.readme-small", "fedem.readme-letters-mlp-full"):
-        fedem, fedavg, local = (one(run, "accuracy %", method=method) for method in ("FedEM", "FedAvg", "local"))
-        assert min(fedem, fedavg) > local + 5 and fedavg > fedem
+def test_fedem_is_above_fedavg_with_the_steps_of_its_code_alone():
+    run = "fedem.readme-letters-mlp-full"
+    fedem, fedavg, local = (one(run, "accuracy %", method=method) for method in ("FedEM", "FedAvg", "local"))
+    assert fedem > local > fedavg
+    assert one("fedem.readme-letters-mlp-step-0.05", "accuracy %", method="FedAvg") > fedem + 5
