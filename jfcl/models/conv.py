@@ -212,16 +212,35 @@ def _transpose(linear: Callable, like: tuple[int, ...], g: jax.Array) -> jax.Arr
     return jax.linear_transpose(linear, jax.ShapeDtypeStruct(like, g.dtype))(g)[0]
 
 
-@lru_cache(maxsize=256)
-def _canonical(
-    shape: tuple[int, int], kernel: tuple[int, int], strides: tuple[int, int], padding: Padding, pooled: bool = False
-) -> Callable:
-    """Returns the convolution of one geometry: input height and width, kernel, strides, padding, pooling or not."""
+def _of_input(form: Callable, shape: tuple[int, int], g: jax.Array, w: jax.Array) -> jax.Array:
+    """Returns the gradient with respect to the input, of height and width `shape`, as `form` convolves."""
+    return _transpose(lambda x: form(x, w), (len(g), *shape, w.shape[2]), g)
 
-    def plain(x, w):
-        return _plain(x, w, strides, padding)
 
-    of_patches = partial(_of_patches, strides=strides, padding=padding)
+def _of_weights(form: Callable, kernel: tuple[int, int], x: jax.Array, g: jax.Array) -> jax.Array:
+    """Returns the gradient with respect to the weights, as `form` convolves."""
+    return _transpose(lambda w: form(x, w), (*kernel, x.shape[-1], g.shape[-1]), g)
+
+
+def _divided(x: jax.Array, parts: int) -> jax.Array:
+    return x.reshape(parts, len(x) // parts, *x.shape[1:])
+
+
+def _of_parts(form: Callable, *parts: jax.Array) -> jax.Array:
+    """Returns `jax.vmap(form)(*parts)`, in a program without an axis of size 1."""
+    return form(*(x[0] for x in parts))[None] if len(parts[0]) == 1 else jax.vmap(form)(*parts)
+
+
+def _for_a_gpu(
+    shape: tuple[int, int], kernel: tuple[int, int], strides: tuple[int, int], padding: Padding, pooled: bool
+) -> tuple[Callable, Callable, Callable]:
+    """Returns `(x, w) -> y`, `(g, w) -> d loss / d x` and `(x, g) -> d loss / d w` for clients with own weights."""
+    geometry = {"strides": strides, "padding": padding}
+    plain, of_patches, of_few_channels = (partial(f, **geometry) for f in (_plain, _of_patches, _of_few_channels))
+    blocks = partial(_of_blocks, padding=padding)
+
+    def in_blocks(channels):
+        return pooled and strides == (1, 1) and channels <= IN_BLOCKS
 
     def few(channels, features):  # windows of an image are not much larger than the layer's output
         return channels <= IMAGE and 2 * features >= kernel[0] * kernel[1] * channels
@@ -229,50 +248,49 @@ def _canonical(
     def few_places(count, channels, features):  # of `count` inputs
         return strides == (1, 1) and channels >= WIDE and count * math.prod(shape) <= 2 * features
 
-    def in_blocks(channels):
-        return pooled and strides == (1, 1) and channels <= IN_BLOCKS
-
-    def parts_of(x):
+    def parts_of(x):  # equal in both passes, so that they read one copy of the windows
         # XLA divides a sum over the places of all images itself, and first copies them to a length that it can divide.
         return 1 if x.shape[-1] > IMAGE else next(n for n in (5, 4, 3, 2, 1) if len(x) % n == 0)
 
-    def divided(x, parts):
-        return x.reshape(parts, len(x) // parts, *x.shape[1:])
-
-    def in_parts_of_blocks(x, w):  # divided as for the gradient with respect to weights, so that both read one copy
-        parts, form = parts_of(x), partial(_of_blocks, padding=padding)
-        if parts == 1:
-            return form(x, w)
-        y = jax.vmap(form)(divided(x, parts), jnp.broadcast_to(w, (parts, *w.shape)))
-        return y.reshape(-1, *y.shape[2:])
-
-    def of_gpu(x, w):
+    def forward(x, w):
         if in_blocks(x.shape[-1]):
-            return in_parts_of_blocks(x, w)
+            parts = parts_of(x)
+            y = _of_parts(blocks, _divided(x, parts), jnp.broadcast_to(w, (parts, *w.shape)))
+            return y.reshape(-1, *y.shape[2:])
         if few_places(len(x), *w.shape[2:]):
             return of_patches(x, w)
-        return (_of_few_channels if few(x.shape[-1], w.shape[-1]) else _plain)(x, w, strides, padding)
+        return (of_few_channels if few(x.shape[-1], w.shape[-1]) else plain)(x, w)
 
-    def to_input(form, g, w):
-        return _transpose(lambda x: form(x, w), (len(g), *shape, w.shape[2]), g)
-
-    def to_input_of_gpu(g, w):
+    def input_gradient(g, w):
         if few_places(len(g), w.shape[3], w.shape[2]):
             return _input_gradient(g, w, shape, strides, padding, _of_patches)
-        return to_input(of_gpu if pooled else plain, g, w)
+        return _of_input(forward if pooled else plain, shape, g, w)
 
-    def to_weights(form, x, g):
-        return _transpose(lambda w: form(x, w), (*kernel, x.shape[-1], g.shape[-1]), g)
+    def weight_gradient(x, g):
+        if in_blocks(x.shape[-1]):
+            parts = parts_of(x)
+            return _of_parts(partial(_of_weights, blocks, kernel), _divided(x, parts), _divided(g, parts)).sum(axis=0)
+        if few(x.shape[-1], g.shape[-1]):
+            return _of_weights(of_few_channels, kernel, x, g)
+        if strides == (1, 1) and _fewer_by_places(x, g, kernel):
+            return _weights_by_places(x, g, kernel, padding)
+        return _of_weights(of_patches, kernel, x, g)
 
-    def to_weights_of_gpu(x, g):
-        if not in_blocks(x.shape[-1]):
-            if few(x.shape[-1], g.shape[-1]):
-                return to_weights(partial(_of_few_channels, strides=strides, padding=padding), x, g)
-            by_places = strides == (1, 1) and _fewer_by_places(x, g, kernel)
-            return _weights_by_places(x, g, kernel, padding) if by_places else to_weights(of_patches, x, g)
-        of_part = partial(to_weights, partial(_of_blocks, padding=padding))
-        parts = parts_of(x)
-        return of_part(x, g) if parts == 1 else jax.vmap(of_part)(divided(x, parts), divided(g, parts)).sum(axis=0)
+    return forward, input_gradient, weight_gradient
+
+
+@lru_cache(maxsize=256)
+def _canonical(
+    shape: tuple[int, int], kernel: tuple[int, int], strides: tuple[int, int], padding: Padding, pooled: bool = False
+) -> Callable:
+    """Returns the convolution of one geometry: input height and width, kernel, strides, padding, pooling or not."""
+    geometry = {"strides": strides, "padding": padding}
+
+    def plain(x, w):
+        return _plain(x, w, **geometry)
+
+    def of_patches(x, w):
+        return _of_patches(x, w, **geometry)
 
     def to_weights_of_patches(x, g):
         rows, columns = patches(x, kernel, strides, padding), g.reshape(-1, g.shape[-1])
@@ -281,17 +299,17 @@ def _canonical(
     def choose(cpu, tpu, gpu):
         return lambda a, b: by_platform(a, b, cpu=cpu, accelerator=gpu, tpu=tpu)
 
-    geometry = {"strides": strides, "padding": padding}
-    input_alone, input_plain = partial(_input_gradient, shape=shape, **geometry), partial(to_input, plain)
-    weight_alone, weight_plain = partial(_weight_gradient, kernel=kernel, **geometry), partial(to_weights, plain)
     shared = lambda batched: batched[0] and not batched[1]  # noqa: E731
-    forward = choose(_by_mapping(plain, of_patches, shared), plain, _by_mapping(plain, of_gpu, shared))
-    # The transpose of "patches times weights": batched matrix product, then patches added where they overlap.
-    input_together = partial(to_input, of_patches)
-    input_gpu = _by_mapping(input_plain, to_input_of_gpu, shared)
-    input_gradient = choose(_by_mapping(input_alone, input_together, shared), input_plain, input_gpu)
-    weight_gpu = _by_mapping(weight_plain, to_weights_of_gpu)
-    weight_gradient = choose(_by_mapping(weight_alone, to_weights_of_patches), weight_plain, weight_gpu)
+    forward_gpu, input_gpu, weight_gpu = _for_a_gpu(shape, kernel, strides, padding, pooled)
+    forward = choose(_by_mapping(plain, of_patches, shared), plain, _by_mapping(plain, forward_gpu, shared))
+    # On a CPU, of many clients the transpose of "patches times weights": products, added where patches overlap.
+    alone, together = partial(_input_gradient, shape=shape, **geometry), partial(_of_input, of_patches, shape)
+    of_plain = partial(_of_input, plain, shape)
+    on_cpu, on_gpu = _by_mapping(alone, together, shared), _by_mapping(of_plain, input_gpu, shared)
+    input_gradient = choose(on_cpu, of_plain, on_gpu)
+    alone, of_plain = partial(_weight_gradient, kernel=kernel, **geometry), partial(_of_weights, plain, kernel)
+    on_cpu, on_gpu = _by_mapping(alone, to_weights_of_patches), _by_mapping(of_plain, weight_gpu)
+    weight_gradient = choose(on_cpu, of_plain, on_gpu)
     convolve = jax.custom_vjp(forward)
     convolve.defvjp(
         lambda x, w: (forward(x, w), (x, w)),
