@@ -128,16 +128,16 @@ def _reached(jaxpr: Any, sources: list[bool]) -> list[bool]:
     return [id(v) in reached for v in jaxpr.outvars]
 
 
-def metrics_of_clients(algorithm: Algorithm, cohorts: Cohorts, count: int) -> tuple[str, ...]:
-    """Returns the names of the metrics with a number for each of `count` clients, which grow with these."""
+def metrics_of_clients(algorithm: Algorithm, cohorts: Cohorts, count: int, state: Any) -> tuple[str, ...]:
+    """Returns the names of the metrics with a number for each of `count` clients, whose `state` is given."""
 
-    def lengths(count):
+    def lengths(count, state=None):
         clients, key = cohorts(count), jax.eval_shape(lambda: jax.random.key(0))
-        state = jax.eval_shape(algorithm.init, key, clients)
+        state = jax.eval_shape(algorithm.init, key, clients) if state is None else state
         values = check_step(jax.eval_shape(algorithm.step, key, state, clients), state, clients)[1]
         return {name: v.shape[0] for name, v in values.items() if v.ndim}
 
-    found = {name for name, length in lengths(count).items() if length == count}
+    found = {name for name, length in lengths(count, state).items() if length == count}
     if found != {"loss"}:  # others may have this length by chance, such as those of as many models
         found = {name for name, length in lengths(count + 1).items() if length == count + 1 and name in found}
     return tuple(sorted(found))
@@ -162,7 +162,7 @@ def check_cohorts(
     clients, key = cohorts(cohort + remember), jax.eval_shape(lambda: jax.random.key(0))
     try:
         layout, state = layout_of(algorithm, algorithm.init, cohorts, cohort + remember)
-        metrics = metrics_of_clients(algorithm, cohorts, cohort + remember)
+        metrics = metrics_of_clients(algorithm, cohorts, cohort + remember, state)
     except ValueError:
         raise
     except Exception as error:  # flax and jax have many kinds of errors for shapes that do not fit
