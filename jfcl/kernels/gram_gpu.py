@@ -41,7 +41,7 @@ def upper_products(
         from jax.experimental import pallas as pl
         from jax.experimental.pallas import triton
     except ImportError:
-        warnings.warn("this JAX has no Pallas for Triton: products of long rows take twice as long", stacklevel=2)
+        warnings.warn("this JAX has no Pallas for Triton: products of long rows take longer", stacklevel=2)
         return symmetric(jnp.matmul(x, x.T, precision="float32"))
 
     tiles = -(-n // tile)
