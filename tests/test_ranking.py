@@ -126,8 +126,8 @@ def test_rank_intervals_are_those_of_a_loop_that_draws_seeds_and_clients():
     for _ in range(200):
         each = []
         for values in settings:
-            pairs = [(r, RNG.integers(6, size=6)) for r in RNG.integers(3, size=3)]
-            copy = np.stack([values[:, r, rows] for r, rows in pairs], axis=1)
+            clients = RNG.integers(6, size=6)
+            copy = np.stack([values[:, r, clients] for r in RNG.integers(3, size=3)], axis=1)
             failed = np.isnan(copy).all(axis=2)
             mean = [v[~f].mean() if not f.all() else 0 for v, f in zip(copy, failed, strict=True)]
             each.append(scipy.stats.rankdata(2 * failed.sum(axis=1) - mean))
@@ -147,8 +147,9 @@ def test_rank_intervals_hold_the_mean_rank_of_new_seeds_and_clients(seeds):
     levels = np.linspace(0.7, 0.76, 6) + rng.normal(0, 0.02, (8, 6))  # [settings, methods]
 
     def new():
-        noise = rng.normal(0, 0.015, (8, 6, seeds, 1)) + rng.normal(0, 0.1, (8, 1, seeds, 30))
-        return levels[:, :, None, None] + noise + rng.normal(0, 0.05, (8, 6, seeds, 30))
+        of_clients = rng.normal(0, 0.1, (8, 1, 1, 30)) + rng.normal(0, 0.05, (8, 6, 1, 30))  # the same for every seed
+        of_runs = rng.normal(0, 0.015, (8, 6, seeds, 1)) + rng.normal(0, 0.02, (8, 6, seeds, 30))
+        return levels[:, :, None, None] + of_clients + of_runs
 
     truth = np.mean([scipy.stats.rankdata(-new().mean(axis=(2, 3)), axis=1).mean(axis=0) for _ in range(2000)], axis=0)
     holds = []

@@ -64,11 +64,12 @@ def ranks(scores: np.ndarray) -> np.ndarray:
 def rank_intervals(settings: Sequence[np.ndarray], *, draws: int = 1000, seed: int = 0) -> tuple[np.ndarray, ...]:
     """Returns `(low [A], high [A])`, bootstrap intervals of 95 % of the methods' mean ranks over settings.
 
-    Seeds are drawn with replacement, then clients within each drawn seed, the same for every method. Settings are not
-    drawn: the intervals hold for these settings. What is drawn is noisier than the data, which moves ranks towards the
-    middle: the intervals are the quantiles around the mean of the draws, moved to the mean ranks of the data, and are
-    widened by `sqrt(R / (R - 1))`, since few seeds differ less among themselves than from new ones. Cost: `draws · A ·
-    R · N` operations for each setting.
+    Seeds and clients are drawn with replacement, apart from each other (Owen 2007), the same for every method: all
+    seeds have the same clients, and draws within each seed would count one client as `R` independent ones. Settings are
+    not drawn: the intervals hold for these settings. What is drawn is noisier than the data, which moves ranks towards
+    the middle: the intervals are the quantiles around the mean of the draws, moved to the mean ranks of the data, and
+    are widened by `sqrt(R / (R - 1))`, since few seeds differ less among themselves than from new ones. Cost: `draws ·
+    A · R · N` operations for each setting.
 
     Example:
       >>> low, high = rank_intervals([np.array([[[0.9, 0.8]], [[0.1, 0.2]]])])
@@ -78,10 +79,9 @@ def rank_intervals(settings: Sequence[np.ndarray], *, draws: int = 1000, seed: i
     rng, drawn = np.random.default_rng(seed), 0.0
     for values in settings:
         _, num_seeds, num_clients = values.shape
-        # A seed that is drawn twice brings twice N clients.
-        seeds = rng.multinomial(num_seeds, np.full(num_seeds, 1 / num_seeds), size=draws)
-        counts = rng.multinomial(seeds * num_clients, np.full(num_clients, 1 / num_clients))
-        drawn = drawn + ranks(scores(values, counts.astype(float))) / len(settings)
+        seeds, clients = (rng.multinomial(n, np.full(n, 1 / n), size=draws) for n in (num_seeds, num_clients))
+        counts = (seeds[:, :, None] * clients[:, None, :]).astype(float)
+        drawn = drawn + ranks(scores(values, counts)) / len(settings)
     mean_ranks = np.mean([ranks(scores(values)) for values in settings], axis=0)
     least = min(values.shape[1] for values in settings)
     wider = math.sqrt(least / (least - 1)) if least > 1 else 1.0
