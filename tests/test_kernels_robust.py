@@ -197,6 +197,13 @@ def test_definition(name, seed, offset):
     np.testing.assert_allclose(call(name, z), ORACLES[name](z.astype(np.float64)), atol=tolerance)
 
 
+def test_caf_leaves_nothing_to_the_farthest_update():
+    for seed in range(20):
+        z = updates(seed)
+        z[[3, 8]] += 50
+        np.testing.assert_allclose(call("caf", z), caf(z.astype(np.float64), F), atol=1e-3)
+
+
 @pytest.mark.slow_cases(*sorted(set(AGGREGATORS) - {"trimmed_mean"}))
 @EVERY
 def test_inside_jit_it_is_the_same(name):
