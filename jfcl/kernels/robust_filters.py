@@ -38,7 +38,7 @@ def _leading(products: jax.Array, weights: jax.Array) -> tuple[jax.Array, jax.Ar
     values, vectors = jnp.linalg.eigh(root[:, None] * centred * root[None, :])
     largest = jnp.maximum(values[-1], 0.0)
     along = blocks.matmul(centred, root * vectors[:, -1])  # √λ (z_i − μ) · v
-    return largest, jnp.square(along) / jnp.maximum(largest, jnp.finfo(along.dtype).tiny)
+    return largest, jnp.square(along / jnp.sqrt(jnp.maximum(largest, jnp.finfo(along.dtype).tiny)))
 
 
 def caf(updates: PyTree, *, num_malicious: int, mask: jax.Array | None = None) -> PyTree:
