@@ -76,7 +76,7 @@ def _filtered(rows, usable, f):
         best = jnp.where(value < spread, weights, best)
         along = jnp.where(weights > 0, along, 0.0)
         most = along.max()
-        weights *= jnp.where(along < most, 1.0 - along / jnp.where(most > 0, most, 1.0), 0.0)  # a/a may not be 1 in XLA
+        weights *= (most - along) / jnp.where(most > 0, most, 1.0)  # 1 - along / most may not reach 0 in XLA
         return weights, best, jnp.minimum(value, spread), most > 0
 
     def going(carry):
