@@ -138,13 +138,13 @@ def test_seeds_at_once_and_other_clients_count(monkeypatch):
     for axis in (jax.vmap, jfcl.chunked(1), jfcl.chunked(8)):
         keys = jax.random.split(jax.random.key(0), 3)
         jfcl.simulate(algorithm, clients, key=keys, num_rounds=1, seed_axis=axis, test_clients=clients)
-    assert [o["seeds_at_once"] for o in asked] == [3, 1, 3] and all(len(o["others"]) == 1 for o in asked)
+    assert [o["seeds_at_once"] for o in asked] == [3, 1, 3] and all(len(o["tests"]) == 1 for o in asked)
     monkeypatch.undo()
     monkeypatch.setattr(memory, "free_memory", lambda: 4000.0)
     monkeypatch.setattr(memory, "needed_memory", lambda *_: 1500)
     state = jax.eval_shape(lambda: jax.tree.map(lambda x: x[None], algorithm.init(jax.random.key(0), clients)))
     memory.check_memory(algorithm, clients, jax.vmap, state)
-    for more in ({"seeds_at_once": 3}, {"copies": 1, "others": [clients] * 20}):
+    for more in ({"seeds_at_once": 3}, {"copies": 1, "tests": [clients] * 20}):
         with pytest.raises(ValueError, match="memory must be"):
             memory.check_memory(algorithm, clients, jax.vmap, state, **more)
     monkeypatch.setattr(memory, "needed_memory", lambda *_: 0)  # of a compiler that counts none
