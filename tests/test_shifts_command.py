@@ -12,14 +12,16 @@ import sys
 import time
 import types
 
+import jax
 import numpy as np
 import pytest
+from scipy.special import log_softmax
 
 import jfcl
 from jfcl import cli
 from jfcl.cli.commands import given_options
 from jfcl.cli.parser import parse
-from jfcl.core import files
+from jfcl.core import Served, files
 from jfcl.experiments import Config, jobs, run, shift_cells
 from jfcl.experiments.shift_cells import (
     Cell,
@@ -35,6 +37,7 @@ from jfcl.experiments.shift_cells import (
 from jfcl.experiments.shifts import cells_of, chained, make_setting, share_of
 from jfcl.methods import METHODS
 from jfcl.simulation.progress import DivergedError
+from jfcl.testing import problem
 
 SMALL = {
     "methods": ["oracle"],
@@ -314,6 +317,26 @@ def test_a_method_of_a_user_is_ranked_by_the_command(tmp_path, capsys):
     cell = json.loads(file.read_text())
     assert file.stem == "digits-rotation-1-skeleton_method_server_momentum" and cell["status"] == "ok"
     assert cell["runs"][0]["status"] == "ok" and cell["runs"][0]["accuracy"] > 0
+
+
+def test_newcomers_are_not_evaluated_on_the_examples_by_which_they_choose():
+    """Of 64 linear models, the best one on five examples is right for most of these, and for half of others."""
+    rng = np.random.default_rng(5)
+    x, y = rng.normal(size=(40, 11, 3)).astype(np.float32), rng.integers(0, 2, (40, 11)).astype(np.int32)
+    new = jfcl.Clients({"x": x, "y": y}, np.full(40, 10, np.int32))
+    task = jfcl.models.classification(jfcl.models.Linear(2), (3,), 2)
+    models = jax.vmap(task.init)(jax.random.split(jax.random.key(0), 64))
+    algorithm = jfcl.fedavg(task, problem()[3])._replace(serve=lambda state, clients: Served(models, None))
+    history = types.SimpleNamespace(state=np.zeros(2), served=Served(models, None))
+    clients = types.SimpleNamespace(train=new, newcomers=new)
+    got = shift_cells.newcomer_accuracy(lambda: algorithm, {}, history, clients)
+    weights, biases = (np.asarray(models["Dense_0"][name]) for name in ("kernel", "bias"))
+    logits = np.einsum("nmd,kdc->nkmc", x[:, :10], weights) + biases[:, None]
+    labels = np.broadcast_to(y[:, None, :10, None], (*logits.shape[:3], 1))
+    losses = -np.take_along_axis(log_softmax(logits, axis=3), labels, axis=3)[..., 0]
+    best = losses[:, :, ::2].mean(axis=2).argmin(axis=1)
+    right = (logits.argmax(axis=3) == labels[..., 0])[np.arange(40), best, 1::2]
+    assert got == pytest.approx(np.mean(right)) and 0.4 < got < 0.6
 
 
 def test_energy_is_that_of_the_processors(tmp_path, monkeypatch):

@@ -40,7 +40,7 @@ from jfcl.robust import attacks
 from jfcl.simulation.folder import differences, environment
 from jfcl.simulation.versions import UNCHANGED, VERSIONS, check_version
 
-FORMAT = 1
+FORMAT = 2
 FILES = ("index.html", "table.tex", "runs.csv", "cells/", "settings.json")
 ALWAYS = REFERENCES  # in every table
 METHODS = (*ALWAYS, "cfl", "ifca", "fesem", "flhc", "one_shot", "pacfl", "stocfl", "fedem", "ditto")
@@ -259,7 +259,7 @@ def _of_data(name: str, of_runs: dict[str, Any], options: dict[str, Any]) -> dic
     per_client = options["examples_per_client"] or int(0.95 * train * labels / dataset.num_classes / -(-everyone // k))
     accepted = f"few enough for two examples of {name!r} each, and for the held-out ones"
     check(per_client > 1, "clients", of_runs["clients"], accepted)
-    newcomer = max(test // 2 // max(of_runs["clients"] // k, 1), 1)
+    newcomer = max(test // 2 // max(of_runs["clients"] // k, 1), 2)
     return {"examples_per_client": per_client, "newcomer_examples": newcomer, "test_fraction": TEST_FRACTION}
 
 

@@ -249,9 +249,9 @@ def evaluate_rows(
 ):
     """Evaluates what clients are served in several states `[R, ...]`: of seeds, or rows of a sweep.
 
-    `algorithm` is a `serving_part`, or a function of `hyperparams` `[R]`. With `learners`, the clients in training,
-    clients choose by their examples. For clients that were not in training, `of_newcomers` has the numbers of clients
-    and of models without padding, which is behind them.
+    `algorithm` is a `serving_part`, or a function of `hyperparams` `[R]`. With `learners`, the same clients with other
+    examples (those in training), clients choose by these. For clients that were not in training, `of_newcomers` has
+    the numbers of clients and of models without padding, which is behind them.
 
     Returns:
       The results of `metrics.evaluate`, `[R, N]` each. For clients of the run also `found`, the clusters to report, and
@@ -262,9 +262,13 @@ def evaluate_rows(
 
     def one(state, hyperparams, clients, learners):
         method = algorithm if hyperparams is None else algorithm(**hyperparams)
-        served = adopted(method, state, clients, *of_newcomers) if is_new else method.serve(state, learners)
+        by = clients if learners is None else learners
+        served = adopted(method, state, by, *of_newcomers) if is_new else method.serve(state, learners)
         if served.to is None and (not is_new or method.adopt is not None):  # a model of one's own
             served = served._replace(to=jnp.arange(num_clients(clients), dtype=jnp.int32))
+        if served.to is None and learners is not None:
+            lowest, _ = evaluate_served(method.task, served, learners, client_axis=client_axis, further=())
+            served = served._replace(to=lowest["cluster"])
         results, reported = evaluate_served(method.task, served, clients, client_axis=client_axis, further=further)
         if not is_new:
             return results | {"found": reported} | ({"weights": served.to} if is_mixture(served) else {})
