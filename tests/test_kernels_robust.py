@@ -439,6 +439,16 @@ def test_bucketing(seed):
     assert not np.allclose(buckets, different)
 
 
+def test_padding_clients_change_no_bucket_of_many_clients():
+    z = np.arange(1700, dtype=np.float32)[:, None]
+    alone, _ = kernels.bucketing(z, bucket_size=4, key=jax.random.key(0))
+    padded, mask = kernels.bucketing(
+        np.pad(z, ((0, 1), (0, 0))), bucket_size=4, key=jax.random.key(0), mask=np.arange(1701) < 1700
+    )
+    np.testing.assert_allclose(padded[:425], alone, rtol=1e-6)
+    assert mask.sum() == 425
+
+
 @pytest.mark.slow_cases("nearest_neighbour_mixing")
 @pytest.mark.parametrize("name", PRE_AGGREGATORS)
 def test_what_comes_before_masks_broken_clients_and_keeps_shapes(name):

@@ -126,8 +126,8 @@ def bucketing(
     rows, usable = counted(updates, mask)
     count = len(usable)
     check_whole("bucket_size", bucket_size, 1, count, "N")
-    shuffled = jax.random.permutation(key, count)
-    order = shuffled[jnp.argsort(~usable[shuffled], stable=True)]
+    draws = jax.random.uniform(key, (count,))  # of a client, the same with padding clients behind the others
+    order = jnp.argsort(jnp.where(usable, draws, jnp.full_like(draws, 2)))
     bucket = jnp.zeros(count, jnp.int32).at[order].set(jnp.arange(count, dtype=jnp.int32) // bucket_size)
     num_buckets = -(-count // bucket_size)
     members = (bucket[None, :] == jnp.arange(num_buckets, dtype=jnp.int32)[:, None]) & usable[None, :]
