@@ -389,6 +389,7 @@ def test_gradients_are_sent_besides_updates(similarity, messages):
     algorithm = jfcl.cfl(TASK, TRAINING, similarity=similarity)
     _, metrics = jfcl.rollout(algorithm, regression(TRUTH, CLUSTER), key=jax.random.key(0), num_rounds=1)
     assert metrics["bytes_up"][0] == messages * metrics["bytes_down"][0] > 0
+    assert metrics["client_steps"][0] == len(CLUSTER) * (STEPS + messages - 1)  # a gradient that is sent is a step
 
 
 @pytest.mark.slow

@@ -135,8 +135,8 @@ def step(rules: Rules, key: jax.Array, state: CFLState, clients: Clients):
 
     # Report.
     size = float(num_bytes(jax.eval_shape(lambda u: jax.tree.map(lambda x: x[0], u), updates)))
-    up = 2 * size if rules.similarity == "gradients" else size  # clients send their update and their gradient
-    metrics |= phases.round_metrics(here, loss, usable, steps, up, size)
+    sends = 1 + (rules.similarity == "gradients")  # clients send their update and their gradient
+    metrics |= phases.round_metrics(here, loss, usable, steps + sends - 1, sends * size, size)
     metrics["loss"] = phases.loss_of_all(cohort, metrics["loss"], num_clients(clients))
 
     # What the server knows: these updates, and with a cohort the last ones of the other clients.
