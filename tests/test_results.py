@@ -266,6 +266,15 @@ def test_the_accuracy_of_newcomers_is_a_note_on_the_table(tmp_path):
     assert results_notes({"a": summary}) == [f"client acc. of newcomers: {text}"]
 
 
+def test_rounds_that_test_examples_have_chosen_are_a_note_on_the_table(tmp_path):
+    for metric in ("accuracy", "train_loss"):
+        simulate(out=tmp_path / metric, callbacks=[EarlyStopping(patience=1, metric=metric)])
+    summaries = {name: read_run(tmp_path / name)[0] for name in ("accuracy", "train_loss")}
+    assert [summary["num_rounds"] for summary in summaries.values()] == [2, 2]
+    [note] = results_notes(summaries)
+    assert note == "early stopping chose the rounds by the test examples of these figures: accuracy (accuracy)"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("make", "clusters"), [(partial(jfcl.ifca, num_clusters=7), True), (jfcl.local_only, False)])
 def test_clusters_of_one_client_each_are_clusters(make, clusters):

@@ -18,6 +18,7 @@ from jfcl.core.files import write_whole
 from jfcl.core.plain import check_path
 from jfcl.core.texts import csv_bytes, printable
 from jfcl.experiments.results import Results, read_finished
+from jfcl.simulation.grid import METRICS
 
 OF_CLUSTERS = ("cluster_accuracy", "adjusted_rand", "rounds_to_recovery")  # agreement with the true clusters
 MOST_DRAWN = 20  # runs in a picture, and with sections of their own in a report
@@ -257,6 +258,9 @@ def results_notes(summaries: dict[str, dict[str, Any]]) -> list[str]:
     new = {name: over_seeds(summary, "newcomer_accuracy") for name, summary in summaries.items()}
     if cells := [f"{number(mean, std, 1, 100)} % ({name})" for name, (mean, std) in new.items() if mean is not None]:
         notes.append(f"client acc. of newcomers: {', '.join(cells)}")
+    ended = {name: str(summary.get("ended")).partition(" has not improved for ") for name, summary in summaries.items()}
+    if early := [f"{name} ({metric})" for name, (metric, waits, _) in ended.items() if waits and metric in METRICS]:
+        notes.append(f"early stopping chose the rounds by the test examples of these figures: {', '.join(early)}")
     for metric, suffix in (("next_accuracy", ""), ("next_stable_accuracy", ", of clients whose cluster stays")):
         drifts = {name: summary["drift"] for name, summary in summaries.items() if "drift" in summary}
         means = {name: (drift["mean"][metric], drift["std"][metric]) for name, drift in drifts.items()}
