@@ -18,6 +18,7 @@ from still_method import still
 
 import jfcl
 from jfcl.core import Algorithm, Clients
+from jfcl.mapping import jitted
 from jfcl.mapping.axis import chunked
 from jfcl.simulation import loop, progress, resident
 from jfcl.simulation.evaluation import Silence, silence_after
@@ -669,6 +670,16 @@ def test_cleared_programs_are_compiled_again():
     with count_compilations() as compiled:
         second = sim(num_rounds=1)
     assert compiled.count >= 3 and equal(first.state, second.state)  # init, rounds, evaluation
+
+
+def test_programs_are_dropped_before_linux_allows_no_more(monkeypatch, tmp_path):
+    sim(num_rounds=1)
+    monkeypatch.setattr(jitted, "MOST_MAPS", tmp_path / "most")
+    for text, has_room in (("1000000", True), ("no number", True), ("100", False)):
+        jitted.MOST_MAPS.write_text(text)
+        with count_compilations() as compiled:
+            sim(num_rounds=1)
+        assert (compiled.count == 0) == has_room
 
 
 @pytest.mark.slow_cases("sharded")

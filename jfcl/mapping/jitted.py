@@ -6,6 +6,7 @@ import gc
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -17,6 +18,7 @@ from jfcl.mapping import hosts
 LARGE = 2**16  # bytes of an array from outside that becomes an argument
 # Of programs that run once: LLVM unrolls random bits of some shapes, such as [200, 10], for seconds at its level 3.
 RUNS_ONCE = {"xla_backend_optimization_level": 1}
+MAPS, MOST_MAPS = Path("/proc/self/maps"), Path("/proc/sys/vm/max_map_count")  # of Linux
 
 
 _EVERY: weakref.WeakSet[jitted] = weakref.WeakSet()
@@ -155,8 +157,8 @@ def clear_programs() -> None:
     JAX keeps the programs of every `Algorithm` and `Task` that one of these functions has run, some ten megabytes each,
     even after the last reference to the object is gone. A process that makes many of them (a search over
     hyperparameters; but see `hyperparams` of `simulate`) calls this function from time to time, while no simulation
-    runs in another thread. A later call with an earlier object compiles again. `jax.clear_caches()` drops the programs
-    of other code too.
+    runs in another thread. A later call with an earlier object compiles again. `simulate` calls it itself before a
+    process on Linux has too many programs. `jax.clear_caches()` drops the programs of other code too.
 
     Example:
       >>> import jax, jfcl, numpy as np, optax
@@ -170,3 +172,17 @@ def clear_programs() -> None:
     for program in list(_EVERY):
         program.clear_cache()
     gc.collect()  # programs and the objects kept with them refer to each other
+
+
+def make_room_for_programs() -> None:
+    """Calls `clear_programs` if this process has three quarters of the memory maps that Linux allows it.
+
+    Each program of a CPU has some hundreds of them. With one too many LLVM fails, and the process ends without a word.
+    """
+    try:
+        most = int(MOST_MAPS.read_text())
+        count = MAPS.read_bytes().count(b"\n")
+    except (OSError, ValueError):  # another system
+        return
+    if count > 0.75 * most:
+        clear_programs()

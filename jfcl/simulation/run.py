@@ -29,6 +29,7 @@ from jfcl.data.build import Federation
 from jfcl.data.population import Population
 from jfcl.data.store import ClientStore
 from jfcl.mapping import hosts, memory
+from jfcl.mapping.jitted import make_room_for_programs
 from jfcl.simulation.callbacks import Callbacks, check_callbacks
 from jfcl.simulation.evaluation import SERVE, check_further
 from jfcl.simulation.folder import RunFolder, check_folder
@@ -168,6 +169,7 @@ def simulate(
     taken = {"key", "cohorts"} & {*(config or {})}
     check(not taken, "config", taken, "without these names, which identify the run")
     seeds, client_axis, further = seed_names(seeds, key.size), mapping.or_auto(client_axis), check_further(metrics)
+    make_room_for_programs()
 
     # Check the data, and make the source of rounds of them.
     evaluated = {"test_clients": test_clients, "newcomers": newcomers, "true_cluster": true_cluster}
