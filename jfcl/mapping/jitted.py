@@ -157,8 +157,8 @@ def clear_programs() -> None:
     JAX keeps the programs of every `Algorithm` and `Task` that one of these functions has run, some ten megabytes each,
     even after the last reference to the object is gone. A process that makes many of them (a search over
     hyperparameters; but see `hyperparams` of `simulate`) calls this function from time to time, while no simulation
-    runs in another thread. A later call with an earlier object compiles again. `simulate` calls it itself before a
-    process on Linux has too many programs. `jax.clear_caches()` drops the programs of other code too.
+    runs in another thread. A later call with an earlier object compiles again. On Linux, `simulate` and `sweep` call it
+    before a process has too many programs. `jax.clear_caches()` drops the programs of other code too.
 
     Example:
       >>> import jax, jfcl, numpy as np, optax

@@ -24,6 +24,7 @@ from jfcl.core import Algorithm, Clients, check, check_choice, check_clients, ch
 from jfcl.core.options import OneOf, Range, check_options
 from jfcl.data import hold_out
 from jfcl.mapping import memory
+from jfcl.mapping.jitted import make_room_for_programs
 from jfcl.simulation.evaluation import SERVE, Silence, serving_part
 from jfcl.simulation.folder import check_folder
 from jfcl.simulation.grid_folder import SweepFolder
@@ -207,6 +208,7 @@ def sweep(
                 watch.tell(f"resuming {out}: {len(finished)} of {len(cells)} configurations are there")
         watch.begin(0, total)
         for group in groups:
+            make_room_for_programs()
             for cell, per_seed in group.run(finished, seeds, watch):
                 finished[cell] = per_seed
                 if folder is not None:
