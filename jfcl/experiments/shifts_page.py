@@ -278,6 +278,9 @@ def _findings(ranks: Ranks) -> dict[str, Any]:
         return facts
     pairs, near = ranking.neighbours(ranks.scores), np.abs(ranks.tested - ranks.tested[best]) < ranks.difference
     facts["near"] = [m for i, m in enumerate(methods) if near[i] and i != best]
+    others = ranks.scores[:, [method not in (BOUND, "local") for method in methods]]
+    if others.shape[1] > 1:
+        facts["p_others"] = ranking.friedman(ranking.ranks(others).mean(axis=0), problems)[1]
     facts |= {"p": ranking.friedman(ranks.tested, problems)[1], "told": sum(p < ranking.LEVEL for p in pairs)}
     return facts | {"least": 2.0 ** (1 - problems), "too_few": 2.0 ** (1 - problems) * len(pairs) >= ranking.LEVEL}
 
