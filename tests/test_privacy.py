@@ -442,6 +442,13 @@ def test_the_report_has_epsilon_and_the_noise_of_each_cluster():
     scale = 0.25 * 2.0 / math.sqrt(1 - 1 / 16 - 1 / 100)
     np.testing.assert_allclose([row["noise"] for row in found["clusters"]], [scale / 1.5, scale / 1.5, scale])
     assert f"epsilon {want:.3g} at delta 0.001 after 2 rounds" in privacy_text(found)
+    for divide_by, size in (("all", 6), ("participants", 3)):
+        config = Config("ifca", num_models=3, average="gradients", divide_by=divide_by, **OPTIONS, **PRIVATE)
+        found = privacy_of(config, 6, 2, np.array([0, 0, 0, 1, 1, 1]), 0.25, count=3)
+        np.testing.assert_allclose([row["noise"] for row in found["clusters"]], [scale / size] * 3)
+    config = Config("fedavg", population=9, cohort=6, dropout=0.5, dp_clip=0.5, dp_noise=2.0)
+    [one] = privacy_of(config, 9, 2, np.zeros(9, int), 0.5, count=1)["clusters"]
+    assert one["noise"] == pytest.approx(0.5 * 2.0 / 3)  # of the three that answer
     clipped = privacy_of(Config("fedavg", dp_clip=0.5, **OPTIONS), 6, 2, np.zeros(6, int), 0.5, count=1)
     assert clipped["epsilon"] is clipped["delta"] is None and "not private" in privacy_text(clipped)
 

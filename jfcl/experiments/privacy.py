@@ -26,15 +26,19 @@ def privacy_of(
     Of each it has the share of the clients, the ε of its members (None without noise) and the standard deviation of the
     noise on its mean update in a round with the expected number of participants.
     """
-    dp, delta, participants = mechanism(config), config.dp_delta, config.cohort or num_clients
+    dp, delta = mechanism(config), config.dp_delta
+    participants = (config.cohort or num_clients) * (1 - config.dropout)
     spent = None
     if dp.noise > 0:
         spent = epsilon(dp, num_clients=num_clients, cohort=config.cohort, num_rounds=num_rounds, delta=delta)
     shares = np.bincount(cluster, minlength=count) / len(cluster) if count > 1 else np.ones(1)
-    scale = noise_of_sums(dp, count) * clip
+    sizes = np.maximum(participants * shares, dp.min_size)
+    if config.average == "gradients":  # IFCA's sums are divided by the clients of all clusters
+        sizes[:] = participants if config.of_population or config.divide_by == "participants" else num_clients
+    noise = noise_of_sums(dp, count) * clip / sizes
     clusters = [
-        {"cluster": k, "share": share, "epsilon": spent, "noise": scale / max(participants * share, dp.min_size)}
-        for k, share in enumerate(shares.tolist())
+        {"cluster": k, "share": share, "epsilon": spent, "noise": of_mean}
+        for k, (share, of_mean) in enumerate(zip(shares.tolist(), noise.tolist(), strict=True))
     ]
     of_rounds = {"clip": clip, "noise": dp.noise, "sampling": dp.sampling, "num_rounds": num_rounds}
     return {"epsilon": spent, "delta": delta, **of_rounds, "clusters": clusters}
