@@ -8,9 +8,10 @@ import threading
 import hypothesis
 import jax
 import matplotlib.figure
-import pytest
 from jax._src import compiler
 from jax._src.interpreters import mlir
+
+from jfcl.mapping.jitted import has_many_programs
 
 os.fsync = lambda descriptor: None  # a power cut would cost the results of tests only; processes of tests do wait
 _savefig = matplotlib.figure.Figure.savefig
@@ -26,6 +27,7 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 
 _compile = getattr(compiler, "backend_compile_and_load", None)
 _programs = {}  # by what they were compiled from
+_seen = 0  # of these, when they were last found to be few enough
 
 
 def _compile_once(backend, module, devices, options, host_callbacks):
@@ -68,11 +70,13 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
-def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
-    """Drops compiled programs between files of tests, when there are many.
-
-    Each holds tens of memory maps, of which Linux grants a process 65,530; XLA crashes the worker when they run out.
-    """
-    if len(_programs) > 2000 and (nextitem is None or nextitem.path != item.path):
-        jax.clear_caches()
-        _programs.clear()
+def pytest_runtest_teardown() -> None:
+    """Drops compiled programs when there are many, which is looked at after every 20 of them."""
+    global _seen
+    if len(_programs) >= _seen + 20:
+        _seen = len(_programs)
+        if has_many_programs():
+            jax.clear_caches()
+            _programs.clear()
+            gc.collect()
+            _seen = 0

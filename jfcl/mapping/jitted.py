@@ -174,15 +174,18 @@ def clear_programs() -> None:
     gc.collect()  # programs and the objects kept with them refer to each other
 
 
-def make_room_for_programs() -> None:
-    """Calls `clear_programs` if this process has three quarters of the memory maps that Linux allows it.
+def has_many_programs() -> bool:
+    """Returns whether this process has half of the memory maps that Linux allows it.
 
     Each program of a CPU has some hundreds of them. With one too many LLVM fails, and the process ends without a word.
     """
     try:
-        most = int(MOST_MAPS.read_text())
-        count = MAPS.read_bytes().count(b"\n")
+        return MAPS.read_bytes().count(b"\n") > int(MOST_MAPS.read_text()) / 2
     except (OSError, ValueError):  # another system
-        return
-    if count > 0.75 * most and not hosts.several():  # several compile together
+        return False
+
+
+def make_room_for_programs() -> None:
+    """Calls `clear_programs` if there are many; not in one of several processes, which compile together."""
+    if not hosts.several() and has_many_programs():
         clear_programs()
