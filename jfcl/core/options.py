@@ -86,11 +86,11 @@ class Search(NamedTuple):
     high: float
     log: bool = True
 
-    def draw(self, rng: np.random.Generator) -> float:
-        """Returns a random value of four digits."""
+    def draws(self, rng: np.random.Generator, count: int) -> list[float]:
+        """Returns random values of four digits, one from each of `count` equal parts of the range, in random order."""
         low, high = (math.log(self.low), math.log(self.high)) if self.log else (self.low, self.high)
-        value = rng.uniform(low, high)
-        return float(f"{math.exp(value) if self.log else value:.4g}")
+        values = low + (high - low) * (rng.permutation(count) + rng.random(count)) / max(count, 1)
+        return [float(f"{math.exp(value) if self.log else value:.4g}") for value in values.tolist()]
 
 
 class Needs(NamedTuple):

@@ -111,12 +111,14 @@ def searched(cell: Cell) -> dict[str, Search]:
 def draw_trials(cell: Cell, budget: int) -> list[dict[str, float]]:
     """Returns the options of each trial: first the defaults, then random ones.
 
-    They depend on the method alone, so that all its cells share the programs of options that are no tracers. Of an
-    option without a default that finds the number of clusters, the first value is random too.
+    The values of an option are the same for all methods that have it, such as the learning rate, and one from each part
+    of its range: no method is better for its draws. Of an option without a default that finds the number of clusters,
+    the first value is random too.
     """
-    rng = np.random.default_rng(zlib.crc32(f"{cell.method} {cell.clusters}".encode()))
     ranges, number = searched(cell), find_method(cell.method).finds_number_by
-    trials = [{name: span.draw(rng) for name, span in ranges.items()} for _ in range(budget)]
+    rngs = {name: np.random.default_rng(zlib.crc32(name.encode())) for name in ranges}
+    values = {name: span.draws(rngs[name], 1) + span.draws(rngs[name], budget - 1) for name, span in ranges.items()}
+    trials = [dict(zip(values, each, strict=True)) for each in zip(*values.values(), strict=True)]
     drawn = number is not None and find_method(cell.method).declared[number].default is None
     return [{name: value for name, value in trials[0].items() if drawn and name == number}, *trials[1:]]
 

@@ -107,8 +107,8 @@ def shifts(
 
     A cell of the table is one method on one shift at one strength. Further clients, with examples of their own, are
     held out: a method's options are chosen by the test accuracy of these clients, among the defaults and `budget - 1`
-    random draws. The reported clients take no part in this choice. Where the folder has finished cells of the same
-    settings, they are kept, so that the same call continues what was stopped.
+    random draws, the same for all methods. The reported clients take no part in this choice. Where the folder has
+    finished cells of the same settings, they are kept, so that the same call continues what was stopped.
 
     Args:
       methods: names, also `MODULE:FACTORY` for one of your own; FedAvg, local training and the oracle are always added.
