@@ -308,7 +308,8 @@ def who_is_served_worst(say: Evidence, ranks: Ranks, about: Row) -> tuple[str, s
         parts.append(f"{worst} with {m} ({mean} over all clients)")
     title = "The best on average is also the best for those who are served worst"
     if best != fair:
-        title = title.replace("is also", "is not")
+        near = say.figures[2]["value"] - say.figures[0]["value"] < NEAR
+        title = title.replace("is also", "is nearly" if near else "is not")
         say.compare(0, 2)
     text = f"**{title}.** The worst tenth of the clients has {listed(parts)}."
     return text, f"A tenth is {max(about['clients'] // 10, 1)} clients with few test images each."
