@@ -33,7 +33,7 @@ def privacy_of(
         spent = epsilon(dp, num_clients=num_clients, cohort=config.cohort, num_rounds=num_rounds, delta=delta)
     shares = np.bincount(cluster, minlength=count) / len(cluster) if count > 1 else np.ones(1)
     sizes = np.maximum(participants * shares, dp.min_size)
-    if config.average == "gradients":  # IFCA's sums are divided by the clients of all clusters
+    if config.average == "gradients":  # their sums are divided by the clients of all clusters
         sizes[:] = participants if config.of_population or config.divide_by == "participants" else num_clients
     noise = noise_of_sums(dp, count) * clip / sizes
     clusters = [
