@@ -124,10 +124,9 @@ def test_rank_intervals_are_those_of_a_loop_that_draws_seeds_and_clients():
     low, high = ranking.rank_intervals(settings, draws=4000)
     drawn = []
     for _ in range(200):
-        each = []
+        each, clients, seeds = [], RNG.integers(6, size=6), RNG.integers(3, size=3)  # the same in every setting
         for values in settings:
-            clients = RNG.integers(6, size=6)
-            copy = np.stack([values[:, r, clients] for r in RNG.integers(3, size=3)], axis=1)
+            copy = np.stack([values[:, r, clients] for r in seeds], axis=1)
             failed = np.isnan(copy).all(axis=2)
             mean = [v[~f].mean() if not f.all() else 0 for v, f in zip(copy, failed, strict=True)]
             each.append(scipy.stats.rankdata(2 * failed.sum(axis=1) - mean))
@@ -141,14 +140,20 @@ def test_rank_intervals_are_those_of_a_loop_that_draws_seeds_and_clients():
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("settings_alike", [0.0, 0.5, 0.9])
 @pytest.mark.parametrize("seeds", [2, 3, 5])
-def test_rank_intervals_hold_the_mean_rank_of_new_seeds_and_clients(seeds):
+def test_rank_intervals_hold_the_mean_rank_of_new_seeds_and_clients(seeds, settings_alike):
     rng = np.random.default_rng(0)
     levels = np.linspace(0.7, 0.76, 6) + rng.normal(0, 0.02, (8, 6))  # [settings, methods]
 
+    def drawn(std, *shape):
+        """Normal numbers, of which settings share a part: that of their images."""
+        own, shared = rng.normal(0, std, (8, *shape)), rng.normal(0, std, (1, *shape))
+        return np.sqrt(1 - settings_alike) * own + np.sqrt(settings_alike) * shared
+
     def new():
-        of_clients = rng.normal(0, 0.1, (8, 1, 1, 30)) + rng.normal(0, 0.05, (8, 6, 1, 30))  # the same for every seed
-        of_runs = rng.normal(0, 0.015, (8, 6, seeds, 1)) + rng.normal(0, 0.02, (8, 6, seeds, 30))
+        of_clients = drawn(0.1, 1, 1, 30) + drawn(0.05, 6, 1, 30)  # the same for every seed
+        of_runs = drawn(0.015, 6, seeds, 1) + drawn(0.02, 6, seeds, 30)
         return levels[:, :, None, None] + of_clients + of_runs
 
     truth = np.mean([scipy.stats.rankdata(-new().mean(axis=(2, 3)), axis=1).mean(axis=0) for _ in range(2000)], axis=0)

@@ -64,9 +64,10 @@ def ranks(scores: np.ndarray) -> np.ndarray:
 def rank_intervals(settings: Sequence[np.ndarray], *, draws: int = 1000, seed: int = 0) -> tuple[np.ndarray, ...]:
     """Returns `(low [A], high [A])`, bootstrap intervals of 95 % of the methods' mean ranks over settings.
 
-    Seeds and clients are drawn with replacement, apart from each other (Owen 2007), the same for every method: all
-    seeds have the same clients, and draws within each seed would count one client as `R` independent ones. Settings are
-    not drawn: the intervals hold for these settings. What is drawn is noisier than the data, which moves ranks towards
+    Seeds and clients are drawn with replacement, apart from each other (Owen 2007), the same for every method and every
+    setting: all seeds have the same clients, and draws within each seed would count one client as `R` independent ones,
+    as draws within each setting would where settings share images. Settings are not drawn: the intervals hold for
+    these. What is drawn is noisier than the data, which moves ranks towards
     the middle: the intervals are the quantiles around the mean of the draws, moved to the mean ranks of the data, and
     are widened by `sqrt(R / (R - 1))`, since few seeds differ less among themselves than from new ones. Cost: `draws ·
     A · R · N` operations for each setting.
@@ -76,10 +77,10 @@ def rank_intervals(settings: Sequence[np.ndarray], *, draws: int = 1000, seed: i
       >>> low.tolist(), high.tolist()
       ([1.0, 2.0], [1.0, 2.0])
     """
-    rng, drawn = np.random.default_rng(seed), 0.0
+    drawn = 0.0
     for values in settings:
-        _, num_seeds, num_clients = values.shape
-        seeds, clients = (rng.multinomial(n, np.full(n, 1 / n), size=draws) for n in (num_seeds, num_clients))
+        rng = np.random.default_rng(seed)
+        seeds, clients = (rng.multinomial(n, np.full(n, 1 / n), size=draws) for n in values.shape[1:])
         counts = (seeds[:, :, None] * clients[:, None, :]).astype(float)
         drawn = drawn + ranks(scores(values, counts)) / len(settings)
     mean_ranks = np.mean([ranks(scores(values)) for values in settings], axis=0)
