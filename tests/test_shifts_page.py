@@ -12,7 +12,7 @@ from test_report import Page as Base
 
 from jfcl.core import files
 from jfcl.experiments import shifts_page
-from jfcl.experiments.shift_results import digest_of, rank, read_cells
+from jfcl.experiments.shift_results import FORMAT, digest_of, rank, read_cells
 from jfcl.experiments.shifts_page import write_page
 
 LEVELS = {"fedavg": 0.6, "local": 0.7, "oracle": 0.9, "ifca": 0.86, "clove": 0.85, "pacfl": 0.75}
@@ -43,6 +43,7 @@ def made_up(folder, *, methods=LEVELS, data=("digits",), shifts=SHIFTS, strength
             runs.append(ends | scores | costs)
         known = {"data": d, "shift": shift, "strength": strength, "method": method, "clusters": clusters}
         saved = {
+            "format": FORMAT,
             "setting": digest_of(about),
             "cell": known | {"hostile": hostile, "wrong_k": wrong_k, "drift": drift},
             "command": f"jfcl run {method} --heterogeneity {shift} --strength {strength} --seed 7",
@@ -68,7 +69,7 @@ def made_up(folder, *, methods=LEVELS, data=("digits",), shifts=SHIFTS, strength
     if "ifca" in methods:
         cell(data[0], shifts[0], 1.0, "ifca", "known", hostile=0.3, worse=1)
         cell(data[0], shifts[0], 1.0, "ifca", "given K", wrong_k=8, worse=0.2)
-    files.write_json(folder / "settings.json", files.seal({"format": 1, "setting": about}))
+    files.write_json(folder / "settings.json", files.seal({"format": FORMAT, "setting": about}))
     return folder
 
 

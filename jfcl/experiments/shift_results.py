@@ -25,6 +25,7 @@ CONDITIONS = {  # fields of a cell: title, head of a column
     "hostile": ("Hostile clients", "{:.0%} hostile"),
     "drift": ("Drift", "drift {}"),
 }
+FORMAT = 2  # of the files in the folder
 STATUSES = ("ok", "collapsed", "diverged", "failed")  # of a run; the first two have results
 
 
@@ -51,6 +52,11 @@ class Result(Cell):
     def is_plain(self) -> bool:
         """Whether the cell is under none of `CONDITIONS`."""
         return not any(getattr(self, name) for name in CONDITIONS)
+
+    @property
+    def is_default(self) -> bool:
+        """Whether the best options are the defaults, whose run is then one of `runs`."""
+        return self.tuned == self.trials[0]["options"]
 
     @property
     def ended(self) -> list[dict[str, Any]]:
@@ -157,18 +163,22 @@ def digest_of(setting: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(setting, sort_keys=True).encode()).hexdigest()[:16]
 
 
+def read_cell(file: Path, digest: str) -> Result | None:
+    """Reads a finished cell; None for one of another setting. Raises `ValueError` for a damaged file."""
+    saved = files.read_json(file, check_format=FORMAT)
+    if saved.get("setting") != digest:
+        return None
+    try:
+        return Result(**saved["cell"], **{name: saved[name] for name in Result.__annotations__})
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"{file} is damaged: it lacks {error}") from None
+
+
 def read_cells(folder: Path) -> list[Result]:
     """Reads the finished cells in a folder that are of its setting, sorted by their names."""
-    settings, cells = files.read_json(folder / "settings.json"), []
-    for file in sorted((folder / "cells").glob("*.json")):
-        saved = files.read_json(file)
-        if saved.get("setting") != digest_of(settings["setting"]):
-            continue
-        try:
-            further = {name: saved[name] for name in Result.__annotations__}
-            cells.append(Result(**saved["cell"], **further))
-        except (KeyError, TypeError) as error:
-            raise ValueError(f"{file} is damaged: it lacks {error}") from None
+    digest = digest_of(files.read_json(folder / "settings.json")["setting"])
+    cells = [read_cell(file, digest) for file in sorted((folder / "cells").glob("*.json"))]
+    cells = [cell for cell in cells if cell is not None]
     check(cells, "folder", str(folder), "a folder of jfcl shifts with a finished cell")
     return cells
 

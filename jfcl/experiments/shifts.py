@@ -9,9 +9,7 @@ The cells do not depend on each other, nor on the process that runs them. Every 
 from __future__ import annotations
 
 import contextlib
-import csv
 import dataclasses
-import io
 import itertools
 import json
 import re
@@ -29,18 +27,18 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from jfcl import data, mapping
 from jfcl.core import check, check_choice, files, platform
 from jfcl.core.options import Interval, OneOf, Range, check_options
+from jfcl.core.texts import csv_bytes
 from jfcl.data.heterogeneity import HETEROGENEITY, shifts_of
 from jfcl.experiments import jobs as processes
 from jfcl.experiments import lookup
 from jfcl.experiments.config import Config
 from jfcl.experiments.shift_cells import MEASURED, SHIFTS, TEST_FRACTION, Cell, modes, run_cell
-from jfcl.experiments.shift_results import REFERENCES, digest_of
+from jfcl.experiments.shift_results import FORMAT, REFERENCES, Result, digest_of, read_cell
 from jfcl.experiments.shifts_page import write_page
 from jfcl.robust import attacks
 from jfcl.simulation.folder import differences, environment
 from jfcl.simulation.versions import UNCHANGED, VERSIONS, check_version
 
-FORMAT = 2
 FILES = ("index.html", "table.tex", "runs.csv", "cells/", "settings.json")
 ALWAYS = REFERENCES  # in every table
 METHODS = (*ALWAYS, "cfl", "ifca", "fesem", "flhc", "one_shot", "pacfl", "stocfl", "fedem", "ditto")
@@ -48,13 +46,7 @@ OF_SHIFTS = ("rotation", "corruption", "label_permutation", "class", "mixture", 
 QUICK = {"shifts": OF_SHIFTS[:5], "strengths": (1.0,), "seeds": 2, "budget": 4, "rounds": 60}
 FULL = {"shifts": OF_SHIFTS, "strengths": (0.3, 0.6, 1.0), "seeds": 3, "budget": 12, "rounds": 100}
 OF_RUNS = ("clients", "clusters", "model", "rounds", "local_steps", "batch_size")
-COLUMNS = (
-    *Cell.__annotations__,
-    "seed",
-    "status",
-    "reason",
-    *(name for name in MEASURED if name not in ("curve", "per_client")),
-)
+OF_A_RUN = ("seed", "status", "reason", *(name for name in MEASURED if name not in ("curve", "per_client")))  # columns
 PART = re.compile(r"(\d{1,6})/(\d{1,6})")
 
 
@@ -167,7 +159,7 @@ def shifts(
     with files.lock(folder / ("lock" if part is None else f"lock-{part.replace('/', '-')}")):
         with _alone(folder):
             digest = begin_folder(folder, setting)
-        unfinished = [cell for cell in mine if read_cell(folder, cell, digest) is None]
+        unfinished = [cell for cell in mine if finished(folder, cell, digest) is None]
         with _bar(len(mine), progress) as move:
             tick = lambda: move(len(mine) - sum(not _file(folder, cell).exists() for cell in unfinished))  # noqa: E731
             chains = {
@@ -178,17 +170,12 @@ def shifts(
                 tick()
         with _alone(folder):
             done = merge(folder, cells, digest)
-        new = [read_cell(folder, cell, digest) for cell in unfinished]
-    in_runs = sum(run["seconds"] or 0 for cell in new for run in (*cell["trials"], *cell["runs"], _own_run(cell)))
-    share = in_runs / max(sum(cell["seconds"] for cell in new), 1e-9)
-    programs = sum(cell["programs"] for cell in new)
+        new = [finished(folder, cell, digest) for cell in unfinished]
+    runs = [run for cell in new for run in (*cell.trials, *cell.runs)]
+    runs += [cell.default for cell in new if cell.status == "ok" and not cell.is_default]
+    share = sum(run["seconds"] or 0 for run in runs) / max(sum(cell.seconds for cell in new), 1e-9)
+    programs = sum(cell.programs for cell in new)
     return Ranking(folder, done, len(cells), time.perf_counter() - began, programs, share)
-
-
-def _own_run(cell: dict[str, Any]) -> dict[str, Any]:
-    """Returns the run of the defaults, or nothing where they are the best options, whose runs are counted already."""
-    is_best = cell["status"] != "ok" or cell["tuned"] == cell["trials"][0]["options"]
-    return {"seconds": 0.0} if is_best else cell["default"]
 
 
 @contextlib.contextmanager
@@ -350,25 +337,24 @@ def _file(folder: Path, cell: Cell) -> Path:
     return folder / "cells" / f"{cell.name}.json"
 
 
-def read_cell(folder: Path, cell: Cell, digest: str) -> dict[str, Any] | None:
+def finished(folder: Path, cell: Cell, digest: str) -> Result | None:
     """Returns a finished cell; None where there is none, or with a warning where it is damaged.
 
     Raises:
       ValueError: a cell of other settings, such as of a part that does not fit the others.
     """
-    if not _file(folder, cell).exists():
+    file = _file(folder, cell)
+    if not file.exists():
         return None
     try:
-        cell_result = files.read_json(_file(folder, cell), check_format=FORMAT)
+        result = read_cell(file, digest)
     except ValueError as error:
         warnings.warn(f"{error}; the cell runs again", stacklevel=3)
-        _file(folder, cell).unlink()
+        file.unlink()
         return None
-    if cell_result.get("setting") != digest:
-        raise ValueError(
-            f"{_file(folder, cell)} is of other settings than settings.json: the parts do not fit each other"
-        )
-    return cell_result
+    if result is None:
+        raise ValueError(f"{file} is of other settings than settings.json: the parts do not fit each other")
+    return result
 
 
 def run_chain(cells: Sequence[Cell], setting: dict[str, Any], folder: Path, data_dir: str | None) -> None:
@@ -381,14 +367,14 @@ def run_chain(cells: Sequence[Cell], setting: dict[str, Any], folder: Path, data
 
 def merge(folder: Path, cells: Sequence[Cell], digest: str) -> int:
     """Writes `runs.csv`, the page and the table of all finished cells, and returns their number."""
-    results = [result for cell in cells if (result := read_cell(folder, cell, digest)) is not None]
-    lines = [[*COLUMNS, "tuned"]]
+    results = [result for cell in cells if (result := finished(folder, cell, digest)) is not None]
+    lines = [[*Cell.__annotations__, *OF_A_RUN, "tuned"]]
     for result in results:
-        of_cell, tuned = list(result["cell"].values()), json.dumps(result["tuned"], sort_keys=True)
-        for run in result["runs"] or [{"status": result["status"], "reason": result["reason"]}]:
-            lines.append([*of_cell, *(run.get(name) for name in COLUMNS[len(of_cell) :]), tuned])
-    csv.writer(text := io.StringIO(), lineterminator="\n").writerows(lines)
-    files.write_whole(folder / "runs.csv", text.getvalue().encode())
+        of_cell = [getattr(result, name) for name in Cell.__annotations__]
+        for run in result.runs or [{"status": result.status, "reason": result.reason}]:
+            of_run = [run.get(name) for name in OF_A_RUN]
+            lines.append([*of_cell, *of_run, json.dumps(result.tuned, sort_keys=True)])
+    files.write_whole(folder / "runs.csv", csv_bytes(lines, end="\n"))
     if results:
         write_page(folder)
     return len(results)

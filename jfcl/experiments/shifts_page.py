@@ -235,8 +235,7 @@ def _below_default(cells: Sequence[Result]) -> tuple[int, Table | None]:
     rows = []
     for cell in known:
         (tuned, std), default = cell.over_seeds("accuracy"), cell.default["accuracy"]
-        is_default = cell.tuned == cell.trials[0]["options"]  # and the figure that of the first of the same runs
-        if not is_default and (tuned is None or tuned < default - (std or 0)):
+        if not cell.is_default and (tuned is None or tuned < default - (std or 0)):
             rows.append([cell.title, Link(cell.text, cell.name), PERCENT(default)])
     return len(known), Table("below-default", ["cell", "tuned %", "default %"], rows) if rows else None
 
