@@ -14,7 +14,7 @@ from typing import Any
 
 import jax
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import TimeElapsedColumn
 
 from jfcl import mapping
 from jfcl.analysis import plots
@@ -30,7 +30,7 @@ from jfcl.experiments.shifts import shifts
 from jfcl.mapping import hosts
 from jfcl.planning import targets
 from jfcl.simulation.folder import write_json
-from jfcl.simulation.progress import DivergedError
+from jfcl.simulation.progress import DivergedError, progress_bar
 
 EITHER = (("seed", "seeds"), ("local_steps", "local_epochs"), ("radius", "quantile"))  # of which one is given
 REMEDY = "--restarts, --warm-rounds or --init-from, where the method has them, and more --rounds can help"
@@ -135,10 +135,7 @@ def command_run(args: argparse.Namespace, console: Console) -> None:
 @contextlib.contextmanager
 def _bar(begin: str, quiet: bool) -> Iterator[Callable[[str, int], None]]:
     """Shows a progress bar; yields `(description, number of all steps) -> None`, which moves it by one step."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    console = Console(stderr=True)
-    is_hidden = quiet or not console.is_terminal  # in a file it leaves an empty line
-    with Progress(*columns, console=console, disable=is_hidden, transient=True) as bar:
+    with progress_bar(not quiet, TimeElapsedColumn()) as bar:
         task = bar.add_task(begin, total=None)
         yield lambda what, total: bar.update(task, description=what, total=total, advance=1)
 

@@ -23,7 +23,7 @@ from jfcl.simulation.grid import METRICS
 OF_CLUSTERS = ("cluster_accuracy", "adjusted_rand", "rounds_to_recovery")  # agreement with the true clusters
 MOST_DRAWN = 20  # runs in a picture, and with sections of their own in a report
 NOT_COMPARED = ("split_hash", "cohorts", "key", "versions", "schedule_rounds")
-TEX = {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "±": r"$\pm$", "–": "--"}
+TEX = {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "±": r" $\pm$ ", "–": "--"}
 TEX |= {character: f"\\{character}" for character in "&%$#_{}"} | {"<": r"\textless{}", ">": r"\textgreater{}"}
 
 
@@ -181,12 +181,16 @@ def results_tex(summaries: dict[str, dict[str, Any]]) -> str:
     """
     heads, rows = results_rows(summaries)
     heads = [" ".join(head.replace("-\n", "").split()) for head in heads]
-    lines = [[tex(cell).replace(r"$\pm$", r" $\pm$ ") for cell in row] for row in [heads, *rows]]
-    head, *body = (" & ".join(cells) + r" \\" for cells in lines)
     needs = r"sent and received: bytes of all clients and rounds. Needs \usepackage{booktabs}."
-    begin = [f"% {seeds_text(summaries)}; {needs}", rf"\begin{{tabular}}{{l{'r' * (len(heads) - 1)}}}"]
-    end = [r"\bottomrule", r"\end{tabular}", ""]
-    return "\n".join([*begin, r"\toprule", head, r"\midrule", *body, *end])
+    head, *body = ([tex(cell) for cell in row] for row in [heads, *rows])
+    return "\n".join(tex_table([f"{seeds_text(summaries)}; {needs}"], head, body))
+
+
+def tex_table(comments: Iterable[str], heads: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    """Returns the lines of a table for LaTeX, whose first column has names and the others numbers."""
+    head, *body = (" & ".join(cells) + r" \\" for cells in [heads, *rows])
+    begin = [*(f"% {comment}" for comment in comments), rf"\begin{{tabular}}{{l{'r' * (len(heads) - 1)}}}", r"\toprule"]
+    return [*begin, head, r"\midrule", *body, r"\bottomrule", r"\end{tabular}", ""]
 
 
 def tex(text: str) -> str:

@@ -16,13 +16,12 @@ import re
 import time
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import TimeElapsedColumn, TimeRemainingColumn
 
 from jfcl import data, mapping
 from jfcl.core import check, check_choice, files, platform
@@ -37,6 +36,7 @@ from jfcl.experiments.shift_results import FORMAT, REFERENCES, Result, digest_of
 from jfcl.experiments.shifts_page import write_page
 from jfcl.robust import attacks
 from jfcl.simulation.folder import differences, environment
+from jfcl.simulation.progress import progress_bar
 from jfcl.simulation.versions import UNCHANGED, VERSIONS, check_version
 
 FILES = ("index.html", "table.tex", "runs.csv", "cells/", "settings.json")
@@ -160,8 +160,12 @@ def shifts(
         with _alone(folder):
             digest = begin_folder(folder, setting)
         unfinished = [cell for cell in mine if finished(folder, cell, digest) is None]
-        with _bar(len(mine), progress) as move:
-            tick = lambda: move(len(mine) - sum(not _file(folder, cell).exists() for cell in unfinished))  # noqa: E731
+        with progress_bar(progress, TimeElapsedColumn(), "left", TimeRemainingColumn()) as bar:
+            line = bar.add_task("cells", total=len(mine))
+
+            def tick() -> None:
+                bar.update(line, completed=len(mine) - sum(not _file(folder, cell).exists() for cell in unfinished))
+
             chains = {
                 chain[0].name: partial(run_chain, chain, setting, folder, data_dir)
                 for chain in chained(unfinished, jobs)
@@ -176,17 +180,6 @@ def shifts(
     share = sum(run["seconds"] or 0 for run in runs) / max(sum(cell.seconds for cell in new), 1e-9)
     programs = sum(cell.programs for cell in new)
     return Ranking(folder, done, len(cells), time.perf_counter() - began, programs, share)
-
-
-@contextlib.contextmanager
-def _bar(total: int, progress: bool) -> Iterator[Callable[[int], None]]:
-    """Shows a progress bar with the time that is left; yields the function that moves it."""
-    columns = TextColumn("cells"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("left")
-    console = Console(stderr=True)
-    shows = progress and (console.is_interactive or console.is_jupyter)
-    with Progress(*columns, TimeRemainingColumn(), console=console, disable=not shows, transient=True) as bar:
-        task = bar.add_task("cells", total=total)
-        yield lambda done: bar.update(task, completed=done)
 
 
 # ---------------------------------------------------------------------------------------------------------------

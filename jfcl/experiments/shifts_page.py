@@ -13,7 +13,7 @@ import numpy as np
 from jfcl._version import __version__
 from jfcl.analysis import plots, ranking
 from jfcl.core import files
-from jfcl.experiments.comparison import number, size_text, tex
+from jfcl.experiments.comparison import number, size_text, tex, tex_table
 from jfcl.experiments.report import Figure, Link, Table, figure, template
 from jfcl.experiments.shift_results import (
     BOUND,
@@ -352,21 +352,17 @@ def _tex(ranks: Ranks) -> list[str]:
             columns.append([_tex_cell(cells[m], means[m], m in whole and means[m][0] == best) for m in ranks.rows])
         rows = zip(map(tex, ranks.rows), *columns, (rank_of.get(m, "--") for m in ranks.rows), strict=True)
         heads = ["method", *(tex(shift.replace("_", " ")) for shift in settings), "mean rank"]
-        lines += [
-            f"% {tex(data)}, {MODES[ranks.mode]}: accuracy in %, mean over strengths, with the standard deviation over",
-            "% seeds; in brackets the runs with results, where some have none; mean ranks are over all data.",
-            r"% Needs \usepackage{booktabs}.",
-            rf"\begin{{tabular}}{{l{'r' * (len(heads) - 1)}}}",
-            r"\toprule",
-            " & ".join(heads) + r" \\",
-            r"\midrule",
+        comments = [
+            f"{tex(data)}, {MODES[ranks.mode]}: accuracy in %, mean over strengths, with the standard deviation over",
+            "seeds; in brackets the runs with results, where some have none; mean ranks are over all data.",
+            r"Needs \usepackage{booktabs}.",
         ]
-        lines += [*(" & ".join(row) + r" \\" for row in rows), r"\bottomrule", r"\end{tabular}", ""]
+        lines += tex_table(comments, heads, rows)
     return lines
 
 
 def _tex_cell(cells: Sequence[Result], over: tuple[float | None, float | None], is_best: bool) -> str:
     """Returns a cell of the table for LaTeX."""
-    text = tex(number(*over, 1, 100)).replace(r"$\pm$", r" $\pm$ ")
+    text = tex(number(*over, 1, 100))
     ended, runs = (sum(len(getattr(cell, name)) for cell in cells) for name in ("ended", "runs"))
     return (rf"\textbf{{{text}}}" if is_best else text) + (f" ({ended}/{runs})" if ended < runs else "")

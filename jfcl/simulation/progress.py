@@ -91,10 +91,16 @@ def compile_ahead(lowered: Sequence[jax.stages.Lowered]) -> Callable[[], None]:
     return wait
 
 
+def progress_bar(progress: bool, *columns: Any) -> Progress:
+    """Returns a bar on stderr that vanishes at its end; only terminals and notebooks show it, if `progress`."""
+    console = Console(stderr=True)
+    visible = console.is_interactive or console.is_jupyter  # elsewhere rich prints an empty line only
+    columns = "{task.description}", BarColumn(), MofNCompleteColumn(), *columns
+    return Progress(*columns, console=console, disable=not (progress and visible), transient=True)
+
+
 class Watch:
     """The clock of a run or sweep, its progress bar, its handler of Ctrl-C, and the schedule of its checkpoints.
-
-    The bar is on stderr and vanishes at the end; terminals and notebooks alone show it.
 
     Attributes:
       interrupted: whether Ctrl-C was pressed, which takes effect after the present rounds; a second one raises
@@ -104,11 +110,8 @@ class Watch:
     def __init__(self, num_rounds: int, *, description: str, progress: bool, checkpoint_seconds: float = math.inf):
         self.interrupted, self._done = False, 0
         self._compiling, self._speaks, self._checkpoint_seconds = CompileClock(), progress, checkpoint_seconds
-        columns = "{task.description}", BarColumn(), MofNCompleteColumn(), "{task.fields[rate]}", TimeElapsedColumn()
-        columns += "left", TimeRemainingColumn(), "{task.fields[note]}"
-        console = Console(stderr=True)
-        visible = console.is_interactive or console.is_jupyter  # elsewhere rich prints an empty line only
-        self._bar = Progress(*columns, console=console, disable=not (progress and visible), transient=True)
+        columns = "{task.fields[rate]}", TimeElapsedColumn(), "left", TimeRemainingColumn(), "{task.fields[note]}"
+        self._bar = progress_bar(progress, *columns)
         self._line = self._bar.add_task(description, total=num_rounds, rate="", note="", start=False)
 
     def __enter__(self):
