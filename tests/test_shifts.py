@@ -339,8 +339,8 @@ def test_shifts_on_the_command_line():
     fed, _ = load_clients(config, None, jax.vmap)
     options = {"num_clients": 6, "num_clusters": 2, "heterogeneity": "colour+offset", "strength": 0.5}
     assert_same(fed.train, build("digits", **options).train)
-    with pytest.raises(ValueError, match="strength must be left out with --heterogeneity none"):
-        Config("fedavg", heterogeneity="none", strength=0.5)
+    with pytest.raises(ValueError, match="strength must be left out with 'none'"):
+        load_clients(Config("fedavg", heterogeneity="none", strength=0.5), None, jax.vmap)
     with pytest.raises(ValueError, match="did you mean 'colour'"):
         Config("fedavg", heterogeneity="color")
 

@@ -144,10 +144,10 @@ def table_of(options: Mapping[str, Option], texts: Mapping[str, str]) -> str:
 
 
 def accepted(metadata) -> str:
-    """Returns the values that a `Range`, `Interval`, `OneOf`, `Joined` or `Named` accepts, in Markdown."""
+    """Returns the values that a `Range`, `Interval`, `OneOf` or `Named` accepts, in Markdown."""
     if hasattr(metadata, "choices"):
-        own = " or `MODULE:NAME`" if hasattr(metadata, "find") else " joined by `+`" * hasattr(metadata, "split")
-        return " ".join(f"`{choice}`" for choice in metadata.choices) + own
+        others = f" or {metadata.form}" if hasattr(metadata, "form") else ""
+        return " ".join(f"`{choice}`" for choice in metadata.choices) + others
     if hasattr(metadata, "text"):
         return f"`{metadata.text}`"
     return f"≥ {metadata.least}"

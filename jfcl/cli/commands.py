@@ -105,9 +105,9 @@ def _flags(args: argparse.Namespace, method: str | None) -> dict[str, Any]:
 
 
 def _arguments(function: Callable, args: argparse.Namespace) -> dict[str, Any]:
-    """Returns the keyword arguments of `run` or `run_sweep` that have flags."""
+    """Returns the keyword arguments of a function that have flags."""
     arguments = {name: getattr(args, name) for name in options_of(function) if hasattr(args, name)}
-    return arguments | {"progress": not args.quiet}
+    return arguments | ({"progress": not args.quiet} if "progress" in options_of(function) else {})
 
 
 def command_run(args: argparse.Namespace, console: Console) -> None:
@@ -148,7 +148,7 @@ def command_plan(args: argparse.Namespace, console: Console) -> None:
     targets.only_compile()
     with _bar("compiling for a target", args.quiet) as advance:
         tick = lambda what, total: advance(f"compiled {what}", total)  # noqa: E731
-        planned = plan.plan_run(config, args.chip, data_dir=args.data_dir, out=args.out, tick=tick)
+        planned = plan.plan_run(config, args.chip, **_arguments(plan.plan_run, args), tick=tick)
     for table in tables.plan_tables(planned, config):
         console.print(table, "")
     console.print(
@@ -193,13 +193,13 @@ def command_sweep(args: argparse.Namespace, console: Console) -> None:
 def command_shifts(args: argparse.Namespace, console: Console) -> None:
     """`jfcl shifts`."""
     lists = {"methods": str, "shifts": str, "datasets": str, "strengths": float, "wrong_k": int}
-    options = {name: getattr(args, name) for name in options_of(shifts) if hasattr(args, name)}
+    options = _arguments(shifts, args)
     for name, kind in lists.items():
         if getattr(args, name) is not None:
             texts = [text for text in ",".join(getattr(args, name)).split(",") if text] or [""]
             options[name] = [_read(name, kind, text) for text in texts]
     _check_out(args.out)
-    result = shifts(**options, progress=not args.quiet)
+    result = shifts(**options)
     cost = f"{result.programs} programs compiled, {result.training:.0%} of the time in training and evaluation"
     console.print(f"{result.done} of {result.cells} cells in {result.seconds:.0f} s, {cost}")
     console.print(f"kept in {result.folder}: {', '.join(RANKING_FILES)}")
@@ -244,11 +244,11 @@ def _print_summary(config: Config, summary: dict[str, Any], out: str | None, con
 def command_compare(args: argparse.Namespace, console: Console) -> None:
     """`jfcl compare`."""
     _check_out(args.out)
-    _compare(args.runs, args.out, console, latex=args.latex, pdf=args.pdf, svg=args.svg)
+    _compare(args.runs, console, **_arguments(comparison.compare, args))
 
 
-def _compare(paths: list[str], out: str | None, console: Console, **formats: bool) -> None:
-    """Prints a comparison of finished runs, and writes its files, also in these `formats`, into the folder `out`."""
+def _compare(paths: list[str], console: Console, **options: Any) -> None:
+    """Prints a comparison of finished runs, and writes its files; `options` are those of `write_comparison`."""
     runs = comparison.read_runs(paths)
     # The table, and the differences that it does not show.
     summaries = {name: run.summary for name, run in runs.items()}
@@ -260,7 +260,7 @@ def _compare(paths: list[str], out: str | None, console: Console, **formats: boo
     for note in [*comparison.results_notes(summaries), *unknown]:
         console.print(f"note: {note}")
     # The files.
-    files = comparison.write_comparison(runs, out, **formats)
+    files = comparison.write_comparison(runs, **options)
     console.print(f"kept: {', '.join(map(str, files))}")
 
 
@@ -307,7 +307,7 @@ def command_demo(args: argparse.Namespace, console: Console) -> None:
     )
     for config in configs:
         run(config, out=out / config.method, progress=True)
-    _compare([str(out / method) for method in DEMO], str(out / "compare"), console)
+    _compare([str(out / method) for method in DEMO], console, out=out / "compare")
     console.print(f"IFCA, client by client: {out / 'ifca' / 'plots' / 'clusters.png'}")
 
 

@@ -68,15 +68,16 @@ class OneOf(NamedTuple):
         check_choice(name, value, self.choices)
 
 
-class Joined(NamedTuple):
-    """The names in `choices`, also several with "+" between them; `parse` raises `ValueError` for others."""
+class Named(NamedTuple):
+    """The names in `choices`, and other texts, of which `form` says what they are; `find` raises `ValueError`."""
 
     choices: Collection[str]
-    parse: Callable[[str], Any]
+    find: Callable[[str], Any]
+    form: str = "`MODULE:NAME`"
 
     def check(self, name: str, value: Any) -> None:
-        """Raises `ValueError` for an unknown name, and for names that do not fit together."""
-        self.parse(value)
+        """Raises `ValueError` for an unknown name, and for what does not fit."""
+        self.find(value)
 
 
 class Search(NamedTuple):

@@ -20,7 +20,7 @@ import optax
 
 from jfcl import mapping
 from jfcl.core import Algorithm, Clients, Task, aligned_zeros, check, check_choice, check_count
-from jfcl.core.options import Interval, Range, options_of
+from jfcl.core.options import Interval, Range, check_options
 from jfcl.experiments.lookup import find_method, is_import_path, required
 from jfcl.mapping import memory
 from jfcl.models import LANGUAGE_MODELS, MODELS, classification
@@ -170,8 +170,7 @@ def sweep(
                 check(not missing, "method", value, f"one that has a default for {', '.join(missing)}")
             else:
                 check_choice(argument.removesuffix("s"), value, accepted)
-    for name, option in options_of(sweep).items():
-        option.check(settings[name])
+    check_options(sweep, settings)
     enough = "ifca" not in methods or clusters <= min(clients)
     check(enough, "clusters", clusters, f"at most the {min(clients)} clients there are, for ifca")
     for model in models:

@@ -59,7 +59,7 @@ def compare(
       >>> [file.name for file in compare([folder], latex=True, pdf=True)][2:]
       ['results.csv', 'results.tex', 'accuracy.pdf', 'methods.pdf']
     """
-    return write_comparison(read_runs(runs), out, latex=latex, pdf=pdf, svg=svg)
+    return write_comparison(read_runs(runs), out=out, latex=latex, pdf=pdf, svg=svg)
 
 
 def read_runs(folders: Sequence[str | Path]) -> dict[str, Results]:
@@ -68,7 +68,7 @@ def read_runs(folders: Sequence[str | Path]) -> dict[str, Results]:
 
 
 def write_comparison(
-    runs: dict[str, Results], out: str | Path | None, *, latex: bool = False, pdf: bool = False, svg: bool = False
+    runs: dict[str, Results], *, out: str | Path | None, latex: bool = False, pdf: bool = False, svg: bool = False
 ) -> list[Path]:
     """Writes the files of `compare` into `out`, or a new folder beside the first run, and returns them."""
     out = Path(out) if out else beside(next(iter(runs.values())).folder, "compare")

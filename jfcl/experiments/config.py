@@ -245,11 +245,6 @@ def _of_population(config: Config) -> Rules:
 def _of_data(config: Config) -> Rules:
     for name in () if is_file(config.dataset) else ("by", "target", "inputs", "kind"):
         yield getattr(config, name) is None, name, "left out unless --dataset is a table, as FILE.csv"
-    differ = config.heterogeneity != "none"
-    yield differ or config.strength == 1, "strength", "left out with --heterogeneity none"
-    yield differ or config.mixture is None, "mixture", "left out with --heterogeneity none"
-    both = config.mixture is None or config.newcomer_examples is None
-    yield both, "newcomer_examples", "left out with --mixture"
     if config.drift is not None:
         options = {"num_steps": config.drift_steps, "num_clusters": config.clusters}
         with renamed({"num_steps": "drift_steps", "num_clients": "clients", "num_clusters": "clusters"}):

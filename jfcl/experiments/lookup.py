@@ -18,7 +18,7 @@ import traceback
 from collections.abc import Callable, Collection
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import flax.linen as nn
 
@@ -41,17 +41,6 @@ METRICS = {metric.__name__: metric for metric in (metrics.macro_f1, metrics.auc,
 OF_FACTORIES = ("client_axis", "num_clusters", "cluster")
 OF_ATTACKS = {"updates": ["key", "updates", "malicious", "usable"], "data": ["rng", "x", "y", "num_classes"]}
 OF_AGGREGATORS = ("num_malicious", "radius", "bucket_size", "key", "trusted")
-
-
-class Named(NamedTuple):
-    """The names in `choices`, and those of the form `MODULE:NAME`; `find` raises `ValueError` for others."""
-
-    choices: Collection[str]
-    find: Callable[[str], Any]
-
-    def check(self, name: str, value: str) -> None:
-        """Raises `ValueError` for an unknown name, and for what does not fit."""
-        self.find(value)
 
 
 def is_import_path(name: Any) -> bool:

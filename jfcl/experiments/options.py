@@ -11,11 +11,11 @@ import inspect
 from typing import Annotated, Literal
 
 from jfcl import data, models
-from jfcl.core.options import MOST_REPEATED, Interval, Joined, Needs, OneOf, Option, Range, Real, Search, options_of
+from jfcl.core.options import MOST_REPEATED, Interval, Named, Needs, OneOf, Option, Range, Real, Search, options_of
 from jfcl.data.heterogeneity import shifts_of
 from jfcl.data.targets import KINDS
 from jfcl.experiments import lookup
-from jfcl.experiments.lookup import Named, find_method, is_import_path
+from jfcl.experiments.lookup import find_method, is_import_path
 from jfcl.experiments.optimizers import OPTIMIZERS, SCHEDULES, SERVER_OPTIMIZERS
 from jfcl.methods import METHODS
 from jfcl.robust import attacks
@@ -97,7 +97,7 @@ class Data:
     target: str | None = None
     inputs: str | None = None
     kind: Annotated[str | None, OneOf(KINDS)] = None
-    heterogeneity: Annotated[str, Joined(data.HETEROGENEITY, shifts_of)] = "rotation"
+    heterogeneity: Annotated[str, Named(data.HETEROGENEITY, shifts_of, "several joined by `+`")] = "rotation"
     strength: Annotated[float, Interval("[0, 1]")] = 1.0
     mixture: Annotated[float | None, Interval("(0, inf)")] = None
     clients: Count = 40

@@ -73,10 +73,6 @@ class Results(NamedTuple):
         seeds = self.clients.get("seed", ())
         return {name: values[seeds == seeds[0]] for name, values in self.clients.items()}
 
-    def has(self, name: str) -> bool:
-        """Returns whether a file is one of the results of a run that is finished."""
-        return self.is_finished and name in self.summary["files"]
-
     def read_picture(self, name: str) -> bytes | None:
         """Returns `plots/NAME.png` as the run has left it, or None."""
         try:
@@ -88,7 +84,7 @@ class Results(NamedTuple):
     def tree(self) -> ModuleType | None:
         """The module that reads `tree.npz`, the splits of the first seed's clusters; None for a run without them."""
         method = METHODS.get(self.config.get("method"))  # None: of a user
-        return method.tree if method and self.has("tree.npz") else None
+        return method.tree if method and self.is_finished and "tree.npz" in self.summary["files"] else None
 
 
 def read_results(folder: str | Path, records: list[dict[str, Any]] | None = None) -> Results:

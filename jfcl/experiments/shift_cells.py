@@ -148,16 +148,8 @@ def options_of_cell(cell: Cell, setting: dict[str, Any]) -> dict[str, Any]:
 def run_cell(cell: Cell, setting: dict[str, Any], data_dir: str | None) -> dict[str, Any]:
     """Tunes the method of a cell, runs it with fresh seeds, and returns the content of the cell's file."""
     began, before = time.perf_counter(), count_programs()
-    result = {
-        "cell": dataclasses.asdict(cell),
-        "status": "ok",
-        "reason": "",
-        "command": "",
-        "tuned": {},
-        "trials": [],
-        "runs": [],
-    }
-    result["default"] = {"accuracy": None}
+    result = {"cell": dataclasses.asdict(cell), "status": "ok", "reason": "", "command": "", "tuned": {}}
+    result |= {"trials": [], "runs": [], "default": {"accuracy": None}}
     try:
         options = options_of_cell(cell, setting)
         result["command"] = command_of(Config(cell.method, **options, seed=0))

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from flax.traverse_util import flatten_dict
 
 from jfcl._version import __version__
 from jfcl.analysis import plots, ranking
@@ -80,12 +81,8 @@ def _heat(
         best = max((c[column].accuracy for c in rows.values() if column in c and c[column].can_be_best), default=0.0)
         for line, cells in zip(lines, rows.values(), strict=True):
             line.append(_shown(cells[column], best, base or {}) if column in cells else Link("–"))
-    return Table(name, ["method", *(head for _, head in heads.values())], lines, caption, "heat", _groups(heads))
-
-
-def _groups(heads: dict[Any, tuple[str, str]]) -> list[tuple[str, int]]:
-    """Returns the heads of groups of columns, with the number of their columns."""
-    return [*Counter(group for group, _ in heads.values()).items()]
+    groups = [*Counter(group for group, _ in heads.values()).items()]
+    return Table(name, ["method", *(head for _, head in heads.values())], lines, caption, "heat", groups)
 
 
 def _shown(cell: Result, best: float, base: dict[str, Result]) -> Link:
@@ -315,7 +312,7 @@ def page_of(cells: Sequence[Result], ranked: Sequence[Ranks], settings: dict[str
         trials=_several({len(cell.trials) for cell in cells if cell.trials}, "trial"),
         has_energy=any(run["joules"] is not None for cell in cells for run in cell.runs),
         by_method={method: [c for c in cells if c.method == method] for method in sorted({c.method for c in cells})},
-        settings=_flat(settings.pop("setting", {}) | settings),
+        settings=_flat(settings),
     )
     return f"{page}\n".encode(errors="replace")
 
@@ -326,15 +323,11 @@ def _several(values: set[int], noun: str) -> str:
     return f"{text} {noun}{'' if text == '1' else 's'}"
 
 
-def _flat(settings: dict[str, Any], before: str = "") -> dict[str, Any]:
-    """Returns settings without those inside others, which get both names."""
-    flat: dict[str, Any] = {}
-    for name, value in settings.items():
-        if isinstance(value, dict):
-            flat |= _flat(value, f"{before}{name} ")
-        elif name not in ("format", "sha256"):
-            flat[before + name] = ", ".join(map(str, value)) if isinstance(value, list) else value
-    return flat
+def _flat(settings: dict[str, Any]) -> dict[str, Any]:
+    """Returns settings without those inside others, which get both names, and with lists as texts."""
+    others = {name: value for name, value in settings.items() if name not in ("format", "setting", "sha256")}
+    flat = flatten_dict(settings.get("setting", {}) | others, sep=" ")
+    return {name: ", ".join(map(str, value)) if isinstance(value, list) else value for name, value in flat.items()}
 
 
 def _tex(ranks: Ranks) -> list[str]:
