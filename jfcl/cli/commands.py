@@ -76,7 +76,7 @@ def _find_devices(args: argparse.Namespace, config: Config) -> None:
     if args.coordinator is not None:
         if args.process_id is not None:  # jax ends a process without a word of ours where two have the same number
             text = f"process {args.process_id} of {args.num_processes}, each with its own --process-id, connects"
-            Console(stderr=True, quiet=args.quiet).print(text)
+            Console(stderr=True, quiet=not args.progress).print(text)
         hosts.connect(args.coordinator, args.num_processes, args.process_id, args.connect_seconds)
     elif args.num_processes is not None or args.process_id is not None:
         raise ValueError("coordinator must be given with --num-processes and --process-id, got None")
@@ -106,8 +106,7 @@ def _flags(args: argparse.Namespace, method: str | None) -> dict[str, Any]:
 
 def _arguments(function: Callable, args: argparse.Namespace) -> dict[str, Any]:
     """Returns the keyword arguments of a function that have flags."""
-    arguments = {name: getattr(args, name) for name in options_of(function) if hasattr(args, name)}
-    return arguments | ({"progress": not args.quiet} if "progress" in options_of(function) else {})
+    return {name: getattr(args, name) for name in options_of(function) if hasattr(args, name)}
 
 
 def command_run(args: argparse.Namespace, console: Console) -> None:
@@ -133,9 +132,9 @@ def command_run(args: argparse.Namespace, console: Console) -> None:
 
 
 @contextlib.contextmanager
-def _bar(begin: str, quiet: bool) -> Iterator[Callable[[str, int], None]]:
+def _bar(begin: str, progress: bool) -> Iterator[Callable[[str, int], None]]:
     """Shows a progress bar; yields `(description, number of all steps) -> None`, which moves it by one step."""
-    with progress_bar(not quiet, TimeElapsedColumn()) as bar:
+    with progress_bar(progress, TimeElapsedColumn()) as bar:
         task = bar.add_task(begin, total=None)
         yield lambda what, total: bar.update(task, description=what, total=total, advance=1)
 
@@ -146,7 +145,7 @@ def command_plan(args: argparse.Namespace, console: Console) -> None:
     _check_out(args.out)
     check(args.out is None or not Path(args.out, "config.json").exists(), "out", args.out, "a folder without a run")
     targets.only_compile()
-    with _bar("compiling for a target", args.quiet) as advance:
+    with _bar("compiling for a target", args.progress) as advance:
         tick = lambda what, total: advance(f"compiled {what}", total)  # noqa: E731
         planned = plan.plan_run(config, args.chip, **_arguments(plan.plan_run, args), tick=tick)
     for table in tables.plan_tables(planned, config):
@@ -284,7 +283,7 @@ def command_bench(args: argparse.Namespace, console: Console) -> None:
     _start_devices(args.devices)
     parameters = inspect.signature(bench.sweep).parameters
     options = {name: value for name, value in vars(args).items() if name in parameters and value is not None}
-    with _bar("rounds", args.quiet) as tick:
+    with _bar("rounds", args.progress) as tick:
         benchmark = bench.sweep(**options, tick=tick)
     console.print(tables.bench_table(benchmark))
     console.print(f"on {benchmark['device']}")

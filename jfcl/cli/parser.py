@@ -47,6 +47,7 @@ COMMANDS = {  # the first three have the options of a run
     "demo": "IFCA against FedAvg, local training and the oracle on rotated digits",
 }
 OF_RUNS = ("run", "plan", "sweep")
+WITH_BAR = (*OF_RUNS, "shifts", "bench")
 PLAIN = {"formatter_class": argparse.RawDescriptionHelpFormatter, "allow_abbrev": False}
 METAVARS = {int: "N", float: "X", str: "NAME"}
 METAVARS |= {"out": "DIR", "data_dir": "DIR", "config": "FILE", "coordinator": "HOST:PORT"}
@@ -58,11 +59,9 @@ class Common:
 
     Attributes:
       config: TOML file (or a run's config.json) with the names above; flags override it.
-      quiet: no progress bar.
     """
 
     config: str | None = None
-    quiet: bool = False
 
 
 class Processes:
@@ -81,28 +80,16 @@ class Processes:
     connect_seconds: Annotated[float, Interval("(0, inf)")] = hosts.TIMEOUT
 
 
-class Quiet:
-    """An option of `jfcl shifts` that is no argument of its function.
-
-    Attributes:
-      quiet: no progress bar.
-    """
-
-    quiet: bool = False
-
-
 class Bench:
     """Options of `jfcl bench` that are no arguments of `bench.sweep`.
 
     Attributes:
       devices: divide the CPU into this number of devices; see 'sharded(chunked(1))' among the mappings.
       out: folder for results.
-      quiet: no progress bar.
     """
 
     devices: Annotated[int | None, Range(1)] = None
     out: str = "runs/bench"
-    quiet: bool = False
 
 
 class Demo:
@@ -129,7 +116,7 @@ ARGUMENTS: dict[str, list[tuple[str, Callable]]] = {
     ],
     "plan": [("Files", plan_run), ("Files", Common)],
     "sweep": [("Sweep", run_sweep), ("Files", Common)],
-    "shifts": [("Ranking", shifts), ("Ranking", Quiet)],
+    "shifts": [("Ranking", shifts)],
     "compare": [("Files", compare)],
     "report": [("Files", report)],
     "bench": [("Measurement", Bench), ("Setting", bench.sweep)],
@@ -313,6 +300,9 @@ def _add_others(parser: argparse.ArgumentParser, command: str) -> None:
     for title, declaration in ARGUMENTS.get(command, ()):
         groups[title] = groups.get(title) or parser.add_argument_group(title)
         _add(groups[title], flags_of(declaration), has_default=True)
+    if command in WITH_BAR:
+        group = groups.get("Files") or next(iter(groups.values()))
+        group.add_argument("--quiet", dest="progress", action="store_false", help="no progress bar")
     for name, arity, kind, metavar, text in LISTS.get(command, ()):
         several = {"action": "append"} if arity == "append" else {"nargs": arity}
         next(iter(groups.values()), parser).add_argument(name, type=kind, metavar=metavar, help=text, **several)
