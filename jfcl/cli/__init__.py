@@ -15,6 +15,7 @@ import jax
 from rich.console import Console
 from rich.text import Text
 
+from jfcl.cli.commands import run_command
 from jfcl.cli.parser import parse
 from jfcl.core.texts import printable
 from jfcl.mapping import hosts
@@ -64,8 +65,6 @@ def _main(argv: list[str], console: Console, errors: Console) -> int:
         args = parse(argv)
         if args is None:
             return 0
-        from jfcl.cli.commands import run_command  # not for help, which needs less of the library
-
         if args.command not in ("bench", "plan"):  # what bench measures; what cannot be read back without the target
             _compilation_cache()
         run_command(args, console)

@@ -10,7 +10,7 @@ import os
 import shlex
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import jax
 from rich.console import Console
@@ -20,7 +20,7 @@ from jfcl import mapping
 from jfcl.analysis import plots
 from jfcl.cli import tables
 from jfcl.core import check, check_choice, platform
-from jfcl.core.options import options_of
+from jfcl.core.options import Range, options_of
 from jfcl.experiments import bench, comparison, plan, report, run, sweeps, trackers
 from jfcl.experiments.config import Config, default_precision, read_config
 from jfcl.experiments.options import all_options
@@ -110,7 +110,7 @@ def _arguments(function: Callable, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def command_run(args: argparse.Namespace, console: Console) -> None:
-    """`jfcl run`."""
+    """Runs one method and keeps its results in a folder."""
     config = Config(**given_options(args))
     _check_out(args.out)
     names = args.track or []
@@ -140,7 +140,7 @@ def _bar(begin: str, progress: bool) -> Iterator[Callable[[str, int], None]]:
 
 
 def command_plan(args: argparse.Namespace, console: Console) -> None:
-    """`jfcl plan`."""
+    """Compiles a run for a TPU or GPU that you do not have: does it fit, and how long may a round take."""
     config = Config(**given_options(args))
     _check_out(args.out)
     check(args.out is None or not Path(args.out, "config.json").exists(), "out", args.out, "a folder without a run")
@@ -162,7 +162,7 @@ def command_plan(args: argparse.Namespace, console: Console) -> None:
 
 
 def command_sweep(args: argparse.Namespace, console: Console) -> None:
-    """`jfcl sweep`."""
+    """Runs one method with all combinations of some options, and chooses the best on held-out examples."""
     # Read and check the options.
     options = given_options(args)
     method = options["method"]
@@ -190,7 +190,7 @@ def command_sweep(args: argparse.Namespace, console: Console) -> None:
 
 
 def command_shifts(args: argparse.Namespace, console: Console) -> None:
-    """`jfcl shifts`."""
+    """Ranks methods, each tuned with the same budget on every shift: which method for which shift, at what cost."""
     lists = {"methods": str, "shifts": str, "datasets": str, "strengths": float, "wrong_k": int}
     options = _arguments(shifts, args)
     for name, kind in lists.items():
@@ -241,7 +241,7 @@ def _print_summary(config: Config, summary: dict[str, Any], out: str | None, con
 
 
 def command_compare(args: argparse.Namespace, console: Console) -> None:
-    """`jfcl compare`."""
+    """Compares finished runs side by side, in a table and plots."""
     _check_out(args.out)
     _compare(args.runs, console, **_arguments(comparison.compare, args))
 
@@ -264,39 +264,58 @@ def _compare(paths: list[str], console: Console, **options: Any) -> None:
 
 
 def command_report(args: argparse.Namespace, console: Console) -> None:
-    """`jfcl report`."""
+    """Writes one page of HTML on a run, or on several side by side; also on unfinished ones."""
     _check_out(args.out and str(Path(args.out).parent))
     console.print(f"kept in {report(args.runs, out=args.out)}", soft_wrap=True)
 
 
 def command_list(args: argparse.Namespace, console: Console) -> None:
-    """`jfcl list`."""
+    """Lists methods, data sets, models, ... in one line each."""
     if args.what is not None:
         check_choice("list", args.what, tables.lists())
     for table in tables.list_tables(tables.lists() if args.what is None else [args.what]):
         console.print(table, "")
 
 
-def command_bench(args: argparse.Namespace, console: Console) -> None:
-    """`jfcl bench`."""
-    out = _unused(args.out)
-    _start_devices(args.devices)
+def command_bench(
+    args: argparse.Namespace,
+    console: Console,
+    *,
+    devices: Annotated[int | None, Range(1)] = None,
+    out: str = "runs/bench",
+) -> None:
+    """Measures rounds on this machine: method x model x mapping x number of clients.
+
+    Args:
+      devices: divide the CPU into this number of devices; see 'sharded(chunked(1))' among the mappings.
+      out: folder for results.
+    """
+    folder = _unused(out)
+    _start_devices(devices)
     parameters = inspect.signature(bench.sweep).parameters
     options = {name: value for name, value in vars(args).items() if name in parameters and value is not None}
     with _bar("rounds", args.progress) as tick:
         benchmark = bench.sweep(**options, tick=tick)
     console.print(tables.bench_table(benchmark))
     console.print(f"on {benchmark['device']}")
-    out.mkdir(parents=True)
-    write_json(out / "bench.json", benchmark)
-    plots.save(plots.throughput(benchmark["rows"]), out / "throughput.png")
-    console.print(f"kept in {out}: bench.json, throughput.png")
+    folder.mkdir(parents=True)
+    write_json(folder / "bench.json", benchmark)
+    plots.save(plots.throughput(benchmark["rows"]), folder / "throughput.png")
+    console.print(f"kept in {folder}: bench.json, throughput.png")
 
 
-def command_demo(args: argparse.Namespace, console: Console) -> None:
-    """`jfcl demo`: the main example of the README."""
-    out = _unused(args.out)
-    common = {"seeds": args.seeds, "rounds": args.rounds, "eval_every": 2}
+def command_demo(
+    args: argparse.Namespace, console: Console, *, out: str = "runs/demo", seeds: int = 5, rounds: int = 100
+) -> None:
+    """Runs IFCA against FedAvg, local training and the oracle on rotated digits.
+
+    Args:
+      out: folder for results.
+      seeds: number of seeds.
+      rounds: rounds of each method.
+    """
+    folder = _unused(out)
+    common = {"seeds": seeds, "rounds": rounds, "eval_every": 2}
     configs = [Config(method, **common, **options) for method, options in DEMO.items()]
     _start_devices(None, mapping.num_cores())
     console.print(
@@ -305,12 +324,12 @@ def command_demo(args: argparse.Namespace, console: Console) -> None:
         "classifies the test digits of every client best?\n"
     )
     for config in configs:
-        run(config, out=out / config.method, progress=True)
-    _compare([str(out / method) for method in DEMO], console, out=out / "compare")
-    console.print(f"IFCA, client by client: {out / 'ifca' / 'plots' / 'clusters.png'}")
+        run(config, out=folder / config.method, progress=True)
+    _compare([str(folder / method) for method in DEMO], console, out=folder / "compare")
+    console.print(f"IFCA, client by client: {folder / 'ifca' / 'plots' / 'clusters.png'}")
 
 
-COMMANDS = {
+COMMANDS = {  # the docstrings are their help, keyword arguments are flags; the first three have the options of a run
     "run": command_run,
     "plan": command_plan,
     "sweep": command_sweep,
@@ -327,4 +346,5 @@ def run_command(args: argparse.Namespace, console: Console) -> None:
     """Runs the command of `args`."""
     data_dir = getattr(args, "data_dir", None)
     check(data_dir is None or not Path(data_dir).is_file(), "data_dir", data_dir, "a folder, and not a file")
-    COMMANDS[args.command](args, console)
+    command = COMMANDS[args.command]
+    command(args, console, **_arguments(command, args))

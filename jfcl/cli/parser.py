@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from jfcl._version import __version__
+from jfcl.cli.commands import COMMANDS
 from jfcl.core import check_choice
 from jfcl.core.names import flag_of, note_on, option_hint
-from jfcl.core.options import Interval, OneOf, Option, Range, first_sentence, is_text, options_of
+from jfcl.core.options import Interval, OneOf, Option, first_sentence, is_text, options_of
 from jfcl.experiments import bench, compare, report, run, run_sweep, shifts
 from jfcl.experiments.config import check_method_takes, read_config
 from jfcl.experiments.lookup import find_method, is_import_path
@@ -35,17 +36,6 @@ EXAMPLES = """examples:
   jfcl run ifca --config experiment.toml --lr 0.05 --out runs/x        flags override the file
   jfcl run ifca --config runs/x/config.json --out runs/x --resume      continue a run that was stopped
 """
-COMMANDS = {  # the first three have the options of a run
-    "run": "run one method and keep its results in a folder",
-    "plan": "compile a run for a TPU or GPU that you do not have: does it fit, and how long may a round take",
-    "sweep": "run one method with all combinations of some options, and choose the best on held-out examples",
-    "shifts": "every method on every shift, tuned with the same budget: which method for which shift, at what cost",
-    "compare": "table and plots of finished runs side by side",
-    "report": "one page of HTML on a run, or on several side by side; also unfinished ones",
-    "list": "methods, data sets, models, ... in one line each",
-    "bench": "speed of rounds on this machine: method x model x mapping x number of clients",
-    "demo": "IFCA against FedAvg, local training and the oracle on rotated digits",
-}
 OF_RUNS = ("run", "plan", "sweep")
 WITH_BAR = (*OF_RUNS, "shifts", "bench")
 PLAIN = {"formatter_class": argparse.RawDescriptionHelpFormatter, "allow_abbrev": False}
@@ -80,32 +70,6 @@ class Processes:
     connect_seconds: Annotated[float, Interval("(0, inf)")] = hosts.TIMEOUT
 
 
-class Bench:
-    """Options of `jfcl bench` that are no arguments of `bench.sweep`.
-
-    Attributes:
-      devices: divide the CPU into this number of devices; see 'sharded(chunked(1))' among the mappings.
-      out: folder for results.
-    """
-
-    devices: Annotated[int | None, Range(1)] = None
-    out: str = "runs/bench"
-
-
-class Demo:
-    """Options of `jfcl demo`.
-
-    Attributes:
-      out: folder for results.
-      seeds: number of seeds.
-      rounds: rounds of each method.
-    """
-
-    out: str = "runs/demo"
-    seeds: int = 5
-    rounds: int = 100
-
-
 # The flags of a command beside the options of a run, by the titles of their groups: those of the keyword arguments of
 # its function, or of the attributes of a class.
 ARGUMENTS: dict[str, list[tuple[str, Callable]]] = {
@@ -119,8 +83,8 @@ ARGUMENTS: dict[str, list[tuple[str, Callable]]] = {
     "shifts": [("Ranking", shifts)],
     "compare": [("Files", compare)],
     "report": [("Files", report)],
-    "bench": [("Measurement", Bench), ("Setting", bench.sweep)],
-    "demo": [("Demo", Demo)],
+    "bench": [("Measurement", COMMANDS["bench"]), ("Setting", bench.sweep)],
+    "demo": [("Demo", COMMANDS["demo"])],
 }
 _FOLDERS = "folders written by 'jfcl run --out' or jfcl.simulate(out=)"
 _TRACKED = f"send the records to {', '.join(TRACKERS)}; may be given several times"
@@ -204,19 +168,20 @@ def parser_of(command: str, method: str | None = None) -> Parser:
     """Returns the parser of a command; of a run, with the options of a method, or of all of them."""
     if command in OF_RUNS:
         return _of_runs(command, method)
-    parser = Parser(prog=f"jfcl {command}", description=_sentence(COMMANDS[command]), **PLAIN)
+    parser = Parser(prog=f"jfcl {command}", description=_text_of(command), **PLAIN)
     _add_others(parser, command)
     return parser
 
 
-def _sentence(text: str) -> str:
-    return f"{text[0].upper()}{text[1:]}."
+def _text_of(command: str) -> str:
+    """Returns what a command does."""
+    return (COMMANDS[command].__doc__ or "").split("\n")[0]
 
 
 def overview() -> str:
     """Returns the text of `jfcl --help`."""
     description = "Simulate clustered federated learning: many clients, hidden clusters, one model per cluster."
-    lines = [f"  {name:<9} {text}" for name, text in COMMANDS.items()]
+    lines = [f"  {command:<9} {_text_of(command)}" for command in COMMANDS]
     return "\n".join(["usage: jfcl COMMAND [options]", "", description, "", "commands:", *lines, "", EXAMPLES])
 
 
@@ -238,8 +203,10 @@ def _method(args: list[str]) -> str | None:
 
 def _of_runs(command: str, method: str | None) -> Parser:
     """Returns the parser of `run`, `plan` or `sweep`, with the options of a method, or of all of them."""
-    description = _sentence(COMMANDS[command] if method is None else find_method(method).summary)
-    description += "" if method is None else "\n\nAn option that is left out has the value in brackets."
+    description = _text_of(command)
+    if method is not None:
+        summary = find_method(method).summary
+        description = f"{summary[0].upper()}{summary[1:]}.\n\nAn option that is left out has the value in brackets."
     usage = f"jfcl {command} {method or 'METHOD'} [options]"
     parser = Parser(prog=f"jfcl {command}", usage=usage, description=description, **PLAIN)
     parser.method = method
