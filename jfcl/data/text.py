@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
 import re
-import sys
 from collections import Counter
 
 import jax
@@ -48,46 +48,22 @@ def tokenize(dataset: Dataset, *, vocab_size: int = 10_000, length: int = 32) ->
     check_count("length", length, least=1 if dataset.tokens == "words" else 2)
     check(dataset.train["x"].dtype.kind in "UO", "dataset", dataset.train["x"].dtype, "a data set of strings")
     parts = {name: part for name, part in [("train", dataset.train), ("test", dataset.test)] if part is not None}
-    if dataset.tokens == "characters":
-        return _of_characters(dataset, parts, vocab_size, length)
-    tokens = {name: [_WORD.findall(str(text).lower()) for text in part["x"]] for name, part in parts.items()}
-    count = Counter(word for text in tokens["train"] for word in text)
-    common = sorted(count, key=lambda word: (-count[word], word))[: vocab_size - 2]
-    vocabulary = ["<pad>", "<unknown>", *common]
-    ids = {word: i + 2 for i, word in enumerate(common)}
-    encoded = {}
+    cut = str if dataset.tokens == "characters" else lambda text: _WORD.findall(str(text).lower())
+    tokens = {name: list(map(cut, part["x"])) for name, part in parts.items()}
+    count = Counter(itertools.chain.from_iterable(tokens["train"]))
+    common = sorted(count, key=lambda token: (-count[token], token))[: vocab_size - 2]
+    ids = {token: i + 2 for i, token in enumerate(common)}
+    encoded, writer = {}, None if dataset.writer is None else dict(dataset.writer)
     for name, part in parts.items():
-        x = aligned_zeros((len(part["x"]), length), np.int32)  # of PAD
-        for row, words in zip(x, tokens[name], strict=True):
-            row[: len(words)] = [ids.get(word, UNKNOWN) for word in words[:length]]
-        encoded[name] = part | {"x": x}
-    return dataset._replace(**encoded), vocabulary
-
-
-def _of_characters(
-    dataset: Dataset, parts: dict[str, dict[str, np.ndarray]], vocab_size: int, length: int
-) -> tuple[Dataset, list[str]]:
-    """Returns `tokenize` of characters: every text in rows that overlap by one character."""
-
-    def codes_of(texts) -> np.ndarray:
-        return np.frombuffer("".join(map(str, texts)).encode("utf-32-le", "surrogatepass"), np.uint32)
-
-    characters, counts = np.unique(codes_of(parts["train"]["x"]), return_counts=True)
-    common = characters[np.lexsort((characters, -counts))][: vocab_size - 2]
-    id_of = np.full(sys.maxunicode + 1, UNKNOWN, np.int32)
-    id_of[common] = np.arange(2, len(common) + 2)
-    encoded, writer = {}, None if dataset.writer is None else {}
-    for name, part in parts.items():
-        ids = np.append(id_of[codes_of(part["x"])], np.int32(PAD))
-        # Row r of a text begins at its character r (length - 1).
-        sizes = np.array([len(str(text)) for text in part["x"]])
-        ends, rows = np.cumsum(sizes), -(-np.maximum(sizes - 1, 0) // (length - 1))
-        text = np.repeat(np.arange(len(sizes)), rows)
-        nth = np.arange(len(text)) - (np.cumsum(rows) - rows)[text]
-        x = aligned_zeros((len(text), length), np.int32)
-        place = ((ends - sizes)[text] + nth * (length - 1))[:, None] + np.arange(length)
-        x[:] = ids[np.where(place < ends[text][:, None], place, len(ids) - 1)]
+        rows, text = [], []  # the tokens of each row, and the text that it is of
+        for i, of_text in enumerate(tokens[name]):
+            begins = [0] if dataset.tokens == "words" else range(0, len(of_text) - 1, length - 1)
+            rows += [of_text[begin : begin + length] for begin in begins]
+            text += [i] * len(begins)
+        x = aligned_zeros((len(rows), length), np.int32)  # of PAD
+        for out, row in zip(x, rows, strict=True):
+            out[: len(row)] = [ids.get(token, UNKNOWN) for token in row]
         encoded[name] = jax.tree.map(lambda values: np.asarray(values)[text], part | {"x": part["y"]}) | {"x": x}  # noqa: B023
         if writer is not None:
             writer[name] = dataset.writer[name][text]
-    return dataset._replace(**encoded, writer=writer), ["<pad>", "<unknown>", *map(chr, common)]
+    return dataset._replace(**encoded, writer=writer), ["<pad>", "<unknown>", *common]
