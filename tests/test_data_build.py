@@ -353,7 +353,7 @@ def spoiled(**changes):
         (lambda: spoiled(x=((3, 1, 1, 0), np.inf)), {}, "inputs: NaN or infinity"),
         (lambda: spoiled(y=(5, CLASSES)), {}, "labels must be in 0..3, got .0, 4."),
         (lambda: spoiled(y=(5, -1)), {}, "labels must be in 0..3, got .-1, 3."),
-        (lambda: tagged()._replace(train=np.ones(3)), {}, r"\(train\) must be a dict with arrays 'x' and 'y', .* got"),
+        (lambda: tagged()._replace(train=np.ones(3)), {}, r"\(train\) must be a dict with arrays 'x' and 'y', got"),
         (lambda: tagged()._replace(train={"x": np.ones(3)}), {}, "must be a dict with arrays .* got {'x': 'ndarray'}"),
         (lambda: tagged()._replace(writer={}), {}, r"\(train\): writer must be a dict with the writer ids"),
         (lambda: tagged()._replace(writer={"train": "abc"}), {}, r"\(train\): writer must be a vector of 240 integers"),
@@ -437,8 +437,8 @@ def test_what_may_be_a_map_is_not_left_behind(shape, tmp_path):
     ("change", "words"),
     [
         ({"w": np.ones(39)}, r"\['w'\] has 39 entries for 40 inputs; give one for each"),
-        ({"w": np.float32(1)}, r"\['w'\] must be an array of numbers"),
-        ({"w": np.array(["a"] * 40)}, r"\['w'\] must be an array of numbers"),
+        ({"w": np.float32(1)}, "w must be an array or a list with an entry for each example"),
+        ({"w": np.array(["a"] * 40)}, r"\['w'\] must be numbers"),
         ({"more": {"w": np.full(40, np.nan)}}, r"\['more'\]\['w'\]: NaN or infinity in 40"),
         (
             {"x": np.zeros((40, 3, 8, 8), np.float32)},
@@ -448,16 +448,16 @@ def test_what_may_be_a_map_is_not_left_behind(shape, tmp_path):
         ({"x": np.zeros((40, 64), np.uint8)}, r"images must be of floating-point numbers.*got .uint8 \[40, 64\]"),
         ({"x": np.zeros((40, 8), bool)}, "inputs must be numbers; .* got .bool"),
         ({"x": np.zeros((40, 0))}, "the shape of the inputs must be without a 0"),
-        ({"x": np.float32(3)}, "must be a dict with arrays .x. and .y., with an entry for each example"),
+        ({"x": np.float32(3)}, "x must be an array or a list with an entry for each example"),
         ({"x": np.full((40, 2), 1e39)}, "inputs must be of numbers that float32 holds"),
         ({"x": np.full((40, 2), 2**40)}, "inputs must be of numbers that int32 holds"),
         ({"x": np.arange(40) + 10**9}, "inputs must be of numbers that float32 tells apart"),
         ({"y": 1e9 + np.arange(40.0)}, "targets must be of numbers that float32 tells apart"),
-        ({"y": np.array(["a", "b"] * 20)}, "targets must be an array of numbers .*np.unique"),
+        ({"y": np.array(["a", "b"] * 20)}, "targets must be numbers; np.unique"),
         ({"y": np.array([0, "a"] * 20, object)}, "y: must hold numbers, arrays, images or texts, got 'a' in row 1"),
         ({"y": np.array([0, None] * 20, object)}, "y: 20 missing values, first in row 1"),
-        ({"y": np.arange(40).astype("datetime64[D]")}, "targets must be an array of numbers .* got 'datetime64"),
-        ({"y": np.ones(40) * 1j}, "targets must be an array of numbers .* got 'complex128"),
+        ({"y": np.arange(40).astype("datetime64[D]")}, "y must be numbers in the place of dates"),
+        ({"y": np.ones(40) * 1j}, "y: must hold numbers"),
         ({"w": np.arange(40) + 2**40}, r"\['w'\] must be of numbers that int32 holds"),
         *[({name: np.ma.array(np.ones(40, int), mask=[1] + [0] * 39)}, f"{name}: a masked array") for name in "xyw"],
         ({"more": {"w": np.ma.array(np.ones(40), mask=[1] + [0] * 39)}}, "more/w: a masked array"),
@@ -597,7 +597,7 @@ def test_remedies_for_too_few_examples_help(tmp_path):
     for make in (build, lambda *args, **options: jfcl.data.generate_store(tmp_path / "s", *args, **options)):
         for partition, option in [("dirichlet", "min_size"), ("label", "labels_per_client")]:
             options = {"num_clients": 20, "partition": partition, "examples_per_client": 3}
-            with pytest.raises(ValueError, match=f"{option} must be at most 3, the examples_per_client, got 4"):
+            with pytest.raises(ValueError, match=r"at most 15 \(60 examples, at least 4 a client\)"):
                 make(data, **options, **{option: 4})
 
 

@@ -101,7 +101,7 @@ class Pooled(NamedTuple):
 
 def pool_dataset(dataset: Dataset | str, rules: Rules, partitions: Iterable[str], data_dir: str | None) -> Pooled:
     """Checks the arguments that `build` and `generate_store` share, and splits the examples into two pools."""
-    heterogeneity, partition, size = rules.heterogeneity, rules.partition, rules.examples_per_client
+    heterogeneity, partition = rules.heterogeneity, rules.partition
     check_options(Rules, rules._asdict())
     names = shifts_of(heterogeneity)
     check(names or rules.strength == 1, "strength", rules.strength, "left out with 'none', which has no strength")
@@ -129,10 +129,6 @@ def pool_dataset(dataset: Dataset | str, rules: Rules, partitions: Iterable[str]
     for what in (partition, *names):
         fits = dataset.num_classes is not None or what not in (*OF_LABELS, *OF_CLASSES)
         check(fits, "dataset", dataset.name, f"a classification data set for {what!r}, which goes by single labels")
-    for option in ("min_size", "labels_per_client"):
-        value = getattr(rules, option)
-        fits = size is None or value <= size or option not in _arguments_of(partition)
-        check(fits, option, value, f"at most {size}, the examples_per_client")
     if partition == "distribution":
         table = as_distribution(rules.distribution, rules.num_clients, dataset.num_classes)
         rules = rules._replace(distribution=table)
@@ -157,10 +153,6 @@ def with_channels(dataset: Dataset, shifts: Iterable[str]) -> Dataset:
         return split | {"x": np.repeat(split["x"], 3, axis=-1)}
 
     return dataset._replace(train=widened(dataset.train), test=widened(dataset.test)) if "colour" in shifts else dataset
-
-
-def _arguments_of(partition: str) -> set[str]:
-    return set(inspect.signature(PARTITIONS[partition][0]).parameters)
 
 
 def _pools(dataset: Dataset, rules: Rules, kind: np.ndarray) -> tuple[Pool, Pool, str]:
@@ -270,7 +262,7 @@ def divide(pooled: Pooled, num_clients: int, group: int) -> list[np.ndarray]:
     accepted = f"at most {len(rows)}, the training examples of {pooled.dataset.name!r} for these clients"
     check(needed <= len(rows), "num_clients" + " times examples_per_client" * (size is not None), needed, accepted)
     options = {"examples_seed": (*stream, 1), **rules._asdict()}
-    options = {name: options[name] for name in _arguments_of(rules.partition) & options.keys()}
+    options = {name: options[name] for name in inspect.signature(partition).parameters if name in options}
     if size is not None and "examples_per_client" not in options:  # as many on average
         rows = rows[np.sort(rng.permutation(len(rows))[:needed])]
     parts = partition(train.kind[rows], **options | {"num_clients": num_clients, "seed": stream})
