@@ -1,7 +1,7 @@
 """Deep convolutional networks in the form for images of 32 x 32: ResNet-18 and MobileNet, with group or batch norm.
 
-A network with batch normalisation has an argument `train`, and keeps running statistics. One with group normalisation
-has neither, and is the usual choice where clients have few or skewed examples: a client's batch statistics are those of
+A network with batch normalisation keeps running statistics, and its argument `train` matters. One with group
+normalisation is the usual choice where clients have few or skewed examples: a client's batch statistics are those of
 its own labels.
 """
 
@@ -20,9 +20,9 @@ HE = nn.initializers.variance_scaling(2.0, "fan_out", "truncated_normal")
 Norm = Callable[[int], nn.Module]  # from a number of channels
 
 
-def group_norm(channels: int, groups: int = 32) -> nn.GroupNorm:
+def group_norm(train: bool) -> Norm:
     """Returns group normalisation in 32 groups, or in the largest number that divides both 32 and the channels."""
-    return nn.GroupNorm(math.gcd(groups, channels))
+    return lambda channels: nn.GroupNorm(math.gcd(32, channels))
 
 
 def batch_norm(train: bool) -> Norm:
@@ -52,17 +52,6 @@ class ResidualBlock(nn.Module):
         return nn.relu(out + x)
 
 
-def _resnet(x: jax.Array, width: int, stages: tuple[int, ...], num_outputs: int, norm: Norm) -> jax.Array:
-    """Returns the logits of a ResNet of basic blocks; its layers belong to the module that calls."""
-    x = nn.Conv(width, (3, 3), padding=1, use_bias=False, kernel_init=HE, conv_general_dilated=conv)(x)
-    x = nn.relu(norm(width)(x))
-    for stage, blocks in enumerate(stages):
-        for block in range(blocks):
-            stride = 2 if stage > 0 and block == 0 else 1
-            x = ResidualBlock(width * 2**stage, stride, norm)(x)
-    return nn.Dense(num_outputs)(x.mean(axis=(1, 2)))
-
-
 class ResNet(nn.Module):
     """A ResNet with group normalisation; by default ResNet-18 in its CIFAR form, 11.17 M parameters at 10 classes.
 
@@ -85,33 +74,27 @@ class ResNet(nn.Module):
     num_outputs: int
     width: int = 64
     stages: tuple[int, ...] = (2, 2, 2, 2)
+    norm = staticmethod(group_norm)
 
     @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
-        return _resnet(x, self.width, self.stages, self.num_outputs, group_norm)
+    def __call__(self, x: jax.Array, train: bool = False) -> jax.Array:
+        norm = self.norm(train)
+        x = nn.Conv(self.width, (3, 3), padding=1, use_bias=False, kernel_init=HE, conv_general_dilated=conv)(x)
+        x = nn.relu(norm(self.width)(x))
+        for stage, blocks in enumerate(self.stages):
+            for block in range(blocks):
+                stride = 2 if stage > 0 and block == 0 else 1
+                x = ResidualBlock(self.width * 2**stage, stride, norm)(x)
+        return nn.Dense(self.num_outputs)(x.mean(axis=(1, 2)))
 
 
 class ResNetBatchNorm(ResNet):
     """`ResNet` with batch normalisation, as published: the same parameters, and running statistics beside them."""
 
-    @nn.compact
-    def __call__(self, x: jax.Array, train: bool = False) -> jax.Array:
-        return _resnet(x, self.width, self.stages, self.num_outputs, batch_norm(train))
+    norm = staticmethod(batch_norm)
 
 
 MOBILE = ((2, 1), (4, 2), (4, 1), (8, 2), (8, 1), (16, 2), *[(16, 1)] * 5, (32, 2), (32, 1))
-
-
-def _mobilenet(x: jax.Array, width: int, blocks: tuple[tuple[int, int], ...], num_outputs: int, norm: Norm):
-    """Returns the logits of a MobileNet; its layers belong to the module that calls."""
-    layer = partial(nn.Conv, use_bias=False, kernel_init=HE, conv_general_dilated=conv)
-    x = nn.relu(norm(width)(layer(width, (3, 3), padding=1)(x)))
-    for factor, stride in blocks:
-        channels = x.shape[-1]
-        x = layer(channels, (3, 3), (stride, stride), padding=1, feature_group_count=channels)(x)
-        x = nn.relu(norm(channels)(x))
-        x = nn.relu(norm(factor * width)(layer(factor * width, (1, 1), padding=0)(x)))
-    return nn.Dense(num_outputs)(x.mean(axis=(1, 2)))
 
 
 class MobileNet(nn.Module):
@@ -136,15 +119,22 @@ class MobileNet(nn.Module):
     num_outputs: int
     width: int = 32
     blocks: tuple[tuple[int, int], ...] = MOBILE
+    norm = staticmethod(group_norm)
 
     @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
-        return _mobilenet(x, self.width, self.blocks, self.num_outputs, group_norm)
+    def __call__(self, x: jax.Array, train: bool = False) -> jax.Array:
+        norm = self.norm(train)
+        layer = partial(nn.Conv, use_bias=False, kernel_init=HE, conv_general_dilated=conv)
+        x = nn.relu(norm(self.width)(layer(self.width, (3, 3), padding=1)(x)))
+        for factor, stride in self.blocks:
+            channels = x.shape[-1]
+            x = layer(channels, (3, 3), (stride, stride), padding=1, feature_group_count=channels)(x)
+            x = nn.relu(norm(channels)(x))
+            x = nn.relu(norm(factor * self.width)(layer(factor * self.width, (1, 1), padding=0)(x)))
+        return nn.Dense(self.num_outputs)(x.mean(axis=(1, 2)))
 
 
 class MobileNetBatchNorm(MobileNet):
     """`MobileNet` with batch normalisation, as published."""
 
-    @nn.compact
-    def __call__(self, x: jax.Array, train: bool = False) -> jax.Array:
-        return _mobilenet(x, self.width, self.blocks, self.num_outputs, batch_norm(train))
+    norm = staticmethod(batch_norm)
