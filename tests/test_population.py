@@ -694,7 +694,7 @@ ATTACKED = jfcl.fedavg(TASK, TRAINING, adversary=jfcl.Adversary(jfcl.attacks.zer
 @pytest.mark.parametrize(
     "options, said",
     [
-        ({"cohort": 8}, "cohort must be at most the 7 clients of the store, got 8"),
+        ({"cohort": 8}, "cohort must be an integer, at least 1 and at most 7, got 8"),
         ({"cohort": 0}, "cohort must be an integer, at least 1"),
         ({"num_rounds": 0}, "num_rounds"),
         ({"sampling": "unifrom"}, "unknown sampling 'unifrom': did you mean 'uniform'"),

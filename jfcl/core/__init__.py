@@ -1,6 +1,7 @@
 """Types, the client axis, parameters, checks and files, on which the rest of the library is built."""
 
 from jfcl.core.checks import (
+    INT32,
     INT32_MAX,
     SHOWN,
     check,
@@ -9,6 +10,7 @@ from jfcl.core.checks import (
     check_count,
     check_finite,
     check_held,
+    check_integers,
     check_key,
     check_shape,
     check_unmasked,

@@ -13,6 +13,7 @@ import numpy as np
 from jfcl.core.names import value_hint
 
 INT32_MAX = 2**31 - 1  # counts are int32 on the device
+INT32 = (-INT32_MAX, INT32_MAX)
 SHOWN = 400  # characters of a refused value in a message; a longer one is shortened to its beginning and end
 
 
@@ -45,6 +46,24 @@ def check_count(argument: str, value: Any, *, least: int = 1, most: int = INT32_
     integer = _is_integer(value)
     above = f" and at most {most}" if integer and value > most else ""
     check(integer and least <= value <= most, argument, value, f"an integer, at least {least}{above}")
+
+
+def check_integers(
+    argument: str, values: Any, count: int | None = None, *, within: tuple[int, int] | None = None
+) -> np.ndarray:
+    """Returns a vector of `count` integers, by default at least one, from the first to the last of `within`.
+
+    Raises:
+      ValueError: other values.
+    """
+    values = np.asarray(values)
+    fits = values.ndim == 1 and values.dtype.kind in "iu" and len(values) == (count or max(len(values), 1))
+    accepted = f"a vector of {'' if count is None else f'{count} '}integers"
+    check(fits, argument, f"{values.dtype} {list(values.shape)}", accepted)
+    if within is not None:
+        low, high = int(values.min()), int(values.max())
+        check(within[0] <= low and high <= within[1], argument, [low, high], f"in {within[0]}..{within[1]}")
+    return values
 
 
 def check_shape(argument: str, shape: Any) -> tuple[int, ...]:

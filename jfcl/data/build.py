@@ -233,22 +233,19 @@ def build(
 def select_clients(federation: Federation, rows: slice) -> Federation:
     """Returns the federation of some of the clients, numbered anew from 0; all newcomers stay."""
 
-    def of(clients: Clients | None) -> Clients | None:
-        return None if clients is None else jax.tree.map(lambda x: x[rows], clients._replace(id=None))
+    def chosen(value: Any) -> Any:
+        if isinstance(value, Clients):
+            return jax.tree.map(lambda x: x[rows], value._replace(id=None))
+        return None if value is None else value[rows]
 
-    drift, optional = federation.drift, {name: getattr(federation, name) for name in ("writer", "names", "mixture")}
+    of_clients = ("train", "test", "cluster", "writer", "names", "mixture")
+    fields, drift = {name: chosen(getattr(federation, name)) for name in of_clients}, federation.drift
     if drift is not None:
         examples = jax.tree.map(lambda x: x[:, rows], drift.test.examples)
-        test = of(drift.test._replace(examples=()))._replace(examples=examples)
-        drift = drift._replace(cluster=drift.cluster[:, rows], test=test)
-    return federation._replace(
-        train=of(federation.train),
-        test=of(federation.test),
-        cluster=federation.cluster[rows],
-        drift=drift,
-        description=f"{federation.description}; {len(federation.cluster[rows])} of these clients",
-        **{name: None if value is None else value[rows] for name, value in optional.items()},
-    )
+        test = chosen(drift.test._replace(examples=()))._replace(examples=examples)
+        fields["drift"] = drift._replace(cluster=drift.cluster[:, rows], test=test)
+    description = f"{federation.description}; {len(fields['cluster'])} of these clients"
+    return federation._replace(description=description, **fields)
 
 
 def mixed(

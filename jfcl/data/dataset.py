@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jfcl.core import check, check_apart, check_count, check_held, named_leaves
+from jfcl.core import check, check_apart, check_count, check_held, check_integers, named_leaves
 from jfcl.data.values import array_of, as_numpy
 
 _NUMBERS_TEXTS = "; np.unique(labels, return_inverse=True) numbers labels of all splits together, as from_frame does"
@@ -67,9 +67,7 @@ def normalised(dataset: Any, *, texts: bool = False) -> Dataset:
         check(fits, f"{wheres['train']}: writer", type(writer).__name__, "a dict with the writer ids of each split")
         writer = {split: as_numpy(ids, f"{name}: writer") for split, ids in writer.items()}
         for split, where in wheres.items():
-            ids, n = np.asarray(writer[split]), len(splits[split]["x"])
-            fits = ids.shape == (n,) and ids.dtype.kind in "iu"
-            check(fits, f"{where}: writer", f"{ids.dtype} {ids.shape}", f"a vector of {n} integers, one for each input")
+            check_integers(f"{where}: writer", writer[split], len(splits[split]["x"]))
     return dataset._replace(**splits, writer=writer)
 
 

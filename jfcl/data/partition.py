@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from jfcl.core import check, check_count, is_number
+from jfcl.core import check, check_count, check_integers, is_number
 
 Seed = int | Sequence[int]
 LARGEST = 1e290  # alpha of Dirichlet: all shares are equal long before, and beyond it their sum overflows in the draw
@@ -71,8 +71,7 @@ def by_writer(writer, num_clients: int | None = None, *, seed: Seed) -> list[np.
       >>> [part.tolist() for part in by_writer([7, 3, 7, -1], seed=0)]
       [[1], [0, 2]]
     """
-    writer = np.asarray(writer)
-    check(writer.ndim == 1 and writer.dtype.kind in "iu", "writer", writer.dtype, "a vector of integers")
+    writer = check_integers("writer", writer)
     ids = np.unique(writer[writer >= 0])
     if num_clients is not None:
         check_count("num_clients", num_clients)
@@ -89,9 +88,7 @@ def by_sizes(num_examples: int, sizes, *, seed: Seed) -> list[np.ndarray]:
       >>> [len(part) for part in by_sizes(10, [5, 1, 2], seed=0)]
       [5, 1, 2]
     """
-    sizes = np.asarray(sizes)
-    check(sizes.ndim == 1 and sizes.dtype.kind in "iu" and len(sizes) > 0, "sizes", sizes, "a vector of integers")
-    check(sizes.min() >= 1, "sizes", sizes, "positive: every client needs an example")
+    sizes = check_integers("sizes", sizes, within=(1, num_examples))
     check(sizes.sum() <= num_examples, "sizes", int(sizes.sum()), f"at most {num_examples} in all")
     order = np.random.default_rng(seed).permutation(num_examples)[: sizes.sum()]
     return [np.sort(part) for part in np.split(order, np.cumsum(sizes)[:-1])]
@@ -384,9 +381,7 @@ def as_distribution(distribution, num_clients: int, num_labels: int | None = Non
 
 def _as_labels(labels, num_clients: int, examples_per_client: int | None = None) -> np.ndarray:
     """Returns labels as an array, enough of them for all clients."""
-    labels = np.asarray(labels)
-    is_vector = labels.ndim == 1 and labels.dtype.kind in "iu"
-    check(is_vector, "labels", f"{labels.dtype} {labels.shape}", "a vector of integers")
+    labels = check_integers("labels", labels)
     _check_enough(len(labels), num_clients, examples_per_client)
     return labels
 

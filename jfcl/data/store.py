@@ -14,9 +14,19 @@ import numpy as np
 from rich.console import Console
 from rich.progress import track
 
-from jfcl.core import Clients, aligned_zeros, check, check_clients, check_count, max_examples, plain, shape_struct
+from jfcl.core import (
+    INT32,
+    Clients,
+    aligned_zeros,
+    check,
+    check_clients,
+    check_integers,
+    max_examples,
+    plain,
+    shape_struct,
+)
 from jfcl.core.files import new_folder
-from jfcl.data.store_files import Field, StoreWriter, check_of_clients, decode, read_store
+from jfcl.data.store_files import Field, StoreWriter, decode, read_store
 
 Examples = dict[str, Any]  # arrays [m, ...] by name
 
@@ -66,9 +76,7 @@ class ClientStore:
         Raises:
           ValueError: ids outside `0..N-1`.
         """
-        ids = np.asarray(ids)
-        check(ids.ndim == 1 and ids.dtype.kind in "iu" and len(ids) > 0, "ids", ids, "a vector of integers, not empty")
-        check(ids.min() >= 0 and ids.max() < len(self), "ids", (ids.min(), ids.max()), f"in 0..{len(self) - 1}")
+        ids = check_integers("ids", ids, within=(0, len(self) - 1))
         size, slots = self.sizes(ids), np.arange(self.max_size)
         real = slots[None, :] < size[:, None]
         source = (self.offsets[ids][:, None] + slots[None, :])[real]
@@ -105,7 +113,7 @@ class ClientStore:
         arrays = {name: np.asarray(values)[real] for name, values in clients.examples.items()}
         fields = {name: Field(a.shape[1:], a.dtype.name, a.dtype.name) for name, a in arrays.items()}
         offsets = np.concatenate([[0], np.cumsum(clients.size, dtype=np.int64)])
-        cluster = None if cluster is None else check_of_clients("cluster", cluster, n)
+        cluster = None if cluster is None else check_integers("cluster", cluster, n, within=INT32).astype(np.int32)
         digest = hashlib.sha256(offsets.tobytes())
         for array in (*(arrays[name] for name in sorted(arrays)), *(() if cluster is None else (cluster,))):
             digest.update(np.ascontiguousarray(array).tobytes())
@@ -157,11 +165,9 @@ class ClientStore:
             count = sum(writer.examples(part, "base") for part in base)
             out = writer.file("rows", (), np.min_scalar_type(max(count - 1, 0)).name)
             for i, part in enumerate(rows):
-                part = np.asarray(part)
-                fits = part.ndim == 1 and (not len(part) or part.dtype.kind in "iu")
-                fits = fits and part.min(initial=0) >= 0 and part.max(initial=0) < count
-                check(fits, f"rows of client {i}", part, f"a vector of integers in 0..{count - 1}")
-                out.write(part.astype(out.dtype))
+                if len(part):
+                    part = check_integers(f"rows of client {i}", part, within=(0, count - 1))
+                    out.write(part.astype(out.dtype))
                 writer.client(len(part))
         return cls.open(path)
 
@@ -224,12 +230,6 @@ def check_store_labels(store: ClientStore, num_classes: int, name: str) -> None:
     check(np.dtype(field.dtype).kind in "iu", f"{name}: y", field.dtype, "labels of an integer type")
     low, high = int(y.min()), int(y.max())
     check(low >= 0 and high < num_classes, f"{name}: labels", [low, high], f"in 0..{num_classes - 1}")
-
-
-def check_cohort(store: ClientStore, cohort: int) -> None:
-    """Raises `ValueError` unless `cohort` is a number from 1 to that of the store's clients."""
-    check_count("cohort", cohort)
-    check(cohort <= len(store), "cohort", cohort, f"at most the {len(store)} clients of the store")
 
 
 def example_shapes(store: ClientStore, cohort: int) -> Clients:

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jfcl.core import INT32_MAX, check, check_apart
+from jfcl.core import INT32, INT32_MAX, check, check_apart, check_integers
 from jfcl.core.files import BAD_ARRAY, read_json, seal, write_json
 from jfcl.data.values import as_numpy, is_table
 
@@ -94,7 +94,7 @@ def read_store(path: Path) -> tuple[dict[str, Any], dict[str, Field], dict[str, 
     if rows is not None and len(rows) and rows.max() >= count:
         raise ValueError(f"{path / 'rows.npy'} was changed: row {rows.max()} of {count} examples")
     if "cluster" in arrays:
-        check_of_clients(f"{path / 'cluster.npy'}", arrays["cluster"], len(offsets) - 1)
+        check_integers(f"{path / 'cluster.npy'}", arrays["cluster"], len(offsets) - 1)
     return meta, fields, arrays
 
 
@@ -131,16 +131,6 @@ def _open_array(file: Path, wanted: dict[str, Any]) -> np.ndarray:
     if not array.ndim or list(array.shape) != wanted["shape"]:
         raise ValueError(f"{file} was changed: it holds {array.dtype} {array.shape}; see store.json")
     return array
-
-
-def check_of_clients(name: str, values: Any, n: int) -> np.ndarray:
-    """Returns `values` as an array of `[n]` int32, or raises `ValueError`."""
-    values = np.asarray(values)
-    fits = values.shape == (n,) and values.dtype.kind in "iu"
-    check(fits, name, f"{values.dtype} {values.shape}", f"integers of shape ({n},), one for every client")
-    largest = max(abs(int(values.min())), abs(int(values.max())))
-    check(largest <= INT32_MAX, name, largest, f"at most {INT32_MAX}")
-    return values.astype(np.int32)
 
 
 def _is_free(name: Any) -> bool:
@@ -225,7 +215,8 @@ class StoreWriter:
         check(self.num_clients > 0, "clients", "none", "at least one")
         check(self.largest > 0, "clients", f"{self.num_clients} without examples", "one with an example, at least")
         if cluster is not None:
-            self.file("cluster", (), "int32").write(check_of_clients("cluster", cluster, self.num_clients))
+            clusters = check_integers("cluster", cluster, self.num_clients, within=INT32)
+            self.file("cluster", (), "int32").write(clusters.astype(np.int32))
         meta = {
             "format": FORMAT,
             "num_clients": self.num_clients,

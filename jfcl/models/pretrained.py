@@ -113,15 +113,15 @@ def cache_features(task: Task, params: PyTree, clients: Clients, *, batch_size: 
     check_examples(clients, task)
     compute = jitted(lambda x: task.represent(params, x))
     x, real = np.asarray(clients.examples["x"]), np.asarray(mask(clients))
-    flat, places, features = x.reshape(-1, *x.shape[2:]), np.flatnonzero(real), None
-    for first in range(0, max(len(places), 1), batch_size):
+    flat, places, values = x.reshape(-1, *x.shape[2:]), np.flatnonzero(real), []
+    for first in range(0, len(places), batch_size):
         rows = places[first : first + batch_size]
-        missing = np.zeros((batch_size - len(rows), *x.shape[2:]), x.dtype)  # one program for all batches
-        values = np.asarray(compute(np.concatenate([flat[rows], missing])))[: len(rows)]
-        if features is None:
-            features = np.zeros((real.size, *values.shape[1:]), values.dtype)
-        features[rows] = values
-    features = features.reshape(*real.shape, *features.shape[1:])
+        values.append(
+            np.asarray(compute(flat[np.resize(rows, batch_size)]))[: len(rows)]
+        )  # one program for all batches
+    values = np.concatenate(values)
+    features = np.zeros((*real.shape, *values.shape[1:]), values.dtype)
+    features[real] = values
     return clients._replace(examples={**clients.examples, "x": features})
 
 

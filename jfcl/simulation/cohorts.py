@@ -8,9 +8,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jfcl.core import Clients, check, check_choice
-from jfcl.data.store import ClientStore, check_cohort
-from jfcl.data.store_files import check_of_clients
+from jfcl.core import INT32, Clients, check, check_choice, check_integers
+from jfcl.data.store import ClientStore
 
 SAMPLING = ("uniform", "size", "stratified")
 COHORT_STREAM = 0  # of the random numbers of a run on the host
@@ -48,11 +47,10 @@ def make_sampler(store: ClientStore, count: int, sampling: str = "uniform", stra
     """
     n = len(store)
     check_choice("sampling", sampling, SAMPLING)
-    check_cohort(store, count)
     if sampling == "stratified":
         strata = store.cluster if strata is None else strata
         check(strata is not None, "strata", None, "given: the store holds no true clusters")
-        return _stratified(check_of_clients("strata", strata, n), n, count)
+        return _stratified(check_integers("strata", strata, n, within=INT32), n, count)
     check(strata is None, "strata", strata, 'left out unless sampling="stratified"')
     if sampling == "uniform":
         return lambda rng: np.sort(rng.choice(n, count, replace=False, shuffle=False))

@@ -17,10 +17,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from jfcl import mapping
-from jfcl.core import Algorithm, Clients, Served, check, check_count, check_served, is_finite
+from jfcl.core import Algorithm, Clients, Served, check, check_count, check_integers, check_served, is_finite
 from jfcl.core.options import check_options
 from jfcl.data.population import Population
-from jfcl.data.store import ClientStore, check_cohort, check_fits, check_store_labels, example_shapes
+from jfcl.data.store import ClientStore, check_fits, check_store_labels, example_shapes
 from jfcl.mapping import memory
 from jfcl.mapping.jitted import RUNS_ONCE, jitted, strong
 from jfcl.simulation import evaluation
@@ -320,11 +320,8 @@ def _evaluated(evaluate: Any, n: int, words: list[int]) -> np.ndarray:
         count = min(int(evaluate), n)
         rng = np.random.default_rng([*words, EVALUATION_STREAM])
         return np.sort(rng.choice(n, count, replace=False, shuffle=False))
-    ids = np.asarray(evaluate)
-    fits = ids.ndim == 1 and len(ids) > 0 and ids.dtype.kind in "iu"
-    check(fits, "evaluate", evaluate, "a number of clients, or a vector of ids")
+    ids = check_integers("evaluate", evaluate, within=(0, n - 1))
     check(len(np.unique(ids)) == len(ids), "evaluate", evaluate, "ids that are given once each")
-    check(ids.min() >= 0 and ids.max() < n, "evaluate", (ids.min(), ids.max()), f"ids in 0..{n - 1}")
     return ids.astype(np.int64)
 
 
@@ -335,7 +332,7 @@ def _check_population(population: Population, algorithm: Algorithm) -> None:
     for name, part in (("clients", store), ("test_clients", store if tests is None else tests)):
         check(isinstance(part, ClientStore), name, type(part).__name__, accepted)
     check_options(Population, population._asdict())
-    check_cohort(store, population.cohort)
+    check_count("cohort", population.cohort, most=len(store))
     asked, accepted = population.asked, "such that the {} clients drawn are among the {} there are"
     check(asked <= len(store), "stragglers", population.stragglers, accepted.format(asked, len(store)))
     if tests is not None:
