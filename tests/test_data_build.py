@@ -366,7 +366,7 @@ def spoiled(**changes):
         (
             lambda: tagged()._replace(train={"x": np.ones((3, 2)), "y": np.ones((3, 2), int)}),
             {},
-            r"y must be a vector of integers, a label for each input.*got 'int64 .3, 2.'",
+            r"y must be a label for each input, integers.*got 'int64 .3, 2.'",
         ),
     ],
 )

@@ -298,7 +298,7 @@ def test_images_stand_as_they_are_shown(tmp_path):
         ([[Image.new("P", (5, 5))]], "must hold numbers, arrays, images or texts"),
         ([np.zeros((5, 5), np.uint8), np.zeros((5, 5), np.float32)], "row 1 is of float32, row 0 of uint8"),
         (np.zeros((1, 5, 5), np.int64), r"images of unknown white, int64 of shape \[5, 5\] an example"),
-        (np.zeros((1, 25), np.uint8), r"or token ids as int32: bytes may be any of them, got .uint8 of shape \[25\]"),
+        (np.zeros((1, 25), np.uint8), r"or token ids as int32: bytes may be any, got .uint8 of shape \[25\]"),
         (np.zeros((1, 3, 32, 3), np.float32), r"channels_first must be True for .* \[3, 32, 3\]"),
         (np.zeros((1, 12, 32, 32), np.float32), r"channels_first must be True for .* \[12, 32, 32\]"),
         (np.zeros((1, 5, 5, 3), complex), "must hold numbers, arrays, images or texts"),

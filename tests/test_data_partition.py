@@ -270,7 +270,7 @@ def test_labels_of_a_group_go_together():
         (lambda: by_distribution([0, 1], 1, distribution=[[1, -1]], seed=0), "finite numbers, at least 0"),
         (lambda: by_distribution([0, 1], 1, distribution=[["a", 1]], seed=0), "must be a table of numbers"),
         (lambda: by_sizes(10, [5, 6], seed=0), "sizes must be at most 10 in all"),
-        (lambda: by_sizes(10, [5, 0], seed=0), "every client needs an example"),
+        (lambda: by_sizes(10, [5, 0], seed=0), "sizes must be in 1..10"),
         (lambda: by_writer([0, 1, 1], num_clients=3, seed=0), "at most 2, the number of writers, got 3"),
         (lambda: by_writer([-1, -1], seed=0), "at least one writer"),
     ],

@@ -58,7 +58,7 @@ def test_patterns_are_those_of_the_papers():
     ("options", "words"),
     [
         ({"name": "y"}, "unknown drift 'y': did you mean 'Y'"),
-        ({"num_clients": 9}, "num_clients must be at least 10, the clients of pattern 'Y'"),
+        ({"num_clients": 9}, "num_clients must be at least 10, as in pattern 'Y'"),
         ({"num_steps": 5}, "num_steps must be 10, the steps of pattern 'Y'"),
         ({"num_clusters": 1}, "num_clusters must be at least 2, the clusters of the drift"),
         ({"name": "sudden", "num_clusters": 1}, "num_clusters must be at least 2 with drift"),
@@ -140,7 +140,7 @@ def test_the_concepts_are_those_of_the_papers():
         ({"drift": np.full((2, 4), 3)}, "num_clusters must be at least 4, the clusters of the drift"),
         ({"drift": np.full((2, 4), 0.5)}, "drift must be the name of a pattern, or integers"),
         ({"drift": np.full((2, 4), -1)}, "drift must be of clusters from 0"),
-        ({"drift": "Y"}, "num_clients must be at least 10, the clients of pattern 'Y', got 4"),
+        ({"drift": "Y"}, "num_clients must be at least 10, as in pattern 'Y', got 4"),
         ({"drift": np.zeros((9, 4), int), "examples_per_client": 8}, "client must be at least 9, one for each step"),
         ({"reuse": "cluster"}, "reuse must be none"),
         ({"newcomer_examples": 3}, "newcomer_examples must be left out with drift"),
@@ -158,7 +158,7 @@ def test_wrong_drift_is_refused(options, words):
 def test_concepts_refuse_other_data(tmp_path):
     with pytest.raises(ValueError, match="heterogeneity 'sine': the examples must be points"):
         build("digits", num_clients=4, num_clusters=2, heterogeneity="sine")
-    with pytest.raises(ValueError, match="num_clusters must be at most 2, the concepts of circle"):
+    with pytest.raises(ValueError, match="num_clusters must be at most 2, those of 'circle'"):
         build("circle", num_clients=4, num_clusters=3, heterogeneity="circle")
     with pytest.raises(ValueError, match="num_clusters must be at most 5, the number of pairs among 10 labels"):
         build("digits", num_clients=9, num_clusters=6, heterogeneity="swap_pairs")
@@ -364,7 +364,7 @@ def test_a_configured_run_keeps_its_results_over_time(tmp_path, capsys):
     [
         ({"rounds": 9}, "rounds must be at least 10, one for each step of the drift, got 9"),
         ({"drift": "sudden", "drift_steps": 101}, "rounds must be at least 101, one for each step of the drift"),
-        ({"clients": 9}, "^clients must be at least 10, the clients of pattern 'Y', got 9"),
+        ({"clients": 9}, "^clients must be at least 10, as in pattern 'Y', got 9"),
         ({"drift_steps": 3}, "^drift_steps must be 10, the steps of pattern 'Y', got 3"),
         ({"drift": "sudde"}, "did you mean 'sudden'"),
         ({"population": 100}, "drift must be left out with --population"),

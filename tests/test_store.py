@@ -188,8 +188,8 @@ X = np.zeros((2, 3), np.float32)
         ([{"x": X}, {"x": X[:, :2]}], {}, r"client 1: x must be of shape \(3,\)"),
         ([{"x": X}, {"y": X}], {}, "client 1 must be of the names"),
         ([{"x": X}, {"x": X * np.nan}], {}, "client 1: x must be of numbers that float32 holds"),
-        ([{"x": X}], {"cluster": [0, 1]}, r"cluster must be integers of shape \(1,\)"),
-        ([{"x": X}], {"cluster": [2**32]}, "cluster must be at most 2147483647, got 4294967296"),
+        ([{"x": X}], {"cluster": [0, 1]}, r"cluster must be a vector of 1 integers"),
+        ([{"x": X}], {"cluster": [2**32]}, "cluster must be in -2147483647..2147483647"),
         ([{"rows": X}], {}, "that the store does not use itself"),
         ([{"x": np.array(["a"])}], {}, "must be an array of numbers"),
         ([{"x": X}, {"x": np.array(["a"])}], {}, "client 1: x must be an array of numbers"),
@@ -235,7 +235,7 @@ def test_writing_and_gathering_hold_no_more_than_they_must(tmp_path):
 
 
 def test_bad_rows_and_ids(tmp_path, folder):
-    with pytest.raises(ValueError, match=r"rows of client 1 must be a vector of integers in 0..1"):
+    with pytest.raises(ValueError, match=r"rows of client 1 must be in 0..1"):
         ClientStore.create_indexed(tmp_path / "i", [{"x": X}], [np.array([0]), np.array([2])])
     assert ClientStore.create_indexed(tmp_path / "j", [{"x": X}], [[0, 1], []]).sizes().tolist() == [2, 0]
     with pytest.raises(ValueError, match="path must be a folder that does not exist yet"):

@@ -307,9 +307,7 @@ def _newcomers(
         check_count("newcomers_of", shared)
     first = test[:shared]
     if rules.partition == "writer":
-        check(
-            dataset.test is not None, "newcomer_examples", count, "left out without a test split with further writers"
-        )
+        check(dataset.test is not None, "newcomer_examples", count, "left out without a test split")
         seen = np.isin(dataset.writer["test"], dataset.writer["train"])
         check(not seen.all(), "newcomer_examples", count, "left out: all writers of the test split are in training")
         rng = np.random.default_rng((rules.seed, pools.NEWCOMERS))

@@ -76,8 +76,6 @@ def concept(name: str, x, y, cluster, num_clusters, num_classes=None, seed=0, st
     of_two = num_classes in (None, 2) and np.asarray(y).dtype.kind in "iu"
     fits = np.ndim(x) == 2 and np.shape(x)[1] == problem.dim and of_two
     check(fits, f"{where}: the examples", np.shape(x), f"points [n, {problem.dim}] of two classes, as dataset {name!r}")
-    check(
-        num_clusters <= problem.count, "num_clusters", num_clusters, f"at most {problem.count}, the concepts of {name}"
-    )
+    check(num_clusters <= problem.count, "num_clusters", num_clusters, f"at most {problem.count}, those of {name!r}")
     differ = (problem.rule(x, 0) ^ problem.rule(x, cluster)) & is_drawn(x, seed, strength)
     return x, y ^ differ.astype(np.int32)

@@ -56,12 +56,8 @@ def normalised(dataset: Any, *, texts: bool = False) -> Dataset:
     wheres = {split: f"{name} ({split})" for split in ("train", "test")[: 1 if dataset.test is None else 2]}
     splits = {split: _checked(getattr(dataset, split), where, count, texts) for split, where in wheres.items()}
     shapes = [{path: values.shape[1:] for path, values in named_leaves(part).items()} for part in splits.values()]
-    check(
-        shapes[-1] == shapes[0],
-        f"{name} (test): the shapes of its arrays",
-        shapes[-1],
-        f"those of training, {shapes[0]}",
-    )
+    accepted = f"those of training, {shapes[0]}"
+    check(shapes[-1] == shapes[0], f"{name} (test): the shapes of its arrays", shapes[-1], accepted)
     if writer is not None:
         fits = isinstance(writer, dict) and all(split in writer for split in wheres)
         check(fits, f"{wheres['train']}: writer", type(writer).__name__, "a dict with the writer ids of each split")
@@ -108,9 +104,7 @@ def _checked(split: Any, where: str, num_classes: int | None, texts: bool) -> di
         if values.ndim <= 2 and (values.dtype.kind == "f" or (name == "inputs" and values.ndim == 1)):
             check_apart(f"{where}: {name}", values)
     if num_classes is not None:
-        accepted = (
-            "a vector of integers, a label for each input (y.astype(np.int32)); a regression has num_classes=None"
-        )
+        accepted = "a label for each input, integers (y.astype(np.int32)); a regression has num_classes=None"
         check(y.ndim == 1 and y.dtype.kind in "iu", f"{where}: y", f"{y.dtype} {list(y.shape)}", accepted)
         fits = y.min() >= 0 and y.max() < num_classes
         check(fits, f"{where}: labels", [int(y.min()), int(y.max())], f"in 0..{num_classes - 1}")

@@ -79,9 +79,7 @@ def drift_pattern(
         rows = np.array([[int(k) for k in row] for row in _FEDDRIFT[name].split()], np.int32)
         steps, columns = rows.shape
         check(num_steps in (None, steps), "num_steps", num_steps, f"{steps}, the steps of pattern {name!r}")
-        check(
-            num_clients >= columns, "num_clients", num_clients, f"at least {columns}, the clients of pattern {name!r}"
-        )
+        check(num_clients >= columns, "num_clients", num_clients, f"at least {columns}, as in pattern {name!r}")
         return check_pattern(rows[:, np.arange(num_clients) % columns], num_clients, num_clusters)
     num_steps = STEPS if num_steps is None else num_steps
     check_count("num_steps", num_steps, least=2)

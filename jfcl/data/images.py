@@ -103,9 +103,7 @@ def images_or_ids(array: np.ndarray, where: str) -> np.ndarray:
     Integers with two axes or more an example are images, with one axis token ids; rows of bytes are refused.
     """
     what = f"{array.dtype} of shape {list(array.shape[1:])} an example"
-    accepted = (
-        "images [n, H, W] or divided by 255, features as float32, or token ids as int32: bytes may be any of them"
-    )
+    accepted = "images [n, H, W] or divided by 255, features as float32, or token ids as int32: bytes may be any"
     check(array.ndim != 2 or array.dtype != np.uint8, where, what, accepted)
     if array.dtype.kind not in "biu" or array.ndim <= 2:
         return array

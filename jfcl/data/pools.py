@@ -198,9 +198,7 @@ def _left_out(pooled: Pooled) -> str:
     """Returns in words which writers cannot be clients, of those in training; raises `ValueError` where none can."""
     writers = np.unique(pooled.train.kind[pooled.train.kind >= 0])
     alone = np.setdiff1d(writers, clients_of(pooled))
-    check(
-        len(alone) < len(writers), "partition", "writer", "another one: no writer has two examples, one to be tested on"
-    )
+    check(len(alone) < len(writers), "partition", "writer", "another one: no writer has two examples, one to test on")
     if not len(alone):
         return ""
     names = pooled.dataset.writer_names

@@ -14,18 +14,9 @@ import numpy as np
 from rich.console import Console
 from rich.progress import track
 
-from jfcl.core import (
-    INT32,
-    Clients,
-    aligned_zeros,
-    check,
-    check_clients,
-    check_integers,
-    max_examples,
-    plain,
-    shape_struct,
-)
+from jfcl.core import INT32, Clients, aligned_zeros, check, check_clients, check_integers, max_examples, shape_struct
 from jfcl.core.files import new_folder
+from jfcl.core.plain import check_path, check_plain
 from jfcl.data.store_files import Field, StoreWriter, decode, read_store
 
 Examples = dict[str, Any]  # arrays [m, ...] by name
@@ -177,9 +168,9 @@ class ClientStore:
 
         A store of another format, and a file that is missing or truncated, is refused; `verify` reads everything.
         """
-        plain.check_path("path", path)
+        check_path("path", path)
         path = Path(path)
-        plain.check_plain(path)
+        check_plain(path)
         if not (path / "store.json").exists():
             raise ValueError(f"{path} holds no store of clients: store.json is missing")
         meta, fields, arrays = read_store(path)

@@ -116,9 +116,8 @@ def cache_features(task: Task, params: PyTree, clients: Clients, *, batch_size: 
     flat, places, values = x.reshape(-1, *x.shape[2:]), np.flatnonzero(real), []
     for first in range(0, len(places), batch_size):
         rows = places[first : first + batch_size]
-        values.append(
-            np.asarray(compute(flat[np.resize(rows, batch_size)]))[: len(rows)]
-        )  # one program for all batches
+        batch = flat[np.resize(rows, batch_size)]  # full, so that one program is for all
+        values.append(np.asarray(compute(batch))[: len(rows)])
     values = np.concatenate(values)
     features = np.zeros((*real.shape, *values.shape[1:]), values.dtype)
     features[real] = values

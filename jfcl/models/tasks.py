@@ -68,9 +68,7 @@ def task(
     for name, function in {"cost": cost, "correct": correct, "mix": mix}.items():
         check(function is None or callable(function), name, function, "a function of the model's outputs")
     check(kind == "regression" or not half, "half", half, 'False without kind="regression", which has a squared error')
-    check(
-        train is not None or statistics is None, "statistics", statistics, "left out without train, which renews them"
-    )
+    check(train is not None or statistics is None, "statistics", statistics, "left out without train")
     if kind == "classification":
         cost = lambda outputs, batch: cross_entropy(outputs, batch["y"])  # noqa: E731
         correct = correct or (lambda outputs, batch: is_right(outputs, batch["y"]))
@@ -274,9 +272,7 @@ def classification(
       >>> sum(p.size for p in jax.tree.leaves(mlp.init(jax.random.key(0))))
       15010
     """
-    accepted = (
-        "the number of labels; for targets of a regression use jfcl.models.regression, or make them integers from 0"
-    )
+    accepted = "the number of labels; jfcl.models.regression is for targets of a regression"
     check(num_classes is not None, "num_classes", num_classes, accepted)
     check_count("num_classes", num_classes)
     shape = check_shape("input_shape", input_shape)
