@@ -10,6 +10,7 @@ integers, for `np.random.default_rng`.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -31,8 +32,7 @@ def iid(num_examples, num_clients: int, *, seed: Seed, examples_per_client: int 
       >>> [len(part) for part in iid(10, 3, seed=0)]
       [4, 3, 3]
     """
-    num_examples = np.size(num_examples) if np.ndim(num_examples) else num_examples
-    _check_enough(num_examples, num_clients, examples_per_client)
+    num_examples = _enough(num_examples, num_clients, examples_per_client)
     return by_sizes(num_examples, _equal_sizes(num_examples, num_clients, examples_per_client), seed=seed)
 
 
@@ -95,22 +95,14 @@ def by_sizes(num_examples: int, sizes, *, seed: Seed) -> list[np.ndarray]:
 
 
 def power_law(
-    num_examples,
-    num_clients: int,
-    *,
-    exponent: float = 1.0,
-    seed: Seed,
-    min_size: int = 1,
-    examples_seed: Seed | None = None,
+    num_examples, num_clients: int, *, exponent: float = 1.0, seed: Seed, min_size: int = 1
 ) -> list[np.ndarray]:
     """Divides the examples at random into parts whose sizes decrease as `rank ** -exponent`: few large, many small.
 
     Args:
       num_examples: `n`, or the labels `[n]`.
       exponent: at least 0, which gives equal sizes.
-      seed: of the order of the sizes among the clients.
       min_size: the examples that every client gets first; the others are divided by the power law.
-      examples_seed: of the division of the examples; default: `seed`.
 
     Example:
       >>> sorted(len(part) for part in power_law(110, 4, exponent=1.0, seed=0, min_size=5))
@@ -120,23 +112,15 @@ def power_law(
         is_number(exponent) and np.isfinite(exponent) and exponent >= 0, "exponent", exponent, "at least 0 and finite"
     )
     weight = np.arange(1, num_clients + 1, dtype=np.float64) ** -float(exponent)
-    return _by_weights(num_examples, lambda rng: weight, num_clients, seed, min_size, examples_seed)
+    return _by_weights(num_examples, lambda rng: weight, num_clients, seed, min_size)
 
 
-def quantity(
-    num_examples,
-    num_clients: int,
-    *,
-    alpha: float = 0.5,
-    seed: Seed,
-    min_size: int = 1,
-    examples_seed: Seed | None = None,
-) -> list[np.ndarray]:
+def quantity(num_examples, num_clients: int, *, alpha: float = 0.5, seed: Seed, min_size: int = 1) -> list[np.ndarray]:
     """Divides the examples at random into parts of sizes drawn from Dirichlet(alpha, ..., alpha).
 
     Args:
       alpha: positive; a small one gives a few clients nearly all examples, a large one equal sizes.
-      num_examples, seed, min_size, examples_seed: as in `power_law`.
+      num_examples, min_size: as in `power_law`.
 
     Source: Li, Diao, Chen, He 2022 ("Federated learning on non-iid data silos"), quantity skew; PACFL.
 
@@ -146,23 +130,15 @@ def quantity(
     """
     _check_alpha(alpha)
     draw = lambda rng: dirichlet_draw(rng, alpha, num_clients)  # noqa: E731
-    return _by_weights(num_examples, draw, num_clients, seed, min_size, examples_seed)
+    return _by_weights(num_examples, draw, num_clients, seed, min_size)
 
 
-def lognormal(
-    num_examples,
-    num_clients: int,
-    *,
-    sigma: float = 1.0,
-    seed: Seed,
-    min_size: int = 1,
-    examples_seed: Seed | None = None,
-) -> list[np.ndarray]:
+def lognormal(num_examples, num_clients: int, *, sigma: float = 1.0, seed: Seed, min_size: int = 1) -> list[np.ndarray]:
     """Divides the examples at random into parts of sizes in proportion to draws from a log-normal distribution.
 
     Args:
       sigma: the standard deviation of the logarithms, at least 0, which gives equal sizes, and at most 100.
-      num_examples, seed, min_size, examples_seed: as in `power_law`.
+      num_examples, min_size: as in `power_law`.
 
     Source: FedEM, appendix I.1 (sigma 2).
 
@@ -172,17 +148,16 @@ def lognormal(
     """
     check(0 <= sigma <= 100, "sigma", sigma, "at least 0, and at most 100")
     draw = lambda rng: rng.lognormal(0, sigma, num_clients)  # noqa: E731
-    return _by_weights(num_examples, draw, num_clients, seed, min_size, examples_seed)
+    return _by_weights(num_examples, draw, num_clients, seed, min_size)
 
 
-def _by_weights(num_examples, draw, num_clients: int, seed: Seed, min_size: int, examples_seed) -> list[np.ndarray]:
+def _by_weights(num_examples, draw, num_clients: int, seed: Seed, min_size: int) -> list[np.ndarray]:
     """Divides the examples at random into parts of `min_size` and a rest in proportion to `draw(rng)`, shuffled."""
-    num_examples = np.size(num_examples) if np.ndim(num_examples) else num_examples
     check_count("min_size", min_size)
-    _check_enough(num_examples, num_clients, min_size)
+    num_examples = _enough(num_examples, num_clients, min_size)
     rng = np.random.default_rng(seed)
     sizes = apportioned(num_examples - num_clients * min_size, draw(rng)) + min_size
-    return by_sizes(num_examples, rng.permutation(sizes), seed=seed if examples_seed is None else examples_seed)
+    return by_sizes(num_examples, rng.permutation(sizes), seed=seed)
 
 
 def by_label(labels, num_clients: int, *, labels_per_client: int = 2, seed: Seed) -> list[np.ndarray]:
@@ -345,13 +320,18 @@ def by_distribution(labels, num_clients: int, *, distribution, seed: Seed) -> li
     return parts
 
 
-def _check_enough(num_examples: int, num_clients: int, examples_per_client: int | None = None) -> None:
-    """Raises `ValueError` unless every client can have `examples_per_client` (default: 1) of the examples."""
+def _enough(examples: Any, num_clients: int, examples_per_client: int | None = None) -> int:
+    """Returns the number of examples, given by it or by their labels; `ValueError` for fewer than clients need.
+
+    A client needs `examples_per_client`, by default 1.
+    """
+    num_examples = np.size(examples) if np.ndim(examples) else examples
     size = 1 if examples_per_client is None else examples_per_client
     for name, count in {"examples_per_client": size, "num_clients": num_clients, "num_examples": num_examples}.items():
         check_count(name, count)
     accepted = f"at most {num_examples // size} ({num_examples} examples, at least {size} a client)"
     check(num_clients * size <= num_examples, "num_clients", num_clients, accepted)
+    return num_examples
 
 
 def _check_alpha(alpha: float) -> None:
@@ -382,7 +362,7 @@ def as_distribution(distribution, num_clients: int, num_labels: int | None = Non
 def _as_labels(labels, num_clients: int, examples_per_client: int | None = None) -> np.ndarray:
     """Returns labels as an array, enough of them for all clients."""
     labels = check_integers("labels", labels)
-    _check_enough(len(labels), num_clients, examples_per_client)
+    _enough(labels, num_clients, examples_per_client)
     return labels
 
 
@@ -433,4 +413,6 @@ PARTITIONS = {
 }
 # Those that need a classification data set.
 OF_LABELS = ("stratified", "label", "pathological", "dirichlet", "distribution", "label_groups")
+# Those that decide on sizes alone.
+OF_SIZES = ("power_law", "quantity", "lognormal")
 OF_ONE_DIVISION = ("writer", "distribution")  # not for populations, which divide a data set repeatedly

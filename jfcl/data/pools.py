@@ -22,7 +22,7 @@ from jfcl.core import Clients, check, check_at_most_clients, check_choice, check
 from jfcl.core.options import Interval, Range, check_options
 from jfcl.data.dataset import Dataset, labels_of, normalised
 from jfcl.data.heterogeneity import HETEROGENEITY, OF_CLASSES, OF_PLANE, SELECTIVE, VARIANTS, shifts_of
-from jfcl.data.partition import OF_LABELS, PARTITIONS, as_distribution, parts_of
+from jfcl.data.partition import OF_LABELS, OF_SIZES, PARTITIONS, as_distribution, by_sizes, parts_of
 from jfcl.data.sources import load
 
 # One stream of random numbers per decision, `default_rng([seed, stream, ...])`: no decision shifts another.
@@ -259,11 +259,12 @@ def divide(pooled: Pooled, num_clients: int, group: int) -> list[np.ndarray]:
     needed = num_clients * (size or 1)
     accepted = f"at most {len(rows)}, the training examples of {pooled.dataset.name!r} for these clients"
     check(needed <= len(rows), "num_clients" + " times examples_per_client" * (size is not None), needed, accepted)
-    options = {"examples_seed": (*stream, 1), **rules._asdict()}
-    options = {name: options[name] for name in inspect.signature(partition).parameters if name in options}
+    options = {name: getattr(rules, name) for name in inspect.signature(partition).parameters if hasattr(rules, name)}
     if size is not None and "examples_per_client" not in options:  # as many on average
         rows = rows[np.sort(rng.permutation(len(rows))[:needed])]
     parts = partition(train.kind[rows], **options | {"num_clients": num_clients, "seed": stream})
+    if rules.partition in OF_SIZES:  # which examples clients have does not depend on the order of their sizes
+        parts = by_sizes(len(rows), list(map(len, parts)), seed=(*stream, 1))
     return [rows[part] for part in parts]
 
 
