@@ -108,9 +108,7 @@ def power_law(
       >>> sorted(len(part) for part in power_law(110, 4, exponent=1.0, seed=0, min_size=5))
       [16, 19, 27, 48]
     """
-    check(
-        is_number(exponent) and np.isfinite(exponent) and exponent >= 0, "exponent", exponent, "at least 0 and finite"
-    )
+    check(is_number(exponent) and 0 <= exponent < np.inf, "exponent", exponent, "at least 0 and finite")
     weight = np.arange(1, num_clients + 1, dtype=np.float64) ** -float(exponent)
     return _by_weights(num_examples, lambda rng: weight, num_clients, seed, min_size)
 
@@ -128,7 +126,7 @@ def quantity(num_examples, num_clients: int, *, alpha: float = 0.5, seed: Seed, 
       >>> sorted(len(part) for part in quantity(100, 4, alpha=1.0, seed=0))
       [1, 2, 39, 58]
     """
-    _check_alpha(alpha)
+    check(is_number(alpha) and 0 < alpha < np.inf, "alpha", alpha, "positive and finite")
     draw = lambda rng: dirichlet_draw(rng, alpha, num_clients)  # noqa: E731
     return _by_weights(num_examples, draw, num_clients, seed, min_size)
 
@@ -235,7 +233,7 @@ def dirichlet(labels, num_clients: int, *, alpha: float = 0.5, seed: Seed, min_s
       >>> sum(len(part) for part in dirichlet([0, 1] * 50, 20, alpha=1e-3, seed=0))
       100
     """
-    _check_alpha(alpha)
+    check(is_number(alpha) and 0 < alpha < np.inf, "alpha", alpha, "positive and finite")
     check_count("min_size", min_size)
     labels = _as_labels(labels, num_clients, min_size)
     rng = np.random.default_rng(seed)
@@ -332,10 +330,6 @@ def _enough(examples: Any, num_clients: int, examples_per_client: int | None = N
     accepted = f"at most {num_examples // size} ({num_examples} examples, at least {size} a client)"
     check(num_clients * size <= num_examples, "num_clients", num_clients, accepted)
     return num_examples
-
-
-def _check_alpha(alpha: float) -> None:
-    check(is_number(alpha) and np.isfinite(alpha) and alpha > 0, "alpha", alpha, "positive and finite")
 
 
 def parts_of(owner: np.ndarray, owners) -> list[np.ndarray]:

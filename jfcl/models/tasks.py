@@ -210,11 +210,7 @@ def remembered(make: Callable[..., Task], module: Any, *options: Any) -> Task:
 
 @lru_cache(maxsize=64)
 def _from_module(
-    module: Any,
-    input_shape: tuple[int, ...],
-    training_argument: str | None,
-    num_classes: int | None,
-    half: bool = False,
+    module: Any, input_shape: tuple[int, ...], training_argument: str | None, num_classes: int | None, half: bool
 ) -> Task:
     net = network(module, input_shape, training_argument=training_argument)
     if num_classes is not None:
@@ -276,7 +272,7 @@ def classification(
     check(num_classes is not None, "num_classes", num_classes, accepted)
     check_count("num_classes", num_classes)
     shape = check_shape("input_shape", input_shape)
-    return remembered(_from_module, module, shape, training_argument, num_classes)
+    return remembered(_from_module, module, shape, training_argument, num_classes, False)
 
 
 def regression(
