@@ -307,8 +307,7 @@ def stratified_hold_out(kind, fraction: float, *, seed) -> tuple[np.ndarray, np.
         count = int(np.clip(round(fraction * len(rows)), 1, max(len(rows) - 1, 1)))
         held[rng.permutation(rows)[:count]] = True
 
-    starts = np.cumsum(np.unique(kind, return_counts=True)[1])[:-1]
-    for of_kind in np.split(np.argsort(kind, kind="stable"), starts):
+    for of_kind in parts_of(kind, np.unique(kind)):
         if len(of_kind) > 1:
             hold(of_kind)
     if not held.any():  # every kind occurs once: no stratification

@@ -246,9 +246,8 @@ def _labels(values: Any, table: dict[str, Any]) -> np.ndarray:
     where = f"column {column!r}"
     if names is not None:
         rows = array_of(values, where).tolist()
-        for value in rows:
-            is_known = isinstance(value, str | int | float) and value in names
-            check(is_known, where, value, f"one of the labels of training, {shown(names)}")
+        new = [value for value in rows if value not in names]
+        check(not new, where, new[:3], f"of the labels of training, {shown(names)}")
         return np.array([names.index(value) for value in rows], np.int32)
     targets, count, renamed = targets_of({"train": values}, column, classes, table["kind"])
     y = targets["train"]

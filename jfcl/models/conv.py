@@ -285,12 +285,7 @@ def _canonical(
 ) -> Callable:
     """Returns the convolution of one geometry: input height and width, kernel, strides, padding, pooling or not."""
     geometry = {"strides": strides, "padding": padding}
-
-    def plain(x, w):
-        return _plain(x, w, **geometry)
-
-    def of_patches(x, w):
-        return _of_patches(x, w, **geometry)
+    plain, of_patches = partial(_plain, **geometry), partial(_of_patches, **geometry)
 
     def to_weights_of_patches(x, g):
         rows, columns = patches(x, kernel, strides, padding), g.reshape(-1, g.shape[-1])

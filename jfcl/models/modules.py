@@ -39,8 +39,6 @@ class Network(NamedTuple):
     represent: Callable[[PyTree, jax.Array], jax.Array] | None = None
     statistics: Callable[[str], bool] | None = None
     head: str | None = None
-    outputs: Any = None  # the shape and the type of those of two inputs
-    is_softmax: bool = False  # whether they are those of a softmax
 
 
 def module_name(module: Any) -> str:

@@ -142,9 +142,12 @@ def cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
 
 
 def network(
-    module: Any, input_shape: tuple[int, ...], dtype: Any = jnp.float32, training_argument: str | None = None
+    module: Any, input_shape: tuple[int, ...], dtype: Any, training_argument: str | None, logits: tuple[int, ...] | None
 ) -> Network:
-    """Returns the functions of a module, with the arguments of `classification`; `dtype` is that of the inputs."""
+    """Returns the functions of a module, with the arguments of `classification`; `dtype` is that of the inputs.
+
+    With `logits`, the shape of those of an example, it refuses other outputs, and warns of those of a softmax.
+    """
     name, kind = module_name(module), type(module)
     is_class = isinstance(module, type) and issubclass(module, nn.Module)
     check(not is_class, "module", f"the class {name}", f"an instance of a flax.linen module, such as {name}(...)")
@@ -166,19 +169,13 @@ def network(
         params = jax.eval_shape(net.init, jax.random.key(0))
         program, outputs = jax.make_jaxpr(net.apply, return_shape=True)(params, x)
     check(hasattr(outputs, "shape"), f"the outputs of {net.name}", type(outputs).__name__, "one array")
-    return net._replace(outputs=outputs, is_softmax=ends_in_softmax(program.jaxpr))
-
-
-def check_logits(net: Network, shape: tuple[int, ...], what: str) -> None:
-    """Raises `ValueError` unless a module returns logits of a shape for two inputs; warns of those of a softmax."""
-    of_two = net.outputs.shape
-    gives = ("B", *of_two[1:]) if of_two[:1] == (2,) else f"{of_two} for a batch of 2"
-    check(of_two == shape, f"the outputs of {net.name}", gives, what)
-    if net.is_softmax:
-        warnings.warn(
-            f"{net.name} ends in a softmax, and the loss applies one to its outputs: return the logits instead",
-            stacklevel=5,  # the call of the user
-        )
+    if logits is not None:
+        shape = ("B", *outputs.shape[1:]) if outputs.shape[:1] == (2,) else f"{outputs.shape} for a batch of 2"
+        check(shape == ("B", *logits), f"the outputs of {net.name}", shape, f"logits of shape {('B', *logits)}")
+        if ends_in_softmax(program.jaxpr):
+            what = f"{net.name} ends in a softmax, and the loss applies one to its outputs: return the logits instead"
+            warnings.warn(what, stacklevel=5)  # the call of the user
+    return net
 
 
 def _dense_start(module: nn.Module, whole: Callable) -> DenseStart | None:
@@ -212,10 +209,8 @@ def remembered(make: Callable[..., Task], module: Any, *options: Any) -> Task:
 def _from_module(
     module: Any, input_shape: tuple[int, ...], training_argument: str | None, num_classes: int | None, half: bool
 ) -> Task:
-    net = network(module, input_shape, training_argument=training_argument)
-    if num_classes is not None:
-        what = f"{num_classes} logits an example, shape (B, {num_classes}), for {num_classes} classes"
-        check_logits(net, (2, num_classes), what)
+    logits = None if num_classes is None else (num_classes,)
+    net = network(module, input_shape, jnp.float32, training_argument, logits)
 
     def shaped(x):
         """Returns `x` `[B, *input_shape]`, also from inputs `[B, d]` with the numbers of each side by side."""
