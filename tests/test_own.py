@@ -505,7 +505,7 @@ ATTACKED = ["fedavg", "--clients", "8", "--malicious", "0.25", "--examples-per-c
         (["fedavg", "--dataset", "mine_models:nothing"], "returns a jfcl.data.Dataset; it returns int, got"),
         (["fedavg", "--dataset", "mine_models:pair"], "got 'mine_models:pair': missing a required argument"),
         (["fedavg", "--dataset", "mine_models:listed"], "data set 'line' (train) must be a dict with arrays 'x' and"
-         " 'y', with an entry for each example, got {'x': 'list', 'y': 'list'}"),
+         " 'y', got {'x': 'list', 'y': 'list'}"),
         (["fedavg", "--dataset", "mine_models:line", "--heterogeneity", "none", "--model", "linear", "--clients", "4"],
          "dataset must be one of classes for model 'linear'; a regression needs a MODULE:NAME that returns a Task"),
         ([*ATTACKED, "--attack", "mine_hostile:too_few"], "attack must be the name of a function with the arguments"
