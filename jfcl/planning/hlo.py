@@ -14,8 +14,11 @@ BYTES = {"pred": 1, "s4": 0.5, "u4": 0.5, "bf16": 2, "token": 0, "opaque": 0, "c
 BYTES |= {f"{kind}{bits}": bits // 8 for kind in "suf" for bits in (8, 16, 32, 64)}
 _ARRAY = re.compile(r"\b([a-z]\w*)\[([\d,<=]*)\](?:\{([^}]*)\})?")
 _HEAD = re.compile(r"^(ENTRY )?%?([\w.\-]+) .*->.*\{$")
-_NAME = re.compile(r"^\s+(ROOT )?%?([\w.\-]+) = ")
+_INSTRUCTION = re.compile(r"^\s+(ROOT )?%?([\w.\-]+) = (.*?) ([\w\-]+)(\(.*)")
 _OPERAND = re.compile(r"%([\w.\-]+)")
+_CALLED = re.compile(
+    r"\b(?:body|calls|to_apply|(?:true|false)_computation|(?:branch|called)_computations)=(\{[^}]*\}|%?[\w.\-]+)"
+)
 _TABLES = ("FileNames", "FunctionNames", "FileLocations", "StackFrames")
 _PACKAGE = Path(__file__).resolve().parent.parent
 
@@ -85,23 +88,18 @@ def parse(text: str) -> Program:
 
 def _instruction(line: str, before: dict[str, Instruction]) -> Instruction | None:
     """Returns the instruction of a line, `name = type op(operands), attributes`; None for another line."""
-    head = _NAME.match(line)
-    if head is None:
+    found = _INSTRUCTION.match(line)
+    if found is None:
         return None
-    line = line[head.end() :]
-    end = _closing(line) + 1 if line.startswith("(") else line.find(" ")
-    kind, line = line[:end], line[end:].lstrip()
-    op, opened, _ = line.partition("(")
-    if not opened:
-        return None
-    last = len(op) + _closing(line[len(op) :])
-    inside = line[len(op) + 1 : last]
+    root, name, kind, op, rest = found.groups()
+    last = _closing(rest)
+    inside = rest[1:last]
     arrays = tuple(
         Array(dtype, tuple(int(n.strip("<=")) for n in shape.split(",") if n), "S(" not in layout)
         for dtype, shape, layout in _ARRAY.findall(kind)
     )
-    operands = tuple(before[name] for name in _OPERAND.findall(inside) if name in before)
-    return Instruction(head[2], op, arrays, operands, inside, line[last + 1 :], bool(head[1]))
+    operands = tuple(before[n] for n in _OPERAND.findall(inside) if n in before)
+    return Instruction(name, op, arrays, operands, inside, rest[last + 1 :], bool(root))
 
 
 def _closing(text: str) -> int:
@@ -147,12 +145,7 @@ def numbers(instruction: Instruction, name: str) -> tuple[int, ...]:
 
 def called(program: Program, instruction: Instruction) -> list[str]:
     """Returns the computations that an instruction runs as its body: one, several of a conditional, or none."""
-    branches = re.search(r"branch_computations=\{([^}]*)\}", instruction.attributes)
-    if branches:
-        names = [n.strip().lstrip("%") for n in branches[1].split(",")]
-    else:
-        kinds = ("body", "calls", "to_apply", "true_computation", "false_computation", "called_computations")
-        names = [attribute(instruction, kind) for kind in kinds]
+    names = re.findall(r"[\w.\-]+", " ".join(_CALLED.findall(instruction.attributes)))
     return [name for name in names if name in program.computations]
 
 
