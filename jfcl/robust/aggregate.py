@@ -13,18 +13,18 @@ import numpy as np
 from jfcl import mapping
 from jfcl.core.checks import check
 from jfcl.core.clients import attack_key, client_ids, num_clients
-from jfcl.core.parameters import is_finite, path_flags, path_name
+from jfcl.core.parameters import divided, is_finite, joined, path_flags, path_name
 from jfcl.core.types import Adversary, Clients, PyTree
 
 
-def _per_row(scale: jax.Array, x: jax.Array) -> jax.Array:
+def per_row(scale: jax.Array, x: jax.Array) -> jax.Array:
     """Returns `scale` `[n]` in the shape and type to multiply `x` `[n, ...]`."""
     return scale.reshape(scale.shape + (1,) * (x.ndim - 1)).astype(x.dtype)
 
 
 def where_rows(keep: jax.Array, new: PyTree, old: PyTree) -> PyTree:
     """Returns row `i` of `new` where `keep[i]`, else of `old`; pytrees of `[n, ...]`, `keep` `[n]` bool."""
-    return jax.tree.map(lambda a, b: jnp.where(_per_row(keep, a).astype(bool), a, b), new, old)
+    return jax.tree.map(lambda a, b: jnp.where(per_row(keep, a).astype(bool), a, b), new, old)
 
 
 def nothing_sent(like: PyTree) -> tuple[PyTree, jax.Array]:
@@ -40,7 +40,7 @@ def add_to_clusters(sums: PyTree, tree: PyTree, cluster: jax.Array, weights: jax
     """Adds `weights[i] * tree[i]` to `sums[cluster[i]]` (to none for -1) for every row `i` with a weight above 0."""
 
     def add(total, x):
-        counted, scale = jnp.where(_per_row(weights, x) > 0, x, jnp.zeros_like(x)), weights.astype(total.dtype)
+        counted, scale = jnp.where(per_row(weights, x) > 0, x, jnp.zeros_like(x)), weights.astype(total.dtype)
         counted = counted.astype(total.dtype)
         if len(x) == 1:
             return total.at[cluster[0]].add(counted[0] * scale[0], mode="drop", wrap_negative_indices=False)
@@ -60,7 +60,7 @@ def add_sent(total: tuple[PyTree, jax.Array], sent: tuple[PyTree, jax.Array, jax
 def divide_rows(sums: PyTree, weights: jax.Array, like: PyTree) -> PyTree:
     """Returns `sums[k] / weights[k]` in the types of `like`, zeros where `weights[k]` is 0; pytrees of `[K, ...]`."""
     safe = jnp.where(weights > 0, weights, jnp.ones_like(weights))
-    return jax.tree.map(lambda x, p: (x / _per_row(safe, x)).astype(p.dtype), sums, like)
+    return jax.tree.map(lambda x, p: (x / per_row(safe, x)).astype(p.dtype), sums, like)
 
 
 def add_updates(
@@ -128,9 +128,7 @@ def filled_means(
     of_all = jax.tree.map(lambda a, d: jnp.where((weights > 0).any(), a, d), of_all, default)
     of_all = jax.tree.map(lambda a, m: jnp.broadcast_to(a, m.shape), of_all, means)
     means = where_rows(jax.ops.segment_sum(weights, cluster, num_clusters) > 0, means, of_all)
-    if shared is None:
-        return means
-    return jax.tree.map(lambda f, mean, joint: joint if f else mean, path_flags(shared, means), means, of_all)
+    return joined(divided(shared, means)[0], divided(shared, of_all)[1])
 
 
 def check_aggregator(aggregator: Callable[..., PyTree] | None) -> None:

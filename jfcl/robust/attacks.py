@@ -33,7 +33,7 @@ from jfcl.core import PyTree, check
 from jfcl.kernels.base import sum_dtype
 from jfcl.kernels.blocks import distances_from
 from jfcl.kernels.distances import squared_row_distances
-from jfcl.robust.aggregate import where_rows
+from jfcl.robust.aggregate import per_row, where_rows
 from jfcl.robust.data_attacks import DATA_ATTACKS as DATA_ATTACKS
 from jfcl.robust.data_attacks import DataAttack as DataAttack
 from jfcl.robust.data_attacks import backdoor as backdoor
@@ -67,12 +67,8 @@ def _send(make: Callable[[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array]
     def attack(key, updates, malicious, usable, ids=None):
         good = usable & ~malicious
         ids = jnp.arange(len(good)) if ids is None else ids
-        leaves, structure = jax.tree.flatten(updates)
-        lies = [
-            make(jax.random.fold_in(key, i), x.astype(sum_dtype(x)), malicious, good, ids).astype(x.dtype)
-            for i, x in enumerate(leaves)
-        ]
-        return where_rows(malicious, jax.tree.unflatten(structure, lies), updates)
+        lies = [make(jax.random.fold_in(key, i), x, malicious, good, ids) for i, x in enumerate(_wide(updates))]
+        return _sent(updates, malicious, lies)
 
     return attack
 
@@ -88,13 +84,10 @@ def _send_within(make: Callable[[jax.Array, jax.Array, jax.Array], jax.Array]) -
             return jax.ops.segment_sum(x, cluster, len(cluster))[cluster]
 
         def lie(x):
-            wide = x.astype(sum_dtype(x))
-            num_good, num_malicious = (
-                within(kind.astype(wide.dtype)).reshape(-1, *[1] * (x.ndim - 1)) for kind in (good, malicious)
-            )
-            return make(within(where_rows(good, wide, jnp.zeros_like(wide))), num_good, num_malicious).astype(x.dtype)
+            counts = (per_row(within(kind.astype(x.dtype)), x) for kind in (good, malicious))
+            return make(within(where_rows(good, x, jnp.zeros_like(x))), *counts)
 
-        return where_rows(malicious, jax.tree.map(lie, updates), updates)
+        return _sent(updates, malicious, [lie(x) for x in _wide(updates)])
 
     return attack
 
@@ -117,10 +110,15 @@ def _of_first(x: jax.Array, good: jax.Array, ids: jax.Array) -> jax.Array:
     return x[first][None] + jnp.zeros_like(x)
 
 
+def _wide(updates: PyTree) -> list[jax.Array]:
+    """Returns the leaves of `updates` in the types of their sums."""
+    return [x.astype(sum_dtype(x)) for x in jax.tree.leaves(updates)]
+
+
 def _sent(updates: PyTree, malicious: jax.Array, lies: list[jax.Array]) -> PyTree:
-    """Returns `updates` with `lies`, one row for each leaf, in the place of those of all malicious clients."""
+    """Returns `updates` with `lies` for each leaf, `N` rows or one for all, in the place of those of the malicious."""
     leaves, structure = jax.tree.flatten(updates)
-    lies = [lie.reshape(1, *x.shape[1:]).astype(x.dtype) for lie, x in zip(lies, leaves, strict=True)]
+    lies = [lie.reshape(len(lie), *x.shape[1:]).astype(x.dtype) for lie, x in zip(lies, leaves, strict=True)]
     return where_rows(malicious, jax.tree.unflatten(structure, lies), updates)
 
 
@@ -218,7 +216,7 @@ def _search(lie: Callable[[jax.Array, jax.Array, jax.Array], jax.Array], aggrega
     aggregator = kernels.mean if aggregator is None else aggregator
 
     def attack(key, updates, malicious, usable):
-        spreads = [_spread(x.astype(sum_dtype(x)), usable & ~malicious) for x in jax.tree.leaves(updates)]
+        spreads = [_spread(x, usable & ~malicious) for x in _wide(updates)]
 
         def sent(size):
             return _sent(updates, malicious, [lie(mean, spread, size) for mean, spread in spreads])
@@ -264,7 +262,7 @@ def _retreat(length: Callable[..., jax.Array]) -> UpdateAttack:
 
     def attack(key, updates, malicious, usable):
         good = usable & ~malicious
-        rows = [x.reshape(len(x), -1).astype(sum_dtype(x)) for x in jax.tree.leaves(updates)]
+        rows = [x.reshape(len(x), -1) for x in _wide(updates)]
         means, stds = zip(*[_spread(x, good) for x in rows], strict=True)
         size = length(rows, [m[0] for m in means], [p[0] for p in stds], good)
         return _sent(updates, malicious, [m - size.astype(m.dtype) * p for m, p in zip(means, stds, strict=True)])
