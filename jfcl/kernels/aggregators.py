@@ -15,7 +15,7 @@ from jfcl.kernels import robust
 from jfcl.kernels.base import PyTree, check_whole, is_computable, like
 from jfcl.kernels.blocks import squared_norms, usable_rows
 from jfcl.kernels.distances import squared_row_distances
-from jfcl.kernels.robust import combine, counted, minority
+from jfcl.kernels.robust import combine, counted, lowest, minority, shares
 from jfcl.kernels.robust_filters import caf, clipped_clustering, dnc, monna, sign_guard, smea
 from jfcl.kernels.robust_vectors import bulyan, centered_clip, geometric_median, krum, multi_krum
 from jfcl.kernels.similarity import scaled_rows, unit_scale
@@ -101,13 +101,9 @@ def nearest_neighbour_mixing(
 @jax.jit
 def _nearest(squares, usable, count):
     """Returns `[N, N]` shares: equal for each usable row's `count` nearest, which always include itself."""
-    itself = jnp.eye(len(usable), dtype=bool)
-    squares = jnp.where(usable, jnp.minimum(squares, jnp.finfo(squares.dtype).max), jnp.inf)  # unusable ones last
-    squares = jnp.where(itself, -1.0, squares)  # a duplicate must not displace the update itself
-    order = jnp.argsort(squares, axis=1, stable=True)
-    rank = jnp.argsort(order, axis=1)
-    near = (rank < count) & usable[None, :] & usable[:, None]
-    return near.astype(squares.dtype) / jnp.maximum(near.sum(axis=1, keepdims=True), 1).astype(squares.dtype)
+    squares = jnp.where(jnp.eye(len(usable), dtype=bool), -1.0, squares)  # a duplicate must not displace it
+    near = jax.vmap(lowest, (0, None, None))(squares, usable, count)
+    return usable_rows(near, usable)
 
 
 def bucketing(
@@ -130,10 +126,9 @@ def bucketing(
     order = jnp.argsort(jnp.where(usable, draws, jnp.full_like(draws, 2)))
     bucket = jnp.zeros(count, jnp.int32).at[order].set(jnp.arange(count, dtype=jnp.int32) // bucket_size)
     num_buckets = -(-count // bucket_size)
-    members = (bucket[None, :] == jnp.arange(num_buckets, dtype=jnp.int32)[:, None]) & usable[None, :]
-    sizes = members.sum(axis=1)
-    mixing = members.astype(jnp.float32) / jnp.maximum(sizes, 1).astype(jnp.float32)[:, None]
-    return like(updates, combine(rows, mixing, usable)), sizes > 0
+    members = bucket[None, :] == jnp.arange(num_buckets, dtype=jnp.int32)[:, None]
+    mixing = jax.vmap(shares, (0, None))(members.astype(jnp.float32), usable)
+    return like(updates, combine(rows, mixing, usable)), (mixing > 0).any(axis=1)
 
 
 # All have the signature `f(updates, *, mask=None, ...)`.

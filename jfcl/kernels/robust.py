@@ -57,11 +57,7 @@ def shares(weights: jax.Array, usable: jax.Array) -> jax.Array:
 def lowest(scores: jax.Array, usable: jax.Array, count: jax.Array) -> jax.Array:
     """Returns `[N]` shares: equal for the `count` usable rows with the lowest scores, of equal ones the first."""
     scores = jnp.where(usable, jnp.minimum(scores, jnp.finfo(scores.dtype).max), jnp.inf)  # unusable rows are last
-    rank = (
-        jnp.zeros(len(usable), jnp.int32)
-        .at[jnp.argsort(scores, stable=True)]
-        .set(jnp.arange(len(usable), dtype=jnp.int32))
-    )
+    rank = jnp.argsort(jnp.argsort(scores, stable=True))
     return shares(((rank < count) & usable).astype(scores.dtype), usable)
 
 
