@@ -38,13 +38,11 @@ from jfcl.kernels.aggregators import (
 from jfcl.kernels.assignment import least_cost_assignment
 from jfcl.kernels.bipartition import Bipartition, optimal_bipartition, separation_gap
 from jfcl.kernels.bipartition_of_updates import bipartition_of_updates
-from jfcl.kernels.dendrogram import cut
-from jfcl.kernels.distances import gram, squared_distances
+from jfcl.kernels.dendrogram import LINKAGES, cut, linkage_tree
+from jfcl.kernels.distances import gram, profile_distances, squared_distances
 from jfcl.kernels.kmeans import KMeans, kmeans
 from jfcl.kernels.knee import knee
-from jfcl.kernels.linkage import LINKAGES, linkage_tree
 from jfcl.kernels.operators import OPERATORS, Operator, orthonormal
-from jfcl.kernels.profiles import profile_distances
 from jfcl.kernels.robust import coordinate_median, mean, mean_around_median, trimmed_mean
 from jfcl.kernels.robust_filters import caf, clipped_clustering, dnc, monna, sign_guard, smea
 from jfcl.kernels.robust_vectors import bulyan, centered_clip, geometric_median, krum, multi_krum

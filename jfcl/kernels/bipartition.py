@@ -16,8 +16,7 @@ import jax.numpy as jnp
 from jfcl.core.checks import check, check_count
 from jfcl.core.platforms import by_platform
 from jfcl.kernels.base import row_mask
-from jfcl.kernels.dendrogram import cut
-from jfcl.kernels.linkage import linkage_tree
+from jfcl.kernels.dendrogram import cut, linkage_tree
 from jfcl.kernels.similarity import as_clusters, as_similarity
 from jfcl.kernels.spanning_tree import cut_with_size, float_of_key, join_order, order_key, spanning_tree, weakest_joins
 

@@ -15,8 +15,8 @@ import jax.numpy as jnp
 
 from jfcl.core.checks import check
 from jfcl.kernels import blocks
-from jfcl.kernels.base import PyTree, rows_of, sum_dtype, sum_over_columns
-from jfcl.kernels.similarity import signed_sums
+from jfcl.kernels.base import PyTree, row_mask, rows_of, sum_dtype, sum_over_columns
+from jfcl.kernels.similarity import as_similarity, signed_sums
 
 
 def gram(points: PyTree, *, mask: jax.Array | None = None) -> jax.Array:
@@ -97,6 +97,49 @@ def _squared_distances_to(rows, centers, mask):
     norms, center_norms = blocks.squared_norms(shifted), blocks.squared_norms(centers)
     squares = jnp.maximum(norms[:, None] - 2.0 * products + center_norms[None, :], 0.0)
     return jnp.where(usable[:, None] & ~jnp.isnan(squares), squares, jnp.inf)
+
+
+def profile_distances(similarity: jax.Array, *, mask: jax.Array | None = None) -> jax.Array:
+    """Returns the mean absolute difference between two clients' similarities to the others.
+
+    It is FedGroup's MADC of cosine similarities (Duan et al. 2021): in high dimensions, the similarities to all others
+    tell more than the one of the two.
+
+    Args:
+      similarity: `[N, N]`, symmetric.
+      mask: `[N]` bool: clients that count.
+
+    Returns:
+      `[N, N]`, symmetric, with a zero diagonal; 0 for two clients without others, and for those that do not count.
+
+    Raises:
+      ValueError: similarities that are not square, not finite or not symmetric.
+
+    Cost: `N³` operations, `O(N²)` memory.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> a = jnp.array([[1.0, 0.5, 0.25], [0.5, 1.0, -0.5], [0.25, -0.5, 1.0]])
+      >>> profile_distances(a).tolist()
+      [[0.0, 0.75, 1.0], [0.75, 0.0, 0.25], [1.0, 0.25, 0.0]]
+    """
+    similarity = as_similarity(similarity)
+    return _profile_distances(similarity, row_mask(mask, len(similarity)))
+
+
+@jax.jit
+def _profile_distances(similarity, mask):
+    counts = mask.astype(similarity.dtype)
+
+    def to_all(i):
+        apart = jnp.abs(similarity - similarity[i][None, :]) * counts[None, :]  # [j, z]
+        pair = jnp.diagonal(apart) + apart[:, i]  # z is neither of the two
+        num_others = counts.sum() - counts - counts[i]
+        distance = (apart.sum(axis=1) - pair) / jnp.maximum(num_others, 1)
+        return jnp.where(mask & mask[i] & (num_others > 0) & (jnp.arange(len(counts)) != i), distance, 0.0)
+
+    distances = jax.lax.map(to_all, jnp.arange(len(similarity)))
+    return jnp.maximum((distances + distances.T) / 2, 0.0)
 
 
 def centred(origin: list[jax.Array], usable: jax.Array) -> Callable[[jax.Array, int, Any], jax.Array]:

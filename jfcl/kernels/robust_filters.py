@@ -14,10 +14,9 @@ import numpy as np
 from jfcl.core.checks import check, check_count
 from jfcl.kernels import blocks
 from jfcl.kernels.base import PyTree, check_whole, is_computable, like, sum_dtype, sum_over_columns
-from jfcl.kernels.dendrogram import cut
+from jfcl.kernels.dendrogram import cut, linkage_tree
 from jfcl.kernels.distances import inner_products
 from jfcl.kernels.kmeans import kmeans
-from jfcl.kernels.linkage import linkage_tree
 from jfcl.kernels.robust import combine, counted, lowest, medians, minority, shares
 from jfcl.kernels.similarity import pairwise_cosine
 

@@ -8,9 +8,8 @@ import jax
 import jax.numpy as jnp
 
 from jfcl.core.checks import check_count
-from jfcl.kernels.blocks import HIGHEST
-from jfcl.kernels.dendrogram import cut
-from jfcl.kernels.linkage import as_distances, linkage_tree
+from jfcl.kernels.blocks import matmul
+from jfcl.kernels.dendrogram import as_pairs, cut, linkage_tree
 from jfcl.kernels.similarity import as_clusters
 
 MARGIN = 1.1  # by which the mean silhouette of more clusters must be better
@@ -52,7 +51,7 @@ def silhouette(
       >>> silhouette(d, jnp.array([0, 0, 1]), num_clusters=2).tolist()
       [0.75, 0.75, 0.0]
     """
-    distances, mask = as_distances(distances, mask)
+    distances, mask = as_pairs(distances, mask)
     clusters = as_clusters(clusters, len(distances))
     check_count("num_clusters", num_clusters)
     return _silhouette(distances, clusters, mask, num_clusters)
@@ -61,7 +60,7 @@ def silhouette(
 def _silhouette(distances, clusters, mask, num_clusters):
     members = jax.nn.one_hot(clusters, num_clusters, dtype=distances.dtype) * mask[:, None].astype(distances.dtype)
     counted = jnp.where(mask[:, None] & mask[None, :], distances, jnp.zeros_like(distances))
-    sums, sizes = jnp.matmul(counted, members, precision=HIGHEST), members.sum(axis=0)
+    sums, sizes = matmul(counted, members), members.sum(axis=0)
     is_own = clusters[:, None] == jnp.arange(num_clusters)[None, :]
     size = jnp.where(is_own, sizes[None, :], 0.0).sum(axis=1)
     inside = jnp.where(is_own, sums, 0.0).sum(axis=1) / jnp.maximum(size - 1, 1)
@@ -106,7 +105,7 @@ def cut_by_silhouette(
       >>> chosen.cluster.tolist(), int(chosen.num_clusters)
       ([0, 0, 1, 1, 2, 2], 3)
     """
-    distances, mask = as_distances(distances, mask)
+    distances, mask = as_pairs(distances, mask)
     check_count("most", most, least=2)
     tree, points = linkage_tree(distances, linkage, mask=mask), mask.sum()
     numbers = jnp.arange(most + 1, dtype=jnp.int32)

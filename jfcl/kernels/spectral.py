@@ -8,11 +8,10 @@ import jax
 import jax.numpy as jnp
 
 from jfcl.core.checks import check_count
-from jfcl.kernels.base import row_mask, sum_dtype
-from jfcl.kernels.blocks import HIGHEST
-from jfcl.kernels.dendrogram import number_by_first
+from jfcl.kernels.base import sum_dtype
+from jfcl.kernels.blocks import matmul
+from jfcl.kernels.dendrogram import as_pairs, number_by_first
 from jfcl.kernels.silhouette import ChosenCut
-from jfcl.kernels.similarity import as_similarity
 
 WORST = 1.0  # a division is taken only below this measure of Davies and Bouldin
 ABSENT = -2.0  # eigenvalue of points that do not count: below all others, which are from -1 to 1
@@ -49,11 +48,8 @@ def spectral_clusters(
       [0, 0, 0, 1, 1, 1]
     """
     check_count("most", most, least=2)
-    affinity = jnp.atleast_1d(jnp.asarray(affinity))
-    mask = row_mask(mask, len(affinity))
-    if affinity.shape == 2 * mask.shape:
-        affinity = jnp.where(mask[:, None] & mask[None, :], affinity, jnp.zeros_like(affinity))
-    vectors = spectral_embedding(as_similarity(affinity, name="affinity"), mask, most + 1)
+    affinity, mask = as_pairs(affinity, mask, name="affinity")
+    vectors = spectral_embedding(affinity, mask, most + 1)
     bound = mask.sum() - 1 if limit is None else jnp.minimum(limit, mask.sum() - 1)
     measures, cuts = [jnp.full((), WORST)], [jnp.zeros(len(mask), jnp.int32)]
     for count in range(2, most + 1):
@@ -100,9 +96,9 @@ def pivoted_clusters(vectors: jax.Array, mask: jax.Array) -> jax.Array:
         lengths = jnp.where(mask, jnp.square(residual).sum(axis=1), -1.0)
         pivots.append(jnp.argmax(lengths))
         direction = residual[pivots[-1]] / jnp.sqrt(jnp.maximum(lengths.max(), jnp.finfo(residual.dtype).tiny))
-        residual = residual - jnp.matmul(residual, direction, precision=HIGHEST)[:, None] * direction[None, :]
+        residual = residual - matmul(residual, direction)[:, None] * direction[None, :]
     u, _, vh = jnp.linalg.svd(vectors[jnp.stack(pivots)].T)
-    turned = jnp.matmul(vectors, jnp.matmul(u, vh, precision=HIGHEST), precision=HIGHEST)
+    turned = matmul(vectors, matmul(u, vh))
     return jnp.where(mask, jnp.abs(turned).argmax(axis=1), -1).astype(jnp.int32)
 
 
@@ -117,9 +113,9 @@ def davies_bouldin(points: jax.Array, clusters: jax.Array, mask: jax.Array, num_
     members = members.astype(points.dtype)
     size = members.sum(axis=0)
     divisor, used = jnp.maximum(size, 1), size > 0
-    means = jnp.matmul(members.T, points, precision=HIGHEST) / divisor[:, None]
+    means = matmul(members.T, points) / divisor[:, None]
     away = jnp.sqrt(jnp.square(points - means[jnp.maximum(clusters, 0)]).sum(axis=1))
-    width = jnp.matmul(members.T, away, precision=HIGHEST) / divisor
+    width = matmul(members.T, away) / divisor
     apart = jnp.sqrt(jnp.square(means[:, None, :] - means[None, :, :]).sum(axis=2))
     pairs = used[:, None] & used[None, :] & ~jnp.eye(num_clusters, dtype=bool)
     ratio = jnp.where(apart > 0, (width[:, None] + width[None, :]) / jnp.where(apart > 0, apart, 1.0), jnp.inf)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from jfcl.core.checks import check, check_choice, check_count
 from jfcl.kernels.base import row_mask, rows_of, sum_dtype
-from jfcl.kernels.blocks import HIGHEST, finite_rows, usable_rows
+from jfcl.kernels.blocks import HIGHEST, finite_rows, matmul, usable_rows
 
 ANGLES = ("absolute", "smallest", "sum")
 TILE = 2**24  # products of vectors that are in memory at once
@@ -66,17 +66,15 @@ def _principal_vectors(points, groups, mask, num_vectors, num_groups):
     z = usable_rows(points.astype(sum_dtype(points)), usable)
     count, dim = z.shape
     taken = min(num_vectors, count, dim)
-    products = jnp.matmul(z, z.T, precision=HIGHEST) if count <= dim else None
+    products = matmul(z, z.T) if count <= dim else None
 
     def of_group(member):
         member = member.astype(z.dtype)
-        if products is None:
-            matrix = jnp.matmul(z.T, z * member[:, None], precision=HIGHEST)
-        else:
-            matrix = products * member[:, None] * member[None, :]
+        few = products is not None
+        matrix = products * member[:, None] * member[None, :] if few else matmul(z.T, z * member[:, None])
         values, vectors = jnp.linalg.eigh(matrix)
         values, vectors = values[::-1][:taken], vectors[:, ::-1][:, :taken].T
-        vectors = vectors if products is None else jnp.matmul(vectors * member[None, :], z, precision=HIGHEST)
+        vectors = vectors if not few else matmul(vectors * member[None, :], z)
         lengths = jnp.sqrt(jnp.square(vectors).sum(axis=1))
         least = values[0] * 8 * len(matrix) ** 0.5 * jnp.finfo(z.dtype).eps
         real = (values > least) & (lengths > 0)
