@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jfcl.core.checks import check
 from jfcl.core.platforms import by_platform
 from jfcl.kernels.base import PyTree, if_rare, is_computable, row_mask, rows_of, sum_dtype, sum_over_columns
-from jfcl.kernels.gram_gpu import LEAST_COLUMNS, upper_products
+from jfcl.kernels.gram_gpu import LEAST_COLUMNS, mirrored, upper_products
 
 # Full float32 on accelerators too, which by default round operands to TF32 or bfloat16.
 HIGHEST = jax.lax.Precision.HIGHEST
@@ -209,9 +209,7 @@ def _sum_of_strips(rows, prepare, least_height, block_size):
     product = jnp.zeros((count, count), dtype)
     for i, strip in zip(starts, fold_columns(add, zeros, rows, block_size), strict=True):
         size = len(strip)
-        square = strip[:, :size]
-        upper = jnp.arange(size)[:, None] <= jnp.arange(size)[None, :]
-        strip = strip.at[:, :size].set(jnp.where(upper, square, square.T))
+        strip = strip.at[:, :size].set(mirrored(strip[:, :size]))
         product = jax.lax.dynamic_update_slice(product, strip, (i, i))
         product = jax.lax.dynamic_update_slice(product, strip[:, size:].T, (i + size, i))
     return product

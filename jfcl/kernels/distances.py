@@ -215,12 +215,12 @@ def inner_products(rows: list[jax.Array], starts: list[jax.Array] | None, usable
     return Products(points, far, of_starts, blocks.squared_norms(shifted))
 
 
-def at_start(products: Products, num_centers: int) -> Coefficients:
+def at_start(products: Products) -> Coefficients:
     """Returns the coefficients of every centre at its start."""
     count, dtype = len(products.points), products.points.dtype
     if products.starts is None:
         return Coefficients(jnp.eye(count, dtype=dtype), jnp.zeros(count, dtype))
-    return Coefficients(jnp.zeros((num_centers, count), dtype), jnp.ones(num_centers, dtype))
+    return Coefficients(jnp.zeros_like(products.starts), jnp.ones_like(products.start_norms))
 
 
 def moved(centers: Coefficients, inside: jax.Array) -> Coefficients:

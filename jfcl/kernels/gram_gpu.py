@@ -23,28 +23,22 @@ SPLITS = 8  # parts of the columns in programs of their own: 300 rows have 15 ti
 WARPS, STAGES = 4, 3  # of a program
 
 
-@partial(jax.jit, static_argnames=("tile", "block", "splits", "warps", "stages", "interpret"))
-def upper_products(
-    x: jax.Array, *, tile=TILE, block=BLOCK, splits=SPLITS, warps=WARPS, stages=STAGES, interpret=False
-) -> jax.Array:
+@partial(jax.jit, static_argnames=("splits", "interpret"))
+def upper_products(x: jax.Array, *, splits: int = SPLITS, interpret: bool = False) -> jax.Array:
     """Returns `x xᵀ` `[N, N]` float32 of `x` `[N, D]` float32, exactly symmetric.
 
     Cost: three passes of `N² D / 2` multiplications in bfloat16; memory for `x` once more, and `splits * N²` numbers.
     A JAX without Pallas for Triton, whose end is announced, multiplies in float32 instead, with a warning.
     """
     n, d = x.shape
-
-    def symmetric(full):
-        return jnp.where(jnp.arange(n)[:, None] <= jnp.arange(n)[None, :], full, full.T)
-
     try:  # half a second, which only users of a GPU spend
         from jax.experimental import pallas as pl
         from jax.experimental.pallas import triton
     except ImportError:
         warnings.warn("this JAX has no Pallas for Triton: products of long rows take longer", stacklevel=2)
-        return symmetric(jnp.matmul(x, x.T, precision="float32"))
+        return mirrored(jnp.matmul(x, x.T, precision="float32"))
 
-    tiles = -(-n // tile)
+    tiles = -(-n // TILE)
     rows, columns = (jnp.asarray(i, jnp.int32) for i in np.triu_indices(tiles))
     sums = -(-d // (SUM * splits))  # of one program
     rounded = jax.lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)  # XLA may leave out a conversion and back
@@ -52,8 +46,8 @@ def upper_products(
 
     def kernel(high_ref, low_ref, rows_ref, columns_ref, out_ref):
         pair, split = pl.program_id(0), pl.program_id(1)
-        of_rows = rows_ref[pair] * tile + jnp.arange(tile)
-        of_columns = columns_ref[pair] * tile + jnp.arange(tile)
+        of_rows = rows_ref[pair] * TILE + jnp.arange(TILE)
+        of_columns = columns_ref[pair] * TILE + jnp.arange(TILE)
 
         def halves(at, place):
             inside = (at < n)[:, None] & (place < d)[None, :]
@@ -67,22 +61,28 @@ def upper_products(
             begin = (split * sums + i) * SUM
 
             def step(j, part):
-                place = begin + j * block + jnp.arange(block)
+                place = begin + j * BLOCK + jnp.arange(BLOCK)
                 (a, a_low), (b, b_low) = halves(of_rows, place), halves(of_columns, place)
                 return part + product(a, b_low) + product(a_low, b) + product(a, b)
 
-            return total + jax.lax.fori_loop(0, SUM // block, step, jnp.zeros((tile, tile), jnp.float32))
+            return total + jax.lax.fori_loop(0, SUM // BLOCK, step, jnp.zeros((TILE, TILE), jnp.float32))
 
-        out_ref[...] = jax.lax.fori_loop(0, sums, add, jnp.zeros((tile, tile), jnp.float32))
+        out_ref[...] = jax.lax.fori_loop(0, sums, add, jnp.zeros((TILE, TILE), jnp.float32))
 
     parts = pl.pallas_call(
         kernel,
-        out_shape=jax.ShapeDtypeStruct((len(rows), splits, tile, tile), jnp.float32),
+        out_shape=jax.ShapeDtypeStruct((len(rows), splits, TILE, TILE), jnp.float32),
         grid=(len(rows), splits),
         in_specs=[pl.no_block_spec] * 4,
-        out_specs=pl.BlockSpec((None, None, tile, tile), lambda i, s: (i, s, 0, 0)),
-        compiler_params=triton.CompilerParams(num_warps=warps, num_stages=stages),
+        out_specs=pl.BlockSpec((None, None, TILE, TILE), lambda i, s: (i, s, 0, 0)),
+        compiler_params=triton.CompilerParams(num_warps=WARPS, num_stages=STAGES),
         interpret=interpret,
     )(high, low, rows, columns)
-    upper = jnp.zeros((tiles, tiles, tile, tile), jnp.float32).at[rows, columns].set(parts.sum(1))
-    return symmetric(upper.swapaxes(1, 2).reshape(tiles * tile, tiles * tile)[:n, :n])
+    upper = jnp.zeros((tiles, tiles, TILE, TILE), jnp.float32).at[rows, columns].set(parts.sum(1))
+    return mirrored(upper.swapaxes(1, 2).reshape(tiles * TILE, tiles * TILE)[:n, :n])
+
+
+def mirrored(square: jax.Array) -> jax.Array:
+    """Returns a square matrix with its upper triangle in the place of the lower one, too."""
+    places = jnp.arange(len(square))
+    return jnp.where(places[:, None] <= places[None, :], square, square.T)

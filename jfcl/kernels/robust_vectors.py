@@ -299,5 +299,5 @@ def _clip_by_products(rows, usable, start, radius, weights, *, num_iters):
     def iterate(_, center):
         return moved(center, weights[None, :] * _pull(center_distances(products, center)[0], radius))
 
-    center = jax.lax.fori_loop(0, num_iters, iterate, at_start(products, 1))
+    center = jax.lax.fori_loop(0, num_iters, iterate, at_start(products))
     return [v[0] for v in positions(center, rows, starts, usable)]

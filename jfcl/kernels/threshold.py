@@ -12,8 +12,8 @@ from jfcl.core.checks import check
 from jfcl.core.platforms import by_platform
 from jfcl.kernels import blocks
 from jfcl.kernels.base import PyTree, if_rare, is_computable, like, rows_of, shares_columns, sum_dtype, sum_over_columns
-from jfcl.kernels.distances import at_start, center_distances, inner_products, moved, positions
-from jfcl.kernels.gram_gpu import upper_products
+from jfcl.kernels.distances import Coefficients, Products, at_start, center_distances, inner_products, moved, positions
+from jfcl.kernels.gram_gpu import mirrored, upper_products
 from jfcl.kernels.robust import check_weights, shares
 
 FORMS = ("auto", "direct", "gram")
@@ -107,22 +107,9 @@ def center_from_row(
     """
     leaves, structure = jax.tree.flatten(points)
     limits, rule = _limits(quantile_rule, num_rounds, 1, sum_dtype(*leaves), **limit)
-    products = sum(map(all_products, leaves))
-    norms, share = jnp.diagonal(products), shares(weights, mask).astype(limits.dtype)
-
-    def move(carry, limit):
-        coefficients, rough = carry
-        to_points = blocks.matmul(products, coefficients)
-        norm = blocks.matmul(coefficients, to_points)
-        distances = jnp.sqrt(jnp.maximum(norms - 2.0 * to_points + norm, 0.0))
-        distances = jnp.where(mask, distances, jnp.inf)
-        inside, radius = _inside(distances[None, :], mask, limit, rule)
-        inside = inside[0] * share
-        rough = rough | is_rough(distances, norms, norm, radius[0])
-        return (inside + (1.0 - inside.sum()) * coefficients, rough), None
-
-    start = (jnp.arange(len(mask)) == row).astype(limits.dtype), ~jnp.isfinite(norms).all()
-    (coefficients, rough), _ = jax.lax.scan(move, start, limits)
+    products = Products(sum(map(all_products, leaves)), jnp.zeros_like(mask), None, None)
+    start = Coefficients(jax.nn.one_hot(row, len(mask), dtype=limits.dtype)[None], jnp.zeros(1, limits.dtype))
+    (coefficients, _), rough = _after_rounds(products, start, limits, weights, mask, rule)
 
     def direct():
         rows = rows_of(points)
@@ -131,9 +118,9 @@ def center_from_row(
 
     def combined():
         sums = [jnp.tensordot(coefficients, x.astype(coefficients.dtype), 1, precision=blocks.HIGHEST) for x in leaves]
-        return jax.tree.unflatten(structure, [s.astype(x.dtype)[None] for s, x in zip(sums, leaves, strict=True)])
+        return jax.tree.unflatten(structure, [s.astype(x.dtype) for s, x in zip(sums, leaves, strict=True)])
 
-    return if_rare(rough, direct, combined)
+    return if_rare(rough | ~jnp.isfinite(jnp.diagonal(products.points)).all(), direct, combined)
 
 
 def all_products(x: jax.Array) -> jax.Array:
@@ -141,9 +128,7 @@ def all_products(x: jax.Array) -> jax.Array:
 
     def plain(x):
         inner = tuple(range(1, x.ndim))
-        product = jax.lax.dot_general(x, x, ((inner, inner), ((), ())), blocks.HIGHEST, sum_dtype(x))
-        upper = jnp.arange(len(x))[:, None] <= jnp.arange(len(x))[None, :]
-        return jnp.where(upper, product, product.T)
+        return mirrored(jax.lax.dot_general(x, x, ((inner, inner), ((), ())), blocks.HIGHEST, sum_dtype(x)))
 
     def flat(x, product=plain):
         return product(x.reshape(len(x), -1))
@@ -256,10 +241,15 @@ def _gram(rows, starts, limits, weights, usable, *, rule):
 
 
 def _by_products(rows, starts, limits, weights, usable, rule):
-    """Returns the centres, and `[]` bool: whether the distances of one of them were `is_rough`."""
-    share = shares(weights, usable).astype(limits.dtype)
+    """Returns the centres as vectors, and whether a distance was too rough, as `_after_rounds`."""
     products = inner_products(rows, starts, usable)
-    norms = jnp.diagonal(products.points)
+    centers, rough = _after_rounds(products, at_start(products), limits, weights, usable, rule)
+    return positions(centers, rows, starts, usable), rough
+
+
+def _after_rounds(products, centers, limits, weights, usable, rule):
+    """Returns the centres after all rounds, and `[]` bool: whether the distances of one of them were `is_rough`."""
+    share, norms = shares(weights, usable).astype(limits.dtype), jnp.diagonal(products.points)
 
     def move(carry, limit):
         centers, rough = carry
@@ -270,9 +260,7 @@ def _by_products(rows, starts, limits, weights, usable, rule):
         rough |= (jax.vmap(is_rough, (0, None, 0, 0))(distances, norms, center_norms, radii) & finite).any()
         return (moved(centers, inside * share[None, :]), rough), None
 
-    start = at_start(products, limits.shape[1]), jnp.zeros((), bool)
-    (centers, rough), _ = jax.lax.scan(move, start, limits)
-    return positions(centers, rows, starts, usable), rough
+    return jax.lax.scan(move, (centers, jnp.zeros((), bool)), limits)[0]
 
 
 @partial(jax.jit, static_argnames="rule")
