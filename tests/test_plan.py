@@ -5,6 +5,7 @@ The tests of the real compilers are slow, and are skipped where those are not in
 
 import json
 import math
+from functools import wraps
 
 import jax
 import jax.numpy as jnp
@@ -222,9 +223,8 @@ def test_memory_is_refused_with_the_compilers_bytes(monkeypatch, text, size):
 def test_the_command_writes_its_files(on_cpu, tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     out, planned, plan_run = tmp_path / "plan", [], plans.plan_run
-    monkeypatch.setattr(
-        plans, "plan_run", lambda *args, **given: planned.append(plan_run(*args, **given)) or planned[0]
-    )
+    kept_plan = lambda *args, **given: planned.append(plan_run(*args, **given)) or planned[0]  # noqa: E731
+    monkeypatch.setattr(plans, "plan_run", wraps(plan_run)(kept_plan))  # the command reads its arguments
     options = [*QUICK, "--model", "linear", "--target", "h100:2", "--chunk", "2", "--out", str(out)]
     assert cli.main(["plan", "fedavg", *options]) == 0
     printed = capsys.readouterr().out
