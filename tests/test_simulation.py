@@ -725,7 +725,7 @@ def test_random_keys_of_a_state_are_restored(impl, tmp_path):
         assert found[name].dtype == key.dtype and (found[name] == key).all()
 
 
-def test_a_state_may_hold_random_keys():
+def test_a_state_may_hold_random_keys(tmp_path):
     class Keyed(NamedTuple):
         params: object
         cluster: object
@@ -738,9 +738,10 @@ def test_a_state_may_hold_random_keys():
         return state, STILL.step(key, STILL.init(key, clients), clients)[1]
 
     algorithm = Algorithm(init, step, TASK)
-    first = sim(algorithm=algorithm)
-    second = sim(algorithm=algorithm, state=first.state)
-    assert jnp.array_equal(jax.random.key_data(second.state.key), jax.random.key_data(first.state.key))
+    run = partial(sim, algorithm=algorithm, client_axis=jfcl.sharded(jfcl.client_mesh(2)))
+    first = run(out=tmp_path)
+    for state in (run(state=first.state).state, run(out=tmp_path, resume=True).state):
+        assert jnp.array_equal(jax.random.key_data(state.key), jax.random.key_data(first.state.key))
 
 
 def test_a_federation_brings_its_tests_and_its_clusters():

@@ -28,6 +28,21 @@ def named_leaves(tree: PyTree) -> dict[str, Any]:
     return {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
 
 
+def is_key(x: Any) -> bool:
+    """Returns whether an array, or its shape, is one of random keys, as `jax.random.key` makes them."""
+    return hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+
+
+def key_data(x: Any) -> Any:
+    """Returns the integers of random keys; other arrays as they are."""
+    return jax.random.key_data(x) if is_key(x) else x
+
+
+def with_keys(data: Any, like: Any) -> Any:
+    """Returns `data`, or the random keys of these integers where `like` is an array of keys: undoes `key_data`."""
+    return jax.random.wrap_key_data(data, impl=jax.random.key_impl(jnp.empty(0, like.dtype))) if is_key(like) else data
+
+
 def named_parameters(params: PyTree) -> dict[str, Any]:
     """Returns the parameters by their `path_name`."""
     return {path_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(params)}

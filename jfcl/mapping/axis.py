@@ -26,6 +26,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
 from jfcl.core import PyTree, check, check_count, platform
+from jfcl.core.parameters import is_key
 
 Mapping = Callable[..., Callable[..., Any]]
 
@@ -348,4 +349,4 @@ def _pad(x: jax.Array, count: int) -> jax.Array:
     """Appends `count` rows of zeros (for keys: of the first key) to `x` `[N, ...]`."""
     x = jnp.asarray(x)
     first = jnp.broadcast_to(x[:1], (count, *x.shape[1:]))
-    return jnp.concatenate([x, first if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else jnp.zeros_like(first)])
+    return jnp.concatenate([x, first if is_key(x) else jnp.zeros_like(first)])

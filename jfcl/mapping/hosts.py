@@ -25,6 +25,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jfcl.core import PyTree, check, check_count
+from jfcl.core.parameters import key_data, with_keys
 from jfcl.core.texts import first_line
 
 MOST = 2**16  # processes of one run
@@ -253,10 +254,8 @@ def replicate(tree: PyTree, mesh: Mesh | None) -> PyTree:
     everywhere = NamedSharding(mesh, PartitionSpec())
 
     def put(x):
-        is_key = isinstance(x, jax.Array) and jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
-        host = np.asarray(jax.random.key_data(x) if is_key else x)
-        array = jax.make_array_from_callback(host.shape, everywhere, lambda index: host[index])
-        return jax.random.wrap_key_data(array, impl=jax.random.key_impl(x)) if is_key else array
+        host = np.asarray(key_data(x))
+        return with_keys(jax.make_array_from_callback(host.shape, everywhere, lambda index: host[index]), x)
 
     return jax.tree.map(put, tree)
 

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jfcl.core import PyTree, files, named_leaves, plain
+from jfcl.core.parameters import is_key, key_data, with_keys
 
 
 class UnusableError(ValueError):
@@ -23,7 +23,7 @@ def write_leaves(path: Path, state: PyTree) -> list[dict[str, Any]]:
     leaves, digests = [], []
     with files.new_file(path) as descriptor, ThreadPoolExecutor(2) as hashing:
         for name, leaf in named_leaves(state).items():
-            array = np.asarray(_plain(leaf))
+            array = np.asarray(key_data(leaf))
             data = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
             digests.append(hashing.submit(hashlib.sha256, data))
             files.write_all(descriptor, data)
@@ -41,29 +41,18 @@ def read_leaves(path: Path, leaves: list[dict[str, Any]], like: PyTree) -> PyTre
       ValueError: an array differs from its digest.
     """
     named = named_leaves(like)
-    stored = {name: jax.eval_shape(_plain, x) if _is_key(x) else x for name, x in named.items()}
+    stored = {name: jax.eval_shape(key_data, x) if is_key(x) else x for name, x in named.items()}
     wanted = [{"name": name, "dtype": str(x.dtype), "shape": list(x.shape)} for name, x in stored.items()]
     if [{name: leaf[name] for name in ("name", "dtype", "shape")} for leaf in leaves] != wanted:
         raise UnusableError("is of another model or number of clients")
     arrays = []
     with plain.reader(path) as f:
         for leaf, (name, x) in zip(leaves, stored.items(), strict=True):
-            array, kind = np.empty(x.shape, x.dtype), named[name]
+            array = np.empty(x.shape, x.dtype)
             data = array.reshape(-1).view(np.uint8)
             if f.readinto(data) != len(data) or hashlib.sha256(data).hexdigest() != leaf["sha256"]:
                 raise ValueError(f"the array {name or 'of the state'} differs from its digest")
-            if _is_key(kind):
-                array = jax.random.wrap_key_data(array, impl=jax.random.key_impl(jnp.empty(0, kind.dtype)))
-            arrays.append(array)
+            arrays.append(with_keys(array, named[name]))
         if f.read(1):
             raise ValueError("state.bin is too long")
     return jax.tree.unflatten(jax.tree.structure(like), arrays)
-
-
-def _is_key(leaf: Any) -> bool:
-    return hasattr(leaf, "dtype") and jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-
-
-def _plain(leaf: Any) -> Any:
-    """Returns the integers of random keys; other arrays as they are."""
-    return jax.random.key_data(leaf) if _is_key(leaf) else leaf

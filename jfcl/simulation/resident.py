@@ -14,6 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jfcl import mapping
 from jfcl.core import Algorithm, Clients, Served, check, check_served, client_shapes, is_finite, num_clients
+from jfcl.core.parameters import is_key, key_data, with_keys
 from jfcl.data.drift import Drift
 from jfcl.mapping import hosts, memory
 from jfcl.mapping.jitted import RUNS_ONCE, jitted, strong, traced_once
@@ -118,8 +119,9 @@ def _with_padding(small: Any, whole: Any) -> Any:
     """Returns `small` on the devices of `whole`, padded to its shapes with zeros."""
 
     def put(array, like):
-        host = np.pad(array, [(0, b - a) for a, b in zip(array.shape, like.shape, strict=True)])
-        return jax.make_array_from_callback(host.shape, like.sharding, lambda index: host[index])
+        data, shape = key_data(array), jax.eval_shape(key_data, like).shape
+        host = np.pad(data, [(0, b - a) for a, b in zip(data.shape, shape, strict=True)])
+        return with_keys(jax.make_array_from_callback(shape, like.sharding, lambda index: host[index]), like)
 
     return jax.tree.map(put, small, whole)
 
@@ -206,7 +208,7 @@ class Resident:
         check(fits, "state", differ or type(state).__name__, accepted)
 
         def copied(x):  # since a round overwrites its state
-            return jnp.array(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else np.array(hosts.fetch(x))
+            return jnp.array(x) if is_key(x) else np.array(hosts.fetch(x))
 
         return jax.tree.map(copied, state)
 

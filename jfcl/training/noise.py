@@ -14,26 +14,21 @@ import jax
 import jax.numpy as jnp
 
 from jfcl.core import PyTree, path_name
+from jfcl.core.parameters import is_key, key_data, with_keys
 
 STREAM = zlib.crc32(b"noise of the optimiser")  # folded into a client's key, which training splits, too
 FIELDS = ("key", "rng", "rng_key")  # names that optax gives to keys of `jax.random.PRNGKey`, which are plain integers
 
 
-def _is_typed(leaf: Any) -> bool:
-    return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-
-
 def _is_key(path: tuple, leaf: Any) -> bool:
     """Returns whether a leaf of an optimiser's state is a random key, typed or of integers."""
-    if not hasattr(leaf, "dtype"):
-        return False
-    named = isinstance(path[-1], jax.tree_util.GetAttrKey) and path[-1].name in FIELDS if path else False
-    return _is_typed(leaf) or (named and leaf.dtype == jnp.uint32 and leaf.ndim > 0)
+    named = bool(path) and isinstance(path[-1], jax.tree_util.GetAttrKey) and path[-1].name in FIELDS
+    return is_key(leaf) or (named and getattr(leaf, "dtype", None) == jnp.uint32 and leaf.ndim > 0)
 
 
 def as_data(opt_state: PyTree) -> PyTree:
     """Returns `opt_state` with the integers of each typed key in its place."""
-    return jax.tree.map(lambda x: jax.random.key_data(x) if hasattr(x, "dtype") and _is_typed(x) else x, opt_state)
+    return jax.tree.map(key_data, opt_state)
 
 
 def rekeyed(key: jax.Array, opt_state: PyTree, like: PyTree) -> PyTree:
@@ -56,11 +51,7 @@ def rekeyed(key: jax.Array, opt_state: PyTree, like: PyTree) -> PyTree:
         if not _is_key(path, wanted):
             return leaf
         leaf_key = jax.random.fold_in(key, zlib.crc32(path_name(path).encode()))
-        if _is_typed(wanted):
-            impl = jax.random.key_impl(jnp.empty((0,), wanted.dtype))
-            shape = jax.eval_shape(jax.random.key_data, wanted).shape
-            return jax.random.wrap_key_data(jax.random.bits(leaf_key, shape, jnp.uint32), impl=impl)
-        return jax.random.bits(leaf_key, wanted.shape, jnp.uint32)
+        return with_keys(jax.random.bits(leaf_key, jax.eval_shape(key_data, wanted).shape, jnp.uint32), wanted)
 
     return jax.tree_util.tree_map_with_path(one, like, opt_state)
 
