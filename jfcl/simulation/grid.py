@@ -369,7 +369,7 @@ class Group:
         data, options = self._data, {"seeds": list(range(self._size)), **self._data.axes}
         try:
             arguments = self._arguments(self._rows[: self._size])
-            source = Resident(self._maker, data.clients, *arguments, tests=data.held_out, **options)
+            source = Resident(self._maker, data.clients, *arguments, test_clients=data.held_out, **options)
             source.place(data.serve, serving=self._serving)
         except (TypeError, ValueError) as error:  # those of jax, of which some are ValueErrors, and of checks
             why = str(error).splitlines()[0]

@@ -49,8 +49,7 @@ def _spread(place, state, clients, client_axis):
     if not isinstance(client_axis, mapping.sharded):
         return state
     mesh, n = client_axis.mesh, num_clients(clients)
-    divided, whole = (NamedSharding(mesh, spec) for spec in (PartitionSpec(None, mesh.axis_names), PartitionSpec()))
-    return jax.tree.map(lambda x: place(x, divided if x.shape[1:2] == (n,) else whole), state)
+    return jax.tree.map(lambda x: place(x, memory.sharding_of(x, mesh, n, axis=1)), state)
 
 
 STATIC = ("algorithm", "row_axis", "client_axis")
@@ -70,12 +69,9 @@ def _init(keys, hyperparams, clients, *, algorithm, row_axis, client_axis):
 
 @partial(jitted, static_argnames=STATIC, donate_argnames="state")
 def _advance(keys, hyperparams, state, silence, first, count, clients, *, algorithm, row_axis, client_axis):
-    """Runs `count` rounds from round `first` on, at most `MOST_ROUNDS`.
+    """Returns the `Block` of `count` rounds from round `first` on, at most `MOST_ROUNDS`.
 
-    Returns:
-      `(state, values, sums, largest, finite, silence, most)`, of which a `Block` is made: the metrics of the last
-      round; those of `Entries.sums` of every round, `[R, MOST_ROUNDS]` each; the largest values of `Entries.largest`;
-      whether the models are finite; the silence after the last round, and its largest count.
+    Its sums are not summed yet: they are the metrics of every round, `[R, MOST_ROUNDS]` each.
     """
 
     def shorten(values):  # the loss, and arrays too long for a record, as their mean over participating clients
@@ -103,11 +99,11 @@ def _advance(keys, hyperparams, state, silence, first, count, clients, *, algori
         carry = state, last, sums, largest, silence, silence.count
         state, last, sums, largest, silence, most = jax.lax.fori_loop(first, first + count, one_round, carry)
         finite = is_finite(method.serve(state, None).models)
-        return state, shorten(last), sums, largest, finite, silence, most
+        return Block(state, shorten(last), sums, largest, finite, silence, most)
 
     axes = (0, 0, 0, 0, None, None, None)
-    state, *results = row_axis(one, in_axes=axes)(keys, hyperparams, state, silence, first, count, clients)
-    return _spread(jax.lax.with_sharding_constraint, state, clients, client_axis), *results
+    block = row_axis(one, in_axes=axes)(keys, hyperparams, state, silence, first, count, clients)
+    return block._replace(state=_spread(jax.lax.with_sharding_constraint, block.state, clients, client_axis))
 
 
 def _without_padding(tree: Any, like: Any) -> Any:
@@ -165,7 +161,7 @@ class Resident:
         seeds: list,
         row_axis: mapping.Mapping,
         client_axis: mapping.Mapping,
-        tests: Clients | None = None,
+        test_clients: Clients | None = None,
         newcomers: Clients | None = None,
         true_cluster: Any = None,
         state: Any = None,
@@ -185,18 +181,16 @@ class Resident:
         self.rows = hosts.replicate((keys[None] if self._single else keys, hyperparams), mesh)
         numbered = clients.id is None or hosts.several()
         self._ids = list(range(self._n)) if numbered else np.asarray(clients.id).tolist()
+        self._held = partial(mapping.held, client_axis, self.method.task)
         self._drift, self._ends, self._all, self._step = drift, ends, clients, 0
         if drift is not None:
-            clients, tests = drift.clients(clients, 0), drift.tests(0)
-        clients, self._tests, self._newcomers = map(self._held, (clients, tests, newcomers))
+            clients, test_clients = drift.clients(clients, 0), drift.tests(0)
+        clients, self._tests, self._newcomers = map(self._held, (clients, test_clients, newcomers))
         self._clients = clients._replace(size=clients.size.astype(np.int32))
         self.like = _init.shapes(*self.rows, client_shapes(self._clients, self._n), **self._static)
         self._true_cluster = None if true_cluster is None else np.asarray(true_cluster)
         self._first = None if state is None else self._checked(state)
         self._compiled, self._programs = compile_ahead(()), []
-
-    def _held(self, clients: Clients | None) -> Clients | None:
-        return mapping.held(self._client_axis, self.method.task, clients)
 
     def _checked(self, state: Any) -> Any:
         """Returns a copy of a user's first state; `ValueError` unless its shapes are those of the algorithm."""
@@ -244,10 +238,8 @@ class Resident:
             test_size = np.asarray(hosts.fetch(self._tests.size))[:n]
         if newcomers is not None:
             new_size = np.asarray(newcomers.size)
-            if hosts.several():  # every process holds all newcomers
-                rows = mapping.own_rows(self._client_axis, len(new_size))
-                newcomers = jax.tree.map(lambda x: x[rows], newcomers)
-            self._newcomers = place(newcomers, len(new_size))
+            rows = mapping.own_rows(self._client_axis, len(new_size))  # every process holds all newcomers
+            self._newcomers = place(jax.tree.map(lambda x: x[rows], newcomers), len(new_size))
         self._size = np.asarray(hosts.fetch(self._clients.size))[:n]
         self.most_silent = min(int((self._size > 0).sum()), evaluation.MOST_SILENT)
 
@@ -337,10 +329,10 @@ class Resident:
         self._enter(first)
         args = *self.rows, state, silence, np.int32(first), np.int32(count), self._clients
         self._compiled()
-        state, values, sums, largest, finite, *silence = jax.block_until_ready(_advance(*args, **self._static))
-        sums, largest, silence = hosts.fetch((sums, largest, silence))
-        sums = {name: rounds[:, :count].sum(axis=1, dtype=np.float64).tolist() for name, rounds in sums.items()}
-        return Block(state, values, sums, largest, finite, *silence)
+        block = jax.block_until_ready(_advance(*args, **self._static))
+        on_host = hosts.fetch(block._replace(state=None, values=None, finite=None))
+        sums = {name: rounds[:, :count].sum(axis=1, dtype=np.float64).tolist() for name, rounds in on_host.sums.items()}
+        return on_host._replace(state=block.state, values=block.values, finite=block.finite, sums=sums)
 
     def evaluate(self, state, values) -> Assessment:
         n, padded, new = self._n, num_clients(self._clients), self.subjects.new_size

@@ -173,9 +173,10 @@ def simulate(
 
     # Check the data, and make the source of rounds of them.
     evaluated = {"test_clients": test_clients, "newcomers": newcomers, "true_cluster": true_cluster}
-    drift, ends = None, [num_rounds]
+    drift = None
     if isinstance(clients, Federation):
-        clients, evaluated, drift, ends = _parts_of(clients, evaluated, num_rounds)
+        clients, evaluated, drift = _parts_of(clients, evaluated, num_rounds)
+    ends = [num_rounds] if drift is None else drift.ends(num_rounds)
     store = isinstance(clients, ClientStore)
     check(not store, "clients", "a ClientStore", "a Population of it: jfcl.Population(store, cohort=100)")
     if isinstance(clients, Population):
@@ -186,7 +187,7 @@ def simulate(
     else:
         true_cluster = evaluated.pop("true_cluster")
         parts = {"clients": clients} | {name: part for name, part in evaluated.items() if part is not None}
-        _check_data(client_axis, parts, true_cluster)
+        check_data(client_axis, parts, true_cluster)
         parts["clients"] = clients if drift is None else drift.clients(clients, 0)
         if hyperparams is not None:  # the same for each seed, with types that do not depend on Python's
             values = {name: jnp.asarray(np.asarray(value)) for name, value in hyperparams.items()}
@@ -194,9 +195,8 @@ def simulate(
         check_method(build(algorithm, first_row(hyperparams)), parts)
         seed_axis = seed_axis or (mapping.chunked(1) if len(seeds) == 1 else mapping.auto())
         axes = {"row_axis": seed_axis, "client_axis": client_axis}
-        judged = {"tests": evaluated["test_clients"], "newcomers": evaluated["newcomers"], "true_cluster": true_cluster}
-        of_time = {"drift": drift, "ends": ends}
-        source = Resident(algorithm, clients, key, hyperparams, seeds=seeds, state=state, **axes, **judged, **of_time)
+        evaluated |= {"true_cluster": true_cluster, "drift": drift, "ends": ends}
+        source = Resident(algorithm, clients, key, hyperparams, seeds=seeds, state=state, **axes, **evaluated)
 
     is_shown = progress and hosts.is_first()
     watch = Watch(num_rounds, description=description, progress=is_shown, checkpoint_seconds=checkpoint_seconds)
@@ -236,16 +236,15 @@ def simulate(
 
 
 def _parts_of(federation: Federation, evaluated: dict[str, Any], num_rounds: int) -> tuple:
-    """Returns the clients, `evaluated` with the federation's parts in the place of None, the drift and its `ends`."""
-    drift, ends = federation.drift, [num_rounds]
-    if drift is not None:
+    """Returns the clients, `evaluated` with the federation's parts in the place of None, and the drift."""
+    if (drift := federation.drift) is not None:
         accepted = "left out with drift, which has tests for each step"
         check(evaluated["test_clients"] is None, "test_clients", "Clients", accepted)
-        ends, steps = drift.ends(num_rounds), drift.num_steps
-        check(num_rounds >= steps, "num_rounds", num_rounds, f"at least {steps}, one for each step of the drift")
+        accepted = f"at least {drift.num_steps}, one for each step of the drift"
+        check(num_rounds >= drift.num_steps, "num_rounds", num_rounds, accepted)
     parts = {"test_clients": federation.test, "newcomers": federation.newcomers, "true_cluster": federation.cluster}
     evaluated = {name: parts[name] if value is None else value for name, value in evaluated.items()}
-    return federation.train, evaluated, drift, ends
+    return federation.train, evaluated, drift
 
 
 def seed_names(seeds: Sequence[int] | None, count: int) -> list[int]:
@@ -256,7 +255,7 @@ def seed_names(seeds: Sequence[int] | None, count: int) -> list[int]:
     return names
 
 
-def _check_data(client_axis: mapping.Mapping, parts: dict[str, Clients], true_cluster: Any) -> None:
+def check_data(client_axis: mapping.Mapping, parts: dict[str, Clients], true_cluster: Any = None) -> None:
     """Raises `ValueError` for data that do not fit together, or do not fit the number of processes."""
     spread = isinstance(client_axis, mapping.sharded)
     check(spread or not hosts.several(), "client_axis", client_axis, "jfcl.sharded, with several processes")
