@@ -65,8 +65,6 @@ def place(client_axis: Mapping, clients: Clients, count: int | None = None) -> C
         if missing:
             padding = np.zeros((missing, *x.shape[1:]), x.dtype) if padding is None else padding
             x = np.concatenate([x, padding])
-        if jax.process_count() == 1:
-            return jax.device_put(x, sharding)
         return jax.make_array_from_process_local_data(sharding, x, (total, *x.shape[1:]))
 
     ids = np.asarray(client_ids(clients)) + (rows.start if clients.id is None else 0)

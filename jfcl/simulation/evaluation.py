@@ -275,8 +275,7 @@ def evaluate_rows(
         count = len(jax.tree.leaves(served.models)[0])
         return results if served.to is None else results | {"model": served.to, "num_models": jnp.int32(count)}
 
-    axes = (0, None if hyperparams is None else 0, None, None)
-    return row_axis(one, in_axes=axes)(state, hyperparams, clients, learners)
+    return row_axis(one, in_axes=(0, 0, None, None))(state, hyperparams, clients, learners)
 
 
 def evaluate_served(
