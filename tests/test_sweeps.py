@@ -283,7 +283,7 @@ def test_other_sweeps_are_refused_and_nothing_changes():
         ({"lr": [0.1], "weights": ["size"]}, {"traced": ["weights"]}, "traced: weights must be numbers"),
         ({"lr": [0.1]}, {"metric": "perplexity"}, "metric must be one that the task has"),
         ({"lr": [0.1]}, {"metric": "acuracy"}, "unknown metric"),
-        ({"lr": [0.1]}, {"held_out": jfcl.Clients(HELD_OUT.examples, HELD_OUT.size[:1])}, "held_out.size must be"),
+        ({"lr": [0.1]}, {"held_out": jfcl.Clients(HELD_OUT.examples, HELD_OUT.size[:1])}, "held_out must be of"),
         ({"lr": [0.1]}, {"seeds": [1]}, "seeds must be different integers, one for each of the 2 keys"),
         ({"lr": [0.1]}, {"at_once": 0}, "at_once must be an integer, at least 1, got 0"),
         ({"lr": [0.1]}, {"resume": True}, "out must be the folder of the sweep to resume"),

@@ -20,7 +20,7 @@ import numpy as np
 from jfcl import mapping
 from jfcl.analysis import metrics, plots
 from jfcl.analysis.metrics import deviation
-from jfcl.core import Algorithm, Clients, check, check_choice, check_clients, check_key, num_clients
+from jfcl.core import Algorithm, Clients, check, check_choice, check_clients, check_key
 from jfcl.core.options import OneOf, Range, check_options
 from jfcl.data import hold_out
 from jfcl.mapping import memory
@@ -31,7 +31,7 @@ from jfcl.simulation.grid_folder import SweepFolder
 from jfcl.simulation.loop import rounds_at_once
 from jfcl.simulation.progress import Watch
 from jfcl.simulation.resident import Resident
-from jfcl.simulation.run import check_method, seed_names
+from jfcl.simulation.run import check_data, check_method, seed_names
 
 # The results on held-out examples, and whether more is better.
 METRICS = {
@@ -173,15 +173,14 @@ def sweep(
     check_clients(clients)
     if held_out is None:
         clients, held_out = hold_out(clients, share)
-    check_clients(held_out, name="held_out", allow_empty=True)
-    count, n = num_clients(held_out), num_clients(clients)
-    check(count == n, "held_out", f"{count} clients", f"of as many clients as there are in training, {n}")
+    client_axis = mapping.or_auto(client_axis)
+    check_data(client_axis, {"clients": clients, "held_out": held_out})
 
     # One group of rows for each combination of options that are no tracers. Everything that `make` refuses shows here.
     if row_axis is None:  # rows are divided among all devices
         mesh = mapping.client_mesh()
         row_axis = mapping.auto() if mesh.size == 1 else mapping.sharded(mesh, mapping.auto())
-    axes = {"row_axis": row_axis, "client_axis": mapping.or_auto(client_axis)}
+    axes = {"row_axis": row_axis, "client_axis": client_axis}
     data = Shared(clients, held_out, keys, num_rounds, serve, axes)
     cells = [dict(zip(grid, values, strict=True)) for values in itertools.product(*grid.values())]
     numbers = defaultdict(list)  # of the cells of a group, by their options that are no tracers
@@ -203,7 +202,6 @@ def sweep(
         if out is not None:
             folder = opened.enter_context(SweepFolder.open(out, setting, resume))
             finished = folder.finished(cells)
-            folder.begin()
             if resume:
                 watch.tell(f"resuming {out}: {len(finished)} of {len(cells)} configurations are there")
         watch.begin(0, total)
@@ -415,7 +413,6 @@ class Group:
             watch.advance(length * count, note)
         watch.advance((rounds - done) * count, note)
         judged, size, results = source.held_out(state), np.asarray(self._data.held_out.size), []
-        del judged["found"]
         for i in range(count):
             summary = metrics.summarize({name: values[i] for name, values in judged.items()}, size)
             diverged = bool(lost[i]) or not np.isfinite(list(summary.values())).all()

@@ -35,10 +35,11 @@ class SweepFolder:
     @classmethod
     @contextlib.contextmanager
     def open(cls, path: str | Path, setting: dict[str, Any], resume: bool) -> Iterator[SweepFolder]:
-        """Yields the folder of a new sweep, or of the sweep to resume, if there is one; only `begin` changes it.
+        """Yields the folder of a new sweep, or of the sweep to resume, without what a stopped one has left.
 
         Raises:
-          ValueError: as `check_folder`; a sweep with another setting; another process writes the folder.
+          ValueError: as `check_folder`; a sweep with another setting; another process writes the folder. Nothing was
+            changed.
         """
         folder = cls(path, json.loads(json.dumps(spelled(setting))))
         file = folder.path / "setting.json"
@@ -51,21 +52,18 @@ class SweepFolder:
                 saved = files.read_json(file, check_format=FORMAT)
                 check_version(folder.path, saved.get("versions"))
                 old, new = saved.get("setting"), folder._setting
-                check(isinstance(old, dict), str(folder.path / "setting.json"), old, "the setting of a sweep")
+                check(isinstance(old, dict), str(file), old, "the setting of a sweep")
                 if changed := differences(old, new, {*old, *new}):
                     raise ValueError(f"{folder.path} holds another sweep ({changed}); {UNCHANGED}")
                 warn_of_versions(folder.path, saved["versions"])
+            files.sign(folder.path / "lock")
+            for place in (folder.path, folder.path / "cells"):
+                files.remove_leftovers(place)
+            (folder.path / "cells").mkdir(exist_ok=True)
+            if not resume:
+                begun = {"format": FORMAT, "setting": folder._setting, "versions": VERSIONS}
+                files.write_json(file, files.seal(begun))
             yield folder
-
-    def begin(self) -> None:
-        """Makes the first change: removes what a stopped sweep has left, and writes the setting of a new one."""
-        files.sign(self.path / "lock")
-        for place in (self.path, self.path / "cells"):
-            files.remove_leftovers(place)
-        (self.path / "cells").mkdir(exist_ok=True)
-        if not (self.path / "setting.json").exists():
-            setting = {"format": FORMAT, "setting": self._setting, "versions": VERSIONS}
-            files.write_json(self.path / "setting.json", files.seal(setting))
 
     def finished(self, cells: list[dict[str, Any]]) -> dict[int, list[dict[str, Any]]]:
         """Returns `per_seed` of the finished cells; one that is damaged is left out, with a warning."""
