@@ -47,6 +47,7 @@ BASE = {  # what stands before the flag in question, so that as little as can be
     "shifts": ["shifts", "--methods=fedavg", "--shifts=rotation", "--strengths=1", *OF_SHIFTS],
 }
 POPULATION = ["--population", "12", "--cohort", "4"]
+DRIFT = ["--drift", "sudden", "--drift-steps", "2", "--rounds", "2"]
 NEEDS = {  # flags that mean nothing without others
     "alpha": ["--partition", "dirichlet"],
     "exponent": ["--partition", "power_law"],
@@ -71,6 +72,10 @@ NEEDS = {  # flags that mean nothing without others
     "population": ["--cohort", "4"],
     "length": ["--dataset", "ag_news", "--model", "lstm"],
     "vocab_size": ["--dataset", "ag_news", "--model", "lstm"],
+    "drift_threshold": DRIFT,
+    "max_models": DRIFT,
+    "eager": DRIFT,
+    "start": DRIFT,
 }
 LONG = "x" * 5000
 VALUES = {
