@@ -47,12 +47,12 @@ def load(name: str, data_dir: str | os.PathLike | None = None) -> Dataset:
     """
     data_dir = data_dir or os.environ.get("JFCL_DATA_DIR") or None
     folders = _FOLDERS.get(name, [name])
+    places = "; ".join(f"{folder}/: {_INSTRUCTIONS[folder]}" for folder in folders if folder in _INSTRUCTIONS)
     if name not in DATASETS or (data_dir is None and name in _IN_TFDS):
-        official = f" in {folders[0]}/: {_INSTRUCTIONS[folders[0]]}" if folders[0] in _INSTRUCTIONS else ""
+        official = f" in {places}" if places else ""
         return load_tfds(_IN_TFDS.get(name, name), data_dir, choices=DATASETS, official=official)._replace(name=name)
-    accepted = f"a folder (or JFCL_DATA_DIR) with {' and '.join(f'{f}/' for f in folders)}, since {name!r} is read from"
-    hints = "; ".join(_INSTRUCTIONS[f] for f in folders if f in _INSTRUCTIONS)
-    check(data_dir is not None or name in _NO_FILES, "data_dir", data_dir, f"{accepted} official files only: {hints}")
+    accepted = f"a folder (or JFCL_DATA_DIR), since {name!r} is read from official files only, in {places}"
+    check(data_dir is not None or name in _NO_FILES, "data_dir", data_dir, accepted)
     loader, description = DATASETS[name]
     return loader(None if data_dir is None else Path(data_dir))._replace(name=name, description=description)
 

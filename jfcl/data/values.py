@@ -87,7 +87,7 @@ def plain(values: Any, where: str) -> Any:
         differ = names and len(set(names)) == len(names)
         check(differ, f"{where}: columns", names, "names that differ, one at least")
         return side_by_side({name: values[name] for name in names}, where)
-    values = values.toarray() if is_sparse(values) else as_numpy(values, where)
+    values = values.toarray() if hasattr(values, "tocsr") else as_numpy(values, where)  # a sparse matrix of SciPy
     several = np.ndim(values) > 0 if isinstance(values, np.ndarray) else hasattr(values, "__iter__")
     check(several, where, values, "an array or a list with an entry for each example")
     rows = values if isinstance(values, np.ndarray) and values.dtype.kind in "biuf" else list(values)
@@ -188,8 +188,3 @@ def as_type(dtype: type, array: np.ndarray, where: str) -> np.ndarray:
 def is_table(values: Any) -> bool:
     """Returns whether values are a table with named columns, as a pandas frame."""
     return hasattr(values, "columns") and hasattr(values, "__getitem__") and not isinstance(values, dict)
-
-
-def is_sparse(values: Any) -> bool:
-    """Returns whether values are a sparse matrix of SciPy."""
-    return hasattr(values, "tocsr") and hasattr(values, "toarray")
