@@ -26,7 +26,7 @@ from jfcl.data import (
     quantity,
     stratified,
 )
-from jfcl.data.heterogeneity import class_labels, label_permutations, swapped_labels
+from jfcl.data.heterogeneity import label_permutations, swapped_labels
 
 seeds = st.integers(0, 2**32 - 1)
 
@@ -356,7 +356,8 @@ def test_label_swap_and_private_label_by_hand():
 @given(clusters=st.integers(1, 12), classes=st.integers(1, 12))
 def test_classes_are_divided_without_rest(clusters, classes):
     assume(clusters <= classes)
-    owned = [class_labels(k, clusters, classes).tolist() for k in range(clusters)]
+    every = np.arange(classes)
+    owned = [HETEROGENEITY["class"][0](every, every, k, clusters, classes)[0].tolist() for k in range(clusters)]
     assert list(itertools.chain(*owned)) == list(range(classes)) and all(owned)
 
 

@@ -177,14 +177,8 @@ def _relabelled(x, y, table: np.ndarray, seed, strength: float) -> np.ndarray:
     return np.where(is_drawn(x, seed, strength), table[y], y).astype(table.dtype)
 
 
-def class_labels(cluster: int, num_clusters: int, num_classes: int) -> np.ndarray:
-    """Returns the labels of cluster `k` for `by_class`: the `k`-th of `K` runs of consecutive labels."""
-    _check_at_most(num_clusters, num_classes, "labels")
-    return np.array_split(np.arange(num_classes, dtype=np.int32), num_clusters)[cluster]
-
-
 def by_class(x, y, cluster, num_clusters, num_classes, seed=0, strength=1.0):
-    """Selects the examples with labels in `class_labels(k, K, num_classes)` for cluster `k`.
+    """Selects the examples with labels in the `k`-th of `K` runs of consecutive labels for cluster `k`.
 
     Source: CFL, figure 7 (digits 0-4 and 5-9); Federated-Clustering, figure 5 (10 clusters of 10 labels).
 
@@ -192,8 +186,9 @@ def by_class(x, y, cluster, num_clusters, num_classes, seed=0, strength=1.0):
       >>> by_class(np.arange(4), np.int32([0, 5, 9, 4]), 1, 2, 10)[0].tolist()
       [1, 2]
     """
-    runs = [class_labels(k, num_clusters, num_classes) for k in range(num_clusters)]
-    owner = np.repeat(np.arange(num_clusters), [len(run) for run in runs])[y]
+    _check_at_most(num_clusters, num_classes, "labels")
+    runs = np.array_split(np.arange(num_classes), num_clusters)
+    owner = np.repeat(np.arange(num_clusters), list(map(len, runs)))[y]
     keep = _drawn(owner, num_clusters, seed, strength) == cluster
     return x[keep], y[keep]
 
