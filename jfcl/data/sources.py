@@ -74,9 +74,8 @@ def _points(data_dir, name: str) -> Dataset:
 @functools.cache
 def _digits_file() -> tuple[np.ndarray, np.ndarray]:
     """Reads the file of scikit-learn, since an import of `sklearn.datasets` takes over a second."""
-    spec = importlib.util.find_spec("sklearn")
-    file = Path(spec.origin).parent / "datasets" / "data" / "digits.csv.gz" if spec else None
-    if file is None or not file.exists():
+    file = Path(importlib.util.find_spec("sklearn").origin).parent / "datasets" / "data" / "digits.csv.gz"
+    if not file.exists():
         from sklearn.datasets import load_digits
 
         return load_digits(return_X_y=True)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextvars
 from collections.abc import Callable
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import jax
@@ -14,8 +13,6 @@ from flax import nnx, traverse_util
 from jfcl.core import check
 from jfcl.models.modules import FROZEN_LAYERS, Network, check_flag, in_types_of, module_name, row_mask, training_flag
 
-_REAL = contextvars.ContextVar("real", default=None)  # the examples that are no padding, for `_BatchNorm`
-
 
 class _BatchNorm(nnx.BatchNorm):
     """Batch normalisation with statistics of real examples alone; if it is frozen, with its running ones."""
@@ -23,9 +20,7 @@ class _BatchNorm(nnx.BatchNorm):
     def __call__(self, x, use_running_average=None, *, mask=None):
         if self.is_frozen:  # whatever the layer's attribute or its argument says
             return super().__call__(x, True, mask=mask)
-        real = _REAL.get()
-        mask = row_mask(real, x) if mask is None and real is not None else mask
-        return super().__call__(x, use_running_average, mask=mask)
+        return super().__call__(x, use_running_average, mask=self.real_rows(x) if mask is None else mask)
 
 
 @lru_cache
@@ -98,11 +93,8 @@ def of_nnx(module: Any, input_shape: tuple[int, ...], dtype: Any, argument: str 
             if isinstance(part, nnx.BatchNorm):
                 object.__setattr__(part, "__class__", _changed(type(part)))
                 object.__setattr__(part, "is_frozen", "/".join(map(str, path)) in FROZEN_LAYERS.get())
-        token = _REAL.set(real)
-        try:
-            outputs = whole(x, **arguments)
-        finally:
-            _REAL.reset(token)
+                object.__setattr__(part, "real_rows", partial(row_mask, real))
+        outputs = whole(x, **arguments)
         new = nnx.to_pure_dict(nnx.split(whole, nnx.BatchStat, ...)[1])
         return outputs, in_types_of(params, together(params, new))
 
