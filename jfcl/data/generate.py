@@ -5,7 +5,6 @@ Only the data set is held in memory as a whole; `jfcl.data.store` describes the 
 
 from __future__ import annotations
 
-import itertools
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -140,15 +139,11 @@ def _write(
 
 def _deals(pooled: pools.Pooled, cluster: int, num_clients: int, of_test: bool) -> Iterator[np.ndarray]:
     """Yields the rows of the clients of a cluster one by one, from as many divisions of its pool as they need."""
-    at_once = len(pooled.train.rows) // pooled.rules.examples_per_client
-    for deal in itertools.count():
-        count = min(at_once, num_clients) if deal == 0 else at_once
+    at_once = min(len(pooled.train.rows) // pooled.rules.examples_per_client, num_clients)
+    for deal in range(-(-num_clients // at_once)):
         group = cluster + pooled.rules.num_clusters * deal
-        parts = pools.divide(pooled, count, group)
-        yield from (pools.divide_test(pooled, parts, group) if of_test else parts)[:num_clients]
-        num_clients -= count
-        if num_clients <= 0:
-            return
+        parts = pools.divide(pooled, at_once, group)
+        yield from (pools.divide_test(pooled, parts, group) if of_test else parts)[: num_clients - deal * at_once]
 
 
 def _check_room(path: Path, pooled: pools.Pooled) -> None:

@@ -259,7 +259,7 @@ def divide(pooled: Pooled, num_clients: int, group: int) -> list[np.ndarray]:
     needed = num_clients * (size or 1)
     accepted = f"at most {len(rows)}, the training examples of {pooled.dataset.name!r} for these clients"
     check(needed <= len(rows), "num_clients" + " times examples_per_client" * (size is not None), needed, accepted)
-    options = {name: getattr(rules, name) for name in inspect.signature(partition).parameters if hasattr(rules, name)}
+    options = {name: getattr(rules, name) for name in inspect.signature(partition).parameters if name in rules._fields}
     if size is not None and "examples_per_client" not in options:  # as many on average
         rows = rows[np.sort(rng.permutation(len(rows))[:needed])]
     parts = partition(train.kind[rows], **options | {"num_clients": num_clients, "seed": stream})
@@ -302,16 +302,10 @@ def stratified_hold_out(kind, fraction: float, *, seed) -> tuple[np.ndarray, np.
     """
     rng = np.random.default_rng(seed)
     held = np.zeros(len(kind), bool)
-
-    def hold(rows: np.ndarray) -> None:
+    several = [rows for rows in parts_of(kind, np.unique(kind)) if len(rows) > 1]
+    for rows in several or [np.arange(len(kind))]:
         count = int(np.clip(round(fraction * len(rows)), 1, max(len(rows) - 1, 1)))
         held[rng.permutation(rows)[:count]] = True
-
-    for of_kind in parts_of(kind, np.unique(kind)):
-        if len(of_kind) > 1:
-            hold(of_kind)
-    if not held.any():  # every kind occurs once: no stratification
-        hold(np.arange(len(kind)))
     return np.flatnonzero(~held), np.flatnonzero(held)
 
 
