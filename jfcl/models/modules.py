@@ -129,10 +129,9 @@ def of_linen(module: nn.Module, input_shape: tuple[int, ...], dtype: Any, argume
         if not evaluating and ("deterministic" in str(error) or "use_running_average" in str(error)):
             raise ValueError(_no_flag(module, name)) from error
         raise
-    has_state = set(shapes) > {"params"}
-    if has_state and not training:
-        raise ValueError(_no_flag(module, name))
     mutable = sorted(set(shapes) - {"params"})
+    if mutable and not training:
+        raise ValueError(_no_flag(module, name))
 
     def program(arguments, **streams):
         """Returns the traced program as text."""
@@ -142,7 +141,7 @@ def of_linen(module: nn.Module, input_shape: tuple[int, ...], dtype: Any, argume
     rngs = {"params": jax.random.key(0), "dropout": jax.random.key(0)}
     with explained(name, x):
         evaluated = program(evaluating)
-        trains = has_state or program(training, rngs=rngs) != evaluated
+        trains = bool(mutable) or program(training, rngs=rngs) != evaluated
 
     def draws(arguments):
         try:
