@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from jfcl.core.checks import check, check_choice
 from jfcl.kernels import robust
-from jfcl.kernels.base import PyTree, check_whole, is_computable, like
+from jfcl.kernels.base import PyTree, check_values, check_whole, like
 from jfcl.kernels.blocks import squared_norms, usable_rows
 from jfcl.kernels.distances import squared_row_distances
 from jfcl.kernels.robust import combine, counted, lowest, minority, shares
@@ -45,8 +45,7 @@ def clip_norms(updates: PyTree, *, radius: Any, mask: jax.Array | None = None) -
     rows, usable = counted(updates, mask)
     radius = jnp.asarray(radius, jnp.float32)
     check(radius.shape in ((), usable.shape), "radius", radius.shape, f"a number, or of shape {usable.shape}")
-    if is_computable(radius):
-        check((radius >= 0).all(), "radius", radius.tolist(), "at least 0, and not NaN")
+    check_values("radius", radius, lambda radius: radius >= 0, "at least 0, and not NaN")
     return like(updates, _shorten(rows, usable, radius)), usable
 
 

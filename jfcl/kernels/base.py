@@ -29,11 +29,21 @@ def is_computable(*values: Any) -> bool:
     return not (arrays and isinstance(jax.lax.add(_ONE, _ONE), jax.core.Tracer))
 
 
+def check_values(argument: str, values: Any, fits: Callable[[Any], Any], accepted: str) -> None:
+    """Raises `ValueError` unless `fits(values)` holds for all numbers of an array; does nothing inside `jit`."""
+    if is_computable(values):
+        check(np.all(fits(values)), argument, np.asarray(values).tolist(), accepted)
+
+
+def check_positive(argument: str, value: Any) -> None:
+    """Raises `ValueError` unless a number, if concrete, is above 0."""
+    check_values(argument, value, lambda value: np.ndim(value) == 0 and value > 0, "a number above 0")
+
+
 def check_whole(argument: str, value: Any, least: int, most: int, why: str) -> None:
     """Raises `ValueError` unless a number, if concrete, is whole and from `least` to `most`, because of `why`."""
-    if is_computable(value):
-        fits = bool(np.ndim(value) == 0 and least <= value <= most and value == int(value))
-        check(fits, argument, value, f"a whole number from {least} to {most} ({why})")
+    fits = lambda value: np.ndim(value) == 0 and least <= value <= most and value == int(value)  # noqa: E731
+    check_values(argument, value, fits, f"a whole number from {least} to {most} ({why})")
 
 
 def rows_of(updates: PyTree, *, name: str = "updates") -> list[jax.Array]:

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from jfcl.core.checks import check
-from jfcl.kernels.base import PyTree, check_whole, is_computable, like, row_mask, rows_of, sum_dtype
+from jfcl.kernels.base import PyTree, check_values, check_whole, like, row_mask, rows_of, sum_dtype
 from jfcl.kernels.blocks import finite_rows, fold_columns, weighted_sum
 
 
@@ -41,9 +41,7 @@ def check_weights(weights: jax.Array | None, count: int) -> jax.Array:
         return jnp.ones(count, jnp.float32)
     weights = jnp.asarray(weights)
     check(weights.shape == (count,), "weights", weights.shape, f"of shape ({count},)")
-    if is_computable(weights):
-        fits = ((weights >= 0) & jnp.isfinite(weights)).all()
-        check(fits, "weights", weights.tolist(), "at least 0 and finite")
+    check_values("weights", weights, lambda weights: (weights >= 0) & jnp.isfinite(weights), "at least 0 and finite")
     return weights.astype(jnp.float32)
 
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from jfcl.core.checks import check, check_count
 from jfcl.kernels import blocks
-from jfcl.kernels.base import PyTree, check_whole, is_computable, like, sum_dtype, sum_over_columns
+from jfcl.kernels.base import PyTree, check_positive, check_whole, is_computable, like, sum_dtype, sum_over_columns
 from jfcl.kernels.dendrogram import cut, linkage_tree
 from jfcl.kernels.distances import inner_products
 from jfcl.kernels.kmeans import kmeans
@@ -231,8 +231,8 @@ def clipped_clustering(updates: PyTree, *, radius: Any = None, mask: jax.Array |
       >>> clipped_clustering(updates).round(3).tolist()
       [2.833..., 0.0]
     """
-    if radius is not None and is_computable(radius):
-        check(jnp.ndim(radius) == 0 and radius > 0, "radius", radius, "a number above 0")
+    if radius is not None:
+        check_positive("radius", radius)
     rows, usable = counted(updates, mask)
     return like(updates, _similar(rows, usable, None if radius is None else jnp.asarray(radius, jnp.float32)))
 

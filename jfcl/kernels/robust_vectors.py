@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from jfcl.core.checks import check
 from jfcl.kernels import blocks
-from jfcl.kernels.base import PyTree, check_whole, is_computable, like, sum_dtype
+from jfcl.kernels.base import PyTree, check_positive, check_whole, is_computable, like, sum_dtype
 from jfcl.kernels.distances import at_start, center_distances, inner_products, moved, positions, squared_row_distances
 from jfcl.kernels.robust import check_weights, combine, counted, lowest, means_around_median, medians, shares
 
@@ -235,8 +235,7 @@ def centered_clip(
       [0.533..., 0.6...]
     """
     check(num_iters >= 1, "num_iters", num_iters, "at least 1")
-    if is_computable(radius):
-        check(jnp.ndim(radius) == 0 and radius > 0, "radius", radius, "a number above 0")
+    check_positive("radius", radius)
     rows, usable = counted(updates, mask)
     if center is None:
         start = [jnp.zeros(x.shape[1], x.dtype) for x in rows]

@@ -12,8 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jfcl.core.checks import check
-from jfcl.kernels.base import is_computable
+from jfcl.kernels.base import check_values
 
 Number = Any  # a number or an array
 
@@ -21,8 +20,7 @@ Number = Any  # a number or an array
 def _numbers(name: str, value: Number, accepted: str, ok) -> jax.Array:
     """Returns `value` as floats, checked outside `jit`."""
     value = jnp.asarray(value, jnp.float32)
-    if is_computable(value):
-        check(ok(value).all(), name, value.tolist(), accepted)
+    check_values(name, value, ok, accepted)
     return value
 
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jfcl.core.checks import check
 from jfcl.core.platforms import by_platform
 from jfcl.kernels import blocks
-from jfcl.kernels.base import PyTree, if_rare, is_computable, like, rows_of, shares_columns, sum_dtype, sum_over_columns
+from jfcl.kernels.base import PyTree, check_values, if_rare, like, rows_of, shares_columns, sum_dtype, sum_over_columns
 from jfcl.kernels.distances import Coefficients, Products, at_start, center_distances, inner_products, moved, positions
 from jfcl.kernels.gram_gpu import mirrored, upper_products
 from jfcl.kernels.robust import check_weights, shares
@@ -151,9 +151,8 @@ def _limits(quantile_rule, num_rounds, num_centers, dtype, radius=None, quantile
     limit = jnp.asarray(limit, dtype)
     accepted = ((), (num_centers,), (num_rounds, num_centers))
     check(limit.shape in accepted, name, limit.shape, f"of one of the shapes {accepted}")
-    if is_computable(limit):
-        check((limit >= 0).all(), name, limit.tolist(), "at least 0, and not NaN")
-        check(name == "radius" or (limit <= 1).all(), name, limit.tolist(), "within [0, 1]")
+    check_values(name, limit, lambda limit: limit >= 0, "at least 0, and not NaN")
+    check_values(name, limit, lambda limit: (name == "radius") | (limit <= 1), "within [0, 1]")
     return jnp.broadcast_to(limit if limit.ndim == 2 else jnp.atleast_1d(limit)[None, :], accepted[2]), rule
 
 
