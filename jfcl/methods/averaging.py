@@ -188,38 +188,33 @@ def serve(state: AveragingState, clients: Clients | None) -> Served:
 
 def init(rules: Averaging, key: jax.Array, clients: Clients) -> AveragingState:
     """Returns the state before the first round."""
-    check_at_most_clients("cohort", rules.cohort, num_clients(clients))
     params = phases.initial_models(rules.task, key, rules.num_clusters, rules.init_params)
     if rules.shared is not None:  # all copies of a shared parameter start, and so stay, alike
         flags = path_flags(rules.shared, params)
         params = jax.tree.map(lambda f, p: jnp.broadcast_to(p[:1], p.shape) if f else p, flags, params)
-    cluster = rules.start(params, clients).astype(jnp.int32)
-    opt_states = phases.initial_optimizers(rules.task, rules.training, params, cluster)
-    params, personal = phases.initial_scopes(rules.personal, params, cluster)
+    cluster = rules.start(params, clients)
+    return state_of(rules, clients, *phases.initial_scopes(rules.personal, params, cluster), cluster)
+
+
+def state_of(
+    rules: Averaging, clients: Clients, params: PyTree, personal: PyTree, cluster: jax.Array
+) -> AveragingState:
+    """Returns the state before the first round with these models, at which the optimisers start, too."""
+    n, cluster = num_clients(clients), cluster.astype(jnp.int32)
+    check_at_most_clients("cohort", rules.cohort, n)
+    models, row = params, cluster
+    if rules.personal is not None and rules.training.keep == "everything":
+        models, row = joined(personal, jax.tree.map(lambda p: p[cluster], params)), None
     return AveragingState(
         params=params,
         cluster=cluster,
-        unchanged=jnp.zeros(num_clients(clients), jnp.int32),
+        unchanged=jnp.zeros(n, jnp.int32),
         round=jnp.zeros((), jnp.int32),
         server=rules.initial_server(params),
-        client=opt_states,
+        client=phases.initial_optimizers(rules.task, rules.training, models, row),
         personal=personal,
         clip=privacy.first_clip(rules.dp),
     )
-
-
-def with_models(
-    rules: Averaging, state: AveragingState, params: PyTree, cluster: jax.Array, personal: PyTree
-) -> AveragingState:
-    """Returns a state before the first round with other models, at which the optimisers start too."""
-    cluster = cluster.astype(jnp.int32)
-    state = state._replace(params=params, cluster=cluster, personal=personal, server=rules.initial_server(params))
-    if rules.training.keep != "everything":
-        return state
-    if rules.personal is None:
-        return state._replace(client=phases.initial_optimizers(rules.task, rules.training, params, cluster))
-    models = joined(personal, jax.tree.map(lambda p: p[cluster], params))
-    return state._replace(client=phases.initial_optimizers(rules.task, rules.training, models, None))
 
 
 def step(rules: Averaging, key: jax.Array, state: AveragingState, clients: Clients):

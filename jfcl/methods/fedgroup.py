@@ -34,7 +34,7 @@ from jfcl.kernels import cut, cut_by_silhouette, linkage_tree, pairwise_cosine, 
 from jfcl.kernels.base import rows_of
 from jfcl.methods import round as phases
 from jfcl.methods.assigned import UNSEEN, Assignment, assigned, embedded, embedded_again
-from jfcl.methods.averaging import Averaging, AveragingState, with_models
+from jfcl.methods.averaging import Averaging, AveragingState, state_of
 from jfcl.methods.number import Most, Number, clusters_of, of_scores
 from jfcl.methods.once import labels_of, with_first_costs
 from jfcl.methods.options import AVERAGING, SCOPES, Options, factory
@@ -200,7 +200,7 @@ def _remember(grouping: Grouping, key: jax.Array, clients: Clients, state: Avera
     mean = filled_means(rules.shared, updates, group, counts, k, in_order, still)
     models = jax.tree.map(lambda s, m: s[None] + m, start, mean)
 
-    state = with_models(rules, state, models, first.at[rows].set(jnp.where(usable, group, 0)), personal)
+    state = state_of(rules, clients, models, personal, first.at[rows].set(jnp.where(usable, group, 0)))
     seen = jnp.full(n, UNSEEN, jnp.int32).at[rows].set(jnp.where(usable, 0, UNSEEN))
     directions = cluster_mean(flat, group, counts, k, in_order)
     return state._replace(unchanged=seen, memory=Groups(start, directions, shares, scores))

@@ -16,7 +16,7 @@ from jfcl.kernels import LINKAGES, cut, linkage_tree, pairwise_cosine, squared_d
 from jfcl.mapping.columns import over_columns
 from jfcl.methods import round as phases
 from jfcl.methods.averaging import Averaging, averaging
-from jfcl.methods.once import clustered_once
+from jfcl.methods.once import after_rounds, clustered_once
 from jfcl.methods.options import AVERAGING, SCOPES, Options, factory
 from jfcl.robust.aggregate import attacked, ravel_clients, where_rows
 from jfcl.training import local
@@ -97,11 +97,7 @@ def flhc(
 
     def find(key: jax.Array, clients: Clients):
         start_key, rounds_key = jax.random.split(key)
-
-        def one_round(t, state):
-            return common.step(jax.random.fold_in(rounds_key, t), state, clients)[0]
-
-        state = jax.lax.fori_loop(0, rounds_before, one_round, common.init(start_key, clients))
+        state = after_rounds(common, start_key, rounds_key, rounds_before, clients)
 
         # Train once more for the updates to compare. Nothing is averaged, but clients keep their personal parameters.
         def client(key, examples, size, cluster, local_state):

@@ -15,7 +15,7 @@ from jfcl.kernels import cut, kmeans, knee, linkage_tree, squared_distances
 from jfcl.mapping.columns import on_every_device
 from jfcl.methods.averaging import Averaging, AveragingState, averaging
 from jfcl.methods.averaging import serve as serve_clusters
-from jfcl.methods.once import check_one_label, clustered_once
+from jfcl.methods.once import after_rounds, check_one_label, clustered_once
 from jfcl.methods.options import AVERAGING, Options, factory
 from jfcl.training import local
 from jfcl.training.losses import indexable
@@ -124,10 +124,7 @@ def flux(
         start_key, rounds_key, projection_key, cluster_key = jax.random.split(key, 4)
 
         # Train one model, and describe all clients by it.
-        def one_round(t, state):
-            return common.step(jax.random.fold_in(rounds_key, t), state, clients)[0]
-
-        state = jax.lax.fori_loop(0, rounds_before, one_round, common.init(start_key, clients))
+        state = after_rounds(common, start_key, rounds_key, rounds_before, clients)
         model = jax.tree.map(lambda p: p[0], state.params)
         dim = jax.eval_shape(partial(_features, task, model), jax.tree.map(lambda x: x[0], clients.examples)).shape[1]
         projection = jnp.linalg.qr(jax.random.normal(projection_key, (dim, min(num_components, dim))))[0]
@@ -158,12 +155,8 @@ def flux(
     def sent(state: AveragingState) -> float:
         return 4.0 * 2 * (1 + labels) * state.memory.projection.shape[1]
 
-    once = clustered_once(rules, find, messages=rounds_before, rounds=rounds_before, within=not auto, sent=sent)
-
-    def step(key: jax.Array, state: AveragingState, clients: Clients):
-        further = {"clusters_found": state.memory.found} | ({"radius": state.memory.radius} if auto else {})
-        state, metrics = once.step(key, state, clients)
-        return state, metrics | further
+    def further(state: AveragingState, clients: Clients) -> dict[str, jax.Array]:
+        return {"clusters_found": state.memory.found} | ({"radius": state.memory.radius} if auto else {})
 
     def adopt(state: AveragingState, clients: Clients) -> Served:
         memory = state.memory
@@ -172,7 +165,8 @@ def flux(
         distances = jnp.square(points - memory.centers[None]).sum(axis=2)
         return serve_clusters(state, None)._replace(to=jnp.argmin(distances, axis=1).astype(jnp.int32))
 
-    return once._replace(step=step, adopt=adopt)
+    costs = {"messages": rounds_before, "rounds": rounds_before, "sent": sent}
+    return clustered_once(rules, find, further=further, within=not auto, **costs)._replace(adopt=adopt)
 
 
 def _features(task: Task, model: PyTree, examples: PyTree) -> jax.Array:

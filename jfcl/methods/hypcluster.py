@@ -11,9 +11,9 @@ from jfcl import mapping
 from jfcl.core import Algorithm, Clients, Task, check, random_order
 from jfcl.core.options import MOST_REPEATED, Range
 from jfcl.mapping.memory import in_lots
-from jfcl.methods.averaging import Averaging, averaging, with_models
+from jfcl.methods.averaging import Averaging, averaging, state_of
 from jfcl.methods.ifca import ifca
-from jfcl.methods.once import with_first_costs
+from jfcl.methods.once import after_rounds, with_first_costs
 from jfcl.methods.options import AVERAGING, SCOPES, Options, factory
 from jfcl.training import local
 from jfcl.training.losses import lowest_loss
@@ -66,16 +66,10 @@ def hypcluster(
         start_key, parts_key, rounds_key = jax.random.split(key, 3)
         parts = jnp.argsort(random_order(parts_key, clients)).astype(jnp.int32) % num_clusters
         rules = Averaging(task, training, num_clusters, start=lambda *_: parts, **options)
-        warm = averaging(rules)
-
-        def one_round(t, state):
-            return warm.step(jax.random.fold_in(rounds_key, t), state, clients)[0]
-
-        start = warm.init(start_key, clients)
-        end = jax.lax.fori_loop(0, warm_rounds, one_round, start)
+        end = after_rounds(averaging(rules), start_key, rounds_key, warm_rounds, clients)
         axis = in_lots(client_axis, task, clients, num_clusters)
         chosen = lowest_loss(task, end.params, clients, personal=end.personal, client_axis=axis)
-        return with_models(rules, start, end.params, chosen, end.personal)
+        return state_of(rules, clients, end.params, end.personal, chosen)
 
     cost = {"messages": warm_rounds, "rounds": warm_rounds, "more_steps": options["personal_steps"]}
     return with_first_costs(algorithm._replace(init=init), training, **cost, cohort=options["cohort"])

@@ -11,11 +11,11 @@ import jax
 import jax.numpy as jnp
 
 from jfcl import mapping
-from jfcl.core import Algorithm, Batch, Clients, PyTree, Served, Task, check, check_mixes
+from jfcl.core import Algorithm, Batch, Clients, PyTree, Served, Task, check, check_mixes, num_clients
 from jfcl.core.platforms import at_most
 from jfcl.mapping.memory import in_lots
 from jfcl.methods import round as phases
-from jfcl.methods.averaging import Averaging, AveragingState, averaging, with_models
+from jfcl.methods.averaging import Averaging, AveragingState, averaging, state_of
 from jfcl.training.local import LocalTraining, Trained
 from jfcl.training.losses import blank_padding, example_losses, masked_mean, means
 from jfcl.training.optimizer import check_optimizer, of_each
@@ -76,9 +76,8 @@ def mixture(
     def init(key: jax.Array, clients: Clients) -> AveragingState:
         models = phases.initial_models(task, key, num_clusters, start)
         whole = stack_of(models, None if labels is None else labels.start(models, clients))
-        state, whole = common.init(key, clients), jax.tree.map(lambda p: p[None], whole)
-        params, personal = phases.initial_scopes(rules.personal, whole, state.cluster)
-        return with_models(rules, state, params, state.cluster, personal)
+        whole, cluster = jax.tree.map(lambda p: p[None], whole), jnp.zeros(num_clients(clients), jnp.int32)
+        return state_of(rules, clients, *phases.initial_scopes(rules.personal, whole, cluster), cluster)
 
     def step(key: jax.Array, state: AveragingState, clients: Clients):
         state, metrics = common.step(key, state, clients)

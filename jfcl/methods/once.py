@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from jfcl.core import Algorithm, Clients, check, check_at_most_clients, max_examples, num_bytes, num_clients
-from jfcl.methods.averaging import Averaging, averaging, with_models
+from jfcl.methods.averaging import Averaging, averaging, state_of
 from jfcl.methods.round import rows_in_use
 from jfcl.training import local
 
@@ -71,12 +71,22 @@ def with_first_costs(
     return algorithm._replace(step=step, init_costs=init_costs, init_rounds=rounds)
 
 
+def after_rounds(
+    algorithm: Algorithm, start_key: jax.Array, rounds_key: jax.Array, num_rounds: int, clients: Clients
+) -> Any:
+    """Returns the state of `algorithm` after its first rounds, as a part of the `init` of another method."""
+
+    def one_round(t, state):
+        return algorithm.step(jax.random.fold_in(rounds_key, t), state, clients)[0]
+
+    return jax.lax.fori_loop(0, num_rounds, one_round, algorithm.init(start_key, clients))
+
+
 def clustered_once(
     rules: Averaging,
     find: Callable[[jax.Array, Clients], tuple],
     *,
-    messages: int,
-    rounds: int,
+    further: Callable[[Any, Clients], dict[str, jax.Array]] | None = None,
     within: bool = True,
     **costs: Any,
 ) -> Algorithm:
@@ -86,21 +96,23 @@ def clustered_once(
       rules: of FedAvg; its `init_params` are for `find`.
       find: `(key, clients) -> (params [K, ...], cluster [N], personal [N, ...])`, as in `AveragingState`; a fourth
         result is its `memory`.
+      further: `(state, clients) ->` further metrics of a round.
       within: whether there must be as many clients as models.
-      messages, rounds, costs: its cost, as in `with_first_costs`.
+      costs: those of `find`, as in `with_first_costs`.
     """
     inner = averaging(rules._replace(init_params=None))
 
     def init(key: jax.Array, clients: Clients):
         check_at_most_clients("num_clusters", rules.num_clusters if within else None, num_clients(clients))
-        start_key, find_key = jax.random.split(key)
-        state = inner.init(start_key, clients)
-        params, cluster, personal, *memory = find(find_key, clients)
-        state = with_models(rules, state, params, cluster, personal)
+        params, cluster, personal, *memory = find(jax.random.split(key)[1], clients)
+        state = state_of(rules, clients, params, personal, cluster)
         return state._replace(memory=memory[0]) if memory else state
 
-    cost = {"messages": messages, "rounds": rounds} | costs
-    return with_first_costs(inner._replace(init=init), rules.training, **cost)
+    def step(key: jax.Array, state, clients: Clients):
+        new, metrics = inner.step(key, state, clients)
+        return new, metrics if further is None else metrics | further(state, clients)
+
+    return with_first_costs(inner._replace(init=init, step=step), rules.training, **costs)
 
 
 def clusters_in_use(state: Any, clients: Clients) -> jax.Array:

@@ -68,14 +68,10 @@ def one_shot(
     def find(key: jax.Array, clients: Clients):
         return cluster_local_models(rules, key, clients, local_rounds, auto=auto)
 
-    once = clustered_once(rules, find, messages=1, rounds=local_rounds, within=not auto)
+    def further(state: AveragingState, clients: Clients) -> dict[str, jax.Array]:
+        return {"clusters_found": clusters_in_use(state, clients)} | of_scores(state.memory)
 
-    def step(key: jax.Array, state: AveragingState, clients: Clients):
-        further = {"clusters_found": clusters_in_use(state, clients)} | of_scores(state.memory)
-        state, metrics = once.step(key, state, clients)
-        return state, metrics | further
-
-    return once._replace(step=step)
+    return clustered_once(rules, find, further=further, within=not auto, messages=1, rounds=local_rounds)
 
 
 def cluster_local_models(

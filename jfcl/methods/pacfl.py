@@ -124,13 +124,9 @@ def pacfl(
         vectors = (state.memory.bases != 0).any(axis=2).sum(axis=1)
         return vectors.astype(jnp.float32) * (4.0 * state.memory.bases.shape[2])
 
-    once = clustered_once(rules, find, messages=0, rounds=0, sent=sent)
-
-    def step(key: jax.Array, state: AveragingState, clients: Clients):
-        further = {"angle_within": state.memory.within, "angle_between": state.memory.between}
-        further |= {"clusters_found": clusters_in_use(state, clients)}
-        state, metrics = once.step(key, state, clients)
-        return state, metrics | further
+    def further(state: AveragingState, clients: Clients) -> dict[str, jax.Array]:
+        angles = {"angle_within": state.memory.within, "angle_between": state.memory.between}
+        return angles | {"clusters_found": clusters_in_use(state, clients)}
 
     def adopt(state: AveragingState, clients: Clients) -> Served:
         real = (state.memory.bases != 0).any(axis=(1, 2))
@@ -144,7 +140,8 @@ def pacfl(
             return served._replace(to=to, personal=None)
         return served._replace(to=to, personal=personal_of_newcomers(served.personal, real, len(to)))
 
-    return once._replace(step=step, adopt=adopt)
+    once = clustered_once(rules, find, further=further, messages=0, rounds=0, sent=sent)
+    return once._replace(adopt=adopt)
 
 
 def _check_inputs(clients: Clients) -> None:
