@@ -14,7 +14,7 @@ from jfcl.methods.averaging import AveragingState
 from jfcl.methods.fedavg import fedavg
 from jfcl.methods.options import AVERAGING, Options, factory
 from jfcl.methods.personal import initial_state, next_personal, serve_personal, train_personal
-from jfcl.methods.round import loss_of_all, put_rows, select_cohort, take_rows
+from jfcl.methods.round import loss_of_all, select_cohort, take_rows
 from jfcl.training import local
 
 
@@ -84,14 +84,10 @@ def ditto(
 
         # The cohort of FedAvg: both models are trained on the same batches.
         cohort = select_cohort(key, clients, options["cohort"])
-        params, opt_states = take_rows(cohort, (state.params, state.client))
-        part = state._replace(params=params, client=opt_states)
-        trained, finite = train_personal(task, training, client_axis, cohort, part, pull=lambda _: (global_model, lam))
+        trained, finite = train_personal(task, training, client_axis, cohort, state, pull=lambda _: (global_model, lam))
         common_state, metrics = common.step(key, state.common, clients)
         present = take_rows(cohort, ~jnp.isnan(metrics["loss"]))  # NaN for absent clients alone
-        part = next_personal(part, trained, present & finite)
-        params, opt_states = put_rows(cohort, (state.params, state.client), (part.params, part.client))
-        new = part._replace(params=params, client=opt_states, common=common_state)
+        new = next_personal(cohort, state, trained, present & finite)._replace(common=common_state)
         loss = jnp.where(present, jnp.where(jnp.isnan(trained.loss), jnp.inf, trained.loss), jnp.nan)
         metrics |= {
             "loss": loss_of_all(cohort, loss, num_clients(clients)),

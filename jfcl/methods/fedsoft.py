@@ -148,10 +148,7 @@ def fedsoft(
             cohort = Cohort(take_clients(clients, rows), rows.astype(jnp.int32), everyone.key)
 
         # Train the clients that were drawn, near the centres.
-        local_state = state.params, state.client
-        begin, opt_states = phases.take_rows(cohort, local_state)
-        part = state._replace(params=begin, client=opt_states)
-        importances, counts = phases.take_rows(cohort, (share, counts))
+        begin, importances, counts = phases.take_rows(cohort, (state.params, share, counts))
         present = (counts > 0).any(axis=1)
 
         def pull(row):
@@ -160,9 +157,8 @@ def fedsoft(
 
             return jax.tree.map(mean, centres), lam * row.sum()
 
-        trained, finite = train_personal(task, training, client_axis, cohort, part, pull=pull, rows=importances)
-        part = next_personal(part, trained, present & finite)
-        params, opt_states = phases.put_rows(cohort, local_state, (part.params, part.client))
+        trained, finite = train_personal(task, training, client_axis, cohort, state, pull=pull, rows=share)
+        after = next_personal(cohort, state, trained, present & finite)
 
         # Average the models that are sent into the centres, and report.
         arguments = cohort.key, begin, trained.params, cohort.clients, present & finite, importances.argmax(axis=1)
@@ -177,7 +173,7 @@ def fedsoft(
         metrics["bytes_down"] += asked * (num_clusters * model)
         metrics["bytes_up"] += asked * (4.0 * num_clusters)
         metrics |= spread(share / share.sum(axis=1, keepdims=True), size)
-        return state._replace(params=params, client=opt_states, round=part.round, share=estimated, common=new), metrics
+        return after._replace(share=estimated, common=new), metrics
 
     def check_selection(clients: Clients) -> None:
         if of_options is not None:

@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jfcl.core import Clients, PyTree, Served, Task, is_finite, num_clients
+from jfcl.core import Clients, Cohort, PyTree, Served, Task, is_finite, num_clients
 from jfcl.mapping.axis import Mapping
-from jfcl.methods.round import Cohort, initial_models, initial_optimizers, select_cohort, train_clients
+from jfcl.methods.round import initial_models, initial_optimizers, put_rows, select_cohort, take_rows, train_clients
 from jfcl.robust.aggregate import where_rows
 from jfcl.training.local import LocalTraining, Trained, train
 
@@ -59,9 +59,10 @@ def train_alone(
       `(state, trained [N, ...], usable [N] bool)`: `usable` are the clients with examples and a finite model, the
       others keep the one they had.
     """
-    trained, finite = train_personal(task, training, client_axis, select_cohort(key, clients), state)
+    cohort = select_cohort(key, clients)
+    trained, finite = train_personal(task, training, client_axis, cohort, state)
     usable = finite & (jnp.asarray(clients.size) > 0)
-    return next_personal(state, trained, usable), trained, usable
+    return next_personal(cohort, state, trained, usable), trained, usable
 
 
 def train_personal(
@@ -74,14 +75,14 @@ def train_personal(
     pull: Callable[[PyTree], tuple[PyTree, Any]] | None = None,
     rows: PyTree = None,
 ) -> tuple[Trained, jax.Array]:
-    """Trains every client's own model.
+    """Trains the cohort's own models.
 
     Args:
       task, training, client_axis, cohort: as in `train_clients` and `local.train`.
-      state: with `params` and `client` `[C, ...]`, and `round`.
+      state: with `params` and `client` `[N, ...]`, and `round`.
       pull: `(row) -> (anchor, strength)`, the client's own proximal term `strength / 2 ‖w − anchor‖²`, in place of that
         of `training`; None: that one.
-      rows: pytree of `[C, ...]`, the arguments of `pull`.
+      rows: pytree of `[N, ...]`, the arguments of `pull`.
 
     Returns:
       `(Trained of [C, ...], finite [C] bool)`.
@@ -93,10 +94,12 @@ def train_personal(
         trained = train(*args, anchor=anchor)
         return trained, is_finite(trained.params)
 
-    return train_clients(client_axis, client, cohort, state.params, state.client, rows)
+    return train_clients(client_axis, client, cohort, *take_rows(cohort, (state.params, state.client, rows)))
 
 
-def next_personal(state: Any, trained: Trained, keep: jax.Array) -> Any:
-    """Returns `state` after a round: with the trained models and optimisers of the clients to `keep`, `[N]` bool."""
-    params, client = where_rows(keep, (trained.params, trained.opt_state), (state.params, state.client))
+def next_personal(cohort: Cohort, state: Any, trained: Trained, keep: jax.Array) -> Any:
+    """Returns `state` after a round: with the trained models and optimisers of the clients to `keep`, `[C]` bool."""
+    before = state.params, state.client
+    after = where_rows(keep, (trained.params, trained.opt_state), take_rows(cohort, before))
+    params, client = put_rows(cohort, before, after)
     return state._replace(params=params, round=state.round + 1, client=client)
