@@ -28,6 +28,7 @@ from jfcl.core.checks import INT32_MAX
 from jfcl.core.options import Interval, OneOf, Range, Real, Search
 from jfcl.core.platforms import at_most
 from jfcl.kernels import cut, linkage_tree
+from jfcl.kernels.base import if_rare
 from jfcl.mapping.columns import on_every_device
 from jfcl.methods import averaging as inner
 from jfcl.methods import round as phases
@@ -164,12 +165,9 @@ def feddrift(
 
     def step(key: jax.Array, state: AveragingState, clients: Clients):
         step, size = steps_of(clients), jnp.asarray(clients.size)
-        # A loop of no or one trip, since `vmap` over seeds would always run both branches of `cond`.
         begins, none = (step != state.memory.step).any(), dict.fromkeys(EVENTS, jnp.zeros((), jnp.int32))
         num_models = state.memory.active.sum().astype(jnp.float32)
-        with at_most(1):
-            begin_step = lambda _, carry: begin(carry[0], clients, step)  # noqa: E731
-            state, events = jax.lax.fori_loop(0, begins.astype(jnp.int32), begin_step, (state, none))
+        state, events = if_rare(begins, lambda: begin(state, clients, step), lambda: (state, none))
         state, metrics = _train(rules._replace(cohort=None), options["cohort"], key, state, clients)
         model = num_bytes(jax.tree.map(lambda p: p[0], state.params))
         asked = (size > 0).sum().astype(jnp.float32) * begins.astype(jnp.float32) * num_models

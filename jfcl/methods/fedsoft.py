@@ -27,7 +27,7 @@ from jfcl.core import (
     take_clients,
 )
 from jfcl.core.options import Interval, Range, Real, Search
-from jfcl.core.platforms import at_most
+from jfcl.kernels.base import if_rare
 from jfcl.mapping.memory import in_lots
 from jfcl.methods import round as phases
 from jfcl.methods.mixture import spread
@@ -200,10 +200,9 @@ class ServeSoft:
         params, share = state.params, state.share
         if clients is not None:
             new = ~share.any(axis=1) & (jnp.asarray(clients.size) > 0)
-            # A loop of no or one trip, since `vmap` over seeds would always run both branches of `cond`.
-            find = lambda _, share: jnp.where(new[:, None], self.estimate(state.common, clients), share)  # noqa: E731
-            with at_most(1):
-                share = jax.lax.fori_loop(0, new.any().astype(jnp.int32), find, share)
+            share = if_rare(
+                new.any(), lambda: jnp.where(new[:, None], self.estimate(state.common, clients), share), lambda: share
+            )
             best = share.argmax(axis=1)
             params = where_rows(new, jax.tree.map(lambda c: c[best], state.common), params)
         share = importance(share)

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from jfcl import mapping
 from jfcl.core import Algorithm, Batch, Clients, PyTree, Served, Task, check, check_mixes, num_clients
-from jfcl.core.platforms import at_most
+from jfcl.kernels.base import if_rare
 from jfcl.mapping.memory import in_lots
 from jfcl.methods import round as phases
 from jfcl.methods.averaging import Averaging, AveragingState, averaging, state_of
@@ -120,10 +120,9 @@ class ServeMixture:
         models, weights = models_of(state), state.personal["mixture"]
         if clients is not None and self.num_clusters > 1:
             new = (weights == equal_weights(self.num_clusters)[None]).all(axis=1) & (jnp.asarray(clients.size) > 0)
-            # A loop of no or one trip, since `vmap` over seeds would always run both branches of `cond`.
-            fit = lambda _, weights: jnp.where(new[:, None], self.fit(models, clients), weights)  # noqa: E731
-            with at_most(1):
-                weights = jax.lax.fori_loop(0, new.any().astype(jnp.int32), fit, weights)
+            weights = if_rare(
+                new.any(), lambda: jnp.where(new[:, None], self.fit(models, clients), weights), lambda: weights
+            )
         return self.of(models, weights)
 
     def adopt(self, state: AveragingState, clients: Clients) -> Served:
