@@ -20,7 +20,7 @@ from jfcl.core import Algorithm, Batch, Clients, Cohort, PyTree, Task, num_clien
 from jfcl.mapping.columns import on_every_device
 from jfcl.methods import averaging as inner
 from jfcl.methods import round as phases
-from jfcl.methods.averaging import Averaging, AveragingState, averaging
+from jfcl.methods.averaging import Averaging, AveragingState
 from jfcl.methods.ifca import LowestLoss
 from jfcl.robust.aggregate import ravel_clients, where_rows
 from jfcl.training import local
@@ -72,7 +72,7 @@ def assigned(
       An `Algorithm` with the metrics of `jfcl.methods.averaging.averaging` and those of `assign`. A client that has not
       taken part is served the model of lowest loss.
     """
-    rules = rules._replace(client_axis=mapping.or_auto(rules.client_axis))
+    rules = inner.checked(rules)
 
     def init(key: jax.Array, clients: Clients) -> AveragingState:
         state = inner.init(rules, key, clients)
@@ -80,7 +80,7 @@ def assigned(
         return state if remember is None else remember(key, clients, state)
 
     serve = ServeAssigned(LowestLoss(rules.task, rules.num_clusters, rules.client_axis))
-    return averaging(rules)._replace(init=init, step=partial(step, rules, assign), serve=serve)
+    return Algorithm(init, partial(step, rules, assign), rules.task, serve=serve)
 
 
 def step(rules: Averaging, assign: Assign, key: jax.Array, state: AveragingState, clients: Clients):

@@ -152,28 +152,31 @@ def averaging(rules: Averaging) -> Algorithm:
       `clip`, the clipping norm of the round, and `released`, the number of models that changed.
 
     Raises:
+      ValueError: as from `checked`.
+    """
+    check_count("num_clusters", rules.num_clusters)
+    rules = checked(rules)
+    algorithm = Algorithm(partial(init, rules), partial(step, rules), rules.task)
+    return algorithm if rules.personal is None else algorithm._replace(serve=serve)
+
+
+def checked(rules: Averaging) -> Averaging:
+    """Checks the options that all averaging methods share, and returns `rules` with a client axis.
+
+    Raises:
       ValueError: options outside their range; `shared` with a server optimiser or an aggregator, or an aggregator with
         another divisor than `"cluster"`; as from `round.check_scopes` and `privacy.check_private`.
     """
     local.check_parts(rules.task, rules.training)
-    check_count("num_clusters", rules.num_clusters)
     check_choice("divide_by", rules.divide_by, DIVIDE_BY)
+    phases.check_weights(rules.weights)
+    phases.check_scopes(rules)
+    privacy.check_private(rules)
     if rules.server_optimizer is not None:
         accepted = "left out where parameters are shared: its state would differ between the copies of a shared layer"
         check(rules.shared is None, "server_optimizer", rules.server_optimizer, accepted)
         # The clients' losses are not private.
         check_optimizer("server_optimizer", rules.server_optimizer, rules.task, with_loss=rules.dp is None)
-    privacy.check_private(rules)
-    rules = checked(rules)
-    check_clients = aggregate.clients_check(rules.adversary, rules.weights)
-    algorithm = Algorithm(partial(init, rules), partial(step, rules), rules.task, check_clients)
-    return algorithm if rules.personal is None else algorithm._replace(serve=serve)
-
-
-def checked(rules: Averaging) -> Averaging:
-    """Checks the options that all averaging methods share, and returns `rules` with a client axis."""
-    phases.check_weights(rules.weights)
-    phases.check_scopes(rules)
     plain = rules.aggregator is None or (rules.shared is None and rules.divide_by == "cluster")
     accepted = "left out where parameters are shared, or sums divided by more than the cluster's clients"
     check(plain, "aggregator", rules.aggregator, accepted)

@@ -27,7 +27,7 @@ from jfcl.kernels import kmeans, least_cost_assignment, principal_vectors
 from jfcl.kernels.dendrogram import number_by_first
 from jfcl.methods.assigned import UNSEEN, Assignment, assigned, embedded, update_of
 from jfcl.methods.averaging import Averaging, AveragingState
-from jfcl.methods.options import AVERAGING, Options, factory
+from jfcl.methods.options import AVERAGING, Count, Options, factory
 from jfcl.methods.round import put_rows, take_rows
 from jfcl.robust.aggregate import ravel_clients
 from jfcl.training import local
@@ -46,7 +46,7 @@ def cfl_gp(
     task: Task,
     training: local.LocalTraining,
     *,
-    num_clusters: Annotated[int, Range(1)],
+    num_clusters: Count,
     period: Annotated[int, Range(1, MOST_ADDED)] = 2,
     clustered_rounds: Annotated[int, Range(1, MOST_ADDED)] = 10,
     **options: Unpack[Options],

@@ -7,7 +7,6 @@ from typing import Annotated, NamedTuple, Unpack
 import jax
 import jax.numpy as jnp
 
-from jfcl import mapping
 from jfcl.core import Algorithm, Clients, PyTree, Task, num_clients
 from jfcl.core.options import Interval, Real, Search
 from jfcl.methods.averaging import AveragingState
@@ -71,8 +70,7 @@ def ditto(
       >>> np.round(state.params["b"], 2).tolist(), np.round(state.common.params["b"], 2).tolist()  # halfway
       ([2.0, 4.0], [3.0])
     """
-    options["client_axis"] = client_axis = mapping.or_auto(options["client_axis"])
-    common = fedavg(task, training, **options)
+    common, client_axis = fedavg(task, training, **options), options["client_axis"]
 
     def init(key: jax.Array, clients: Clients) -> DittoState:
         state = common.init(key, clients)
@@ -96,4 +94,4 @@ def ditto(
         }
         return new, metrics
 
-    return Algorithm(init, step, task, common.check, serve=serve_personal)
+    return Algorithm(init, step, task, serve=serve_personal)

@@ -32,9 +32,9 @@ from jfcl.kernels.base import if_rare
 from jfcl.mapping.columns import on_every_device
 from jfcl.methods import averaging as inner
 from jfcl.methods import round as phases
-from jfcl.methods.averaging import Averaging, AveragingState, averaging
+from jfcl.methods.averaging import Averaging, AveragingState, checked
 from jfcl.methods.options import AVERAGING, Options, factory
-from jfcl.robust.aggregate import cluster_mean, in_turn, where_rows
+from jfcl.robust.aggregate import cluster_mean, where_rows
 from jfcl.training import local
 from jfcl.training.losses import blank_padding, indexable, lowest_loss
 
@@ -137,9 +137,7 @@ def feddrift(
     """
     accepted = "loss for a task without an accuracy"
     check(compare == "loss" or task.correct is not None, "compare", compare, accepted)
-    options["client_axis"] = client_axis = mapping.or_auto(options["client_axis"])
-    rules = Averaging(task, training, 1, train=train_owned, **options)
-    common = averaging(rules)
+    rules = checked(Averaging(task, training, 1, train=train_owned, **options))
     limits = drift_threshold, drift_threshold if merge_threshold is None else merge_threshold
     begin = partial(_begin, rules, limits, compare, eager)
 
@@ -182,11 +180,11 @@ def feddrift(
         active = state.memory.active
         rows = jnp.where(active, jnp.arange(len(active)), jnp.argmax(active)).astype(jnp.int32)
         models = jax.tree.map(lambda p: p[rows], state.params)
-        return serve(state._replace(cluster=rows[lowest_loss(task, models, clients, client_axis=client_axis)]), None)
+        lowest = lowest_loss(task, models, clients, client_axis=rules.client_axis)
+        return serve(state._replace(cluster=rows[lowest]), None)
 
     entries = Entries(sums=EVENTS, notes=_notes)
-    checks = in_turn(common.check, check_steps)
-    return Algorithm(init, step, task, checks, serve=serve, adopt=adopt, entries=entries)
+    return Algorithm(init, step, task, check_steps, serve=serve, adopt=adopt, entries=entries)
 
 
 def check_steps(clients: Clients) -> None:

@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import Unpack
 
 from jfcl.core import Algorithm, Task
-from jfcl.core.checks import check_count
 from jfcl.methods.mixture import mixture
-from jfcl.methods.options import AVERAGING, Options, Rounds, factory
+from jfcl.methods.options import AVERAGING, Count, Options, Rounds, factory
 from jfcl.training.local import LocalTraining
 
 
@@ -16,7 +15,7 @@ def fedem(
     task: Task,
     training: LocalTraining,
     *,
-    num_clusters: int,
+    num_clusters: Count,
     hard: bool = False,
     newcomer_steps: Rounds = 10,
     **options: Unpack[Options],
@@ -68,5 +67,4 @@ def fedem(
       >>> np.abs(np.round(served.models["b"], 1)).tolist(), np.round(served.to, 2).tolist()
       ([0.0, 6.0], [[1.0, 0.0], [0.5, 0.5]])
     """
-    check_count("num_clusters", num_clusters)
     return mixture(task, training, num_clusters, hard=hard, newcomer_steps=newcomer_steps, **options)

@@ -26,7 +26,7 @@ from jfcl.kernels.threshold import QUANTILE_RULES, center_from_row
 from jfcl.methods import round as phases
 from jfcl.methods.options import SENDING, Options, Rounds, factory
 from jfcl.methods.personal import PersonalState, initial_state, serve_personal
-from jfcl.robust.aggregate import attacked, clients_check, in_turn, where_rows
+from jfcl.robust.aggregate import attacked, where_rows
 from jfcl.training import local, losses
 from jfcl.training.optimizer import optimizer_step
 
@@ -135,6 +135,7 @@ def federated_clustering(
     training: local.LocalTraining,
     *,
     subgroup_size: Annotated[int | None, Range(2)] = None,
+    client_axis: mapping.Mapping | None = None,
     **options: Unpack[ThresholdOptions],
 ) -> Algorithm:
     """Moves each client's model along the mean of the gradients, at that model, that are similar to the client's own.
@@ -180,8 +181,6 @@ def federated_clustering(
       [1.0, 5.0, 1.0, 5.0]
     """
     rule, weights, adversary = threshold(options, 0.2), options["weights"], options["adversary"]
-    client_axis = options["client_axis"]
-    phases.check_weights(weights)
     check_one_gradient(training)
     check_no_statistics(task, "federated_clustering")
 
@@ -225,8 +224,7 @@ def federated_clustering(
         params, opt_states = where_rows(keep, (params, opt_states), (state.params, state.client))
         return PersonalState(params, state.cluster, state.round + 1, opt_states), metrics
 
-    check_clients = in_turn(clients_check(adversary, weights), check_quantile)
-    return Algorithm(init, step, task, check_clients, serve=serve_personal)
+    return Algorithm(init, step, task, check_quantile, serve=serve_personal)
 
 
 def train_client(

@@ -132,7 +132,6 @@ def fedgroup(
     wanted = 20 * k if pretrain_clients is None else pretrain_clients
     check(auto or wanted >= k, "pretrain_clients", pretrain_clients, f"at least the {k} groups")
     check(migrate is None or task.num_classes is not None, "migrate", migrate, "left out for a task without classes")
-    options["client_axis"] = mapping.or_auto(options["client_axis"])
     cold = training._replace(num_steps=pretrain_steps, num_epochs=None, keep="nothing")
     grouping = Grouping(Averaging(task, training, k, **options), auto, cold, wanted, measure, migrate)
     rules = grouping.rules._replace(init_params=None)

@@ -8,7 +8,6 @@ from typing import Annotated, NamedTuple, Unpack
 import jax
 import jax.numpy as jnp
 
-from jfcl import mapping
 from jfcl.core import Algorithm, Clients, Cohort, Served, Task, check, client_ids, num_clients
 from jfcl.core.options import Interval, OneOf, Range, Real
 from jfcl.core.platforms import at_most
@@ -110,7 +109,6 @@ def fedgwc(
     check(training.num_epochs is None, "training.num_epochs", training.num_epochs, accepted)
     accepted = "at least 2: a client's losses are compared with those of others"
     check(options["cohort"] is None or options["cohort"] > 1, "cohort", options["cohort"], accepted)
-    options["client_axis"] = mapping.or_auto(options["client_axis"])
     rules = Averaging(task, training._replace(each_step=True), max_clusters, **options)
     divide = partial(_parts, scale=kernel_scale, columns=compare == "others", most=most_parts)
     rules = rules._replace(learn=partial(_learn, rules, divide, tolerance))

@@ -9,12 +9,11 @@ import jax
 import jax.numpy as jnp
 
 from jfcl.core import Algorithm, Batch, Clients, PyTree, Task, check
-from jfcl.core.checks import check_count
 from jfcl.core.options import Interval
 from jfcl.methods.averaging import AveragingState
 from jfcl.methods.mixture import Labels, mixture
 from jfcl.methods.once import labels_of
-from jfcl.methods.options import AVERAGING, Options, Rounds, factory
+from jfcl.methods.options import AVERAGING, Count, Options, Rounds, factory
 from jfcl.training.local import LocalTraining
 
 
@@ -23,7 +22,7 @@ def fedrc(
     task: Task,
     training: LocalTraining,
     *,
-    num_clusters: int,
+    num_clusters: Count,
     hard: bool = False,
     newcomer_steps: Rounds = 10,
     floor: Annotated[float, Interval("(0, 1)")] = 1e-8,
@@ -68,7 +67,6 @@ def fedrc(
       >>> state.params["labels"].shape, metrics["label_spread"].shape
       ((1, 10, 2), (2,))
     """
-    check_count("num_clusters", num_clusters)
     is_labelled = task.correct is not None and not task.perplexity
     check(is_labelled, "task", "one without labels", "a classification: FedRC counts the labels of each model")
 

@@ -20,7 +20,6 @@ from jfcl.core import (
     Served,
     Task,
     check_at_most_clients,
-    check_count,
     client_keys,
     num_bytes,
     num_clients,
@@ -31,9 +30,9 @@ from jfcl.kernels.base import if_rare
 from jfcl.mapping.memory import in_lots
 from jfcl.methods import round as phases
 from jfcl.methods.mixture import spread
-from jfcl.methods.options import SENDING, Options, Rounds, factory
+from jfcl.methods.options import SENDING, Count, Options, Rounds, factory
 from jfcl.methods.personal import initial_state, next_personal, train_personal
-from jfcl.robust.aggregate import attacked_models, clients_check, cluster_mean, where_rows
+from jfcl.robust.aggregate import attacked_models, cluster_mean, where_rows
 from jfcl.training import local
 from jfcl.training.losses import example_losses, means
 
@@ -67,7 +66,7 @@ def fedsoft(
     task: Task,
     training: local.LocalTraining,
     *,
-    num_clusters: int,
+    num_clusters: Count,
     lam: Annotated[Real, Interval("[0, inf)"), Search(0.01, 1.0)] = 0.1,
     selection: Annotated[int | None, Range(1)] = None,
     estimate_every: Rounds = 1,
@@ -120,10 +119,8 @@ def fedsoft(
       >>> np.round(state.share, 1).tolist()
       [[1.0, 0.0], [0.5, 0.5], [0.0, 1.0]]
     """
-    check_count("num_clusters", num_clusters)
-    start, weights, adversary = options["init_params"], options["weights"], options["adversary"]
-    phases.check_weights(weights)
-    client_axis, of_options = mapping.or_auto(options["client_axis"]), clients_check(adversary, weights)
+    start, weights = options["init_params"], options["weights"]
+    adversary, client_axis = options["adversary"], options["client_axis"]
     serve = ServeSoft(task, num_clusters, smoothing, client_axis)
 
     def init(key: jax.Array, clients: Clients) -> FedSoftState:
@@ -176,8 +173,6 @@ def fedsoft(
         return after._replace(share=estimated, common=new), metrics
 
     def check_selection(clients: Clients) -> None:
-        if of_options is not None:
-            of_options(clients)
         check_at_most_clients("selection", selection, int((np.asarray(clients.size) > 0).sum()))
 
     return Algorithm(init, step, task, check_selection, serve=serve, adopt=serve.adopt)

@@ -14,7 +14,6 @@ from jfcl.core import (
     Task,
     check,
     check_at_most_clients,
-    check_count,
     client_ids,
     is_finite,
     num_bytes,
@@ -27,9 +26,9 @@ from jfcl.methods import round as phases
 from jfcl.methods.averaging import Averaging
 from jfcl.methods.once import with_first_costs
 from jfcl.methods.one_shot import cluster_local_models
-from jfcl.methods.options import SENDING, Options, Rounds, factory
+from jfcl.methods.options import SENDING, Count, Options, Rounds, factory
 from jfcl.methods.personal import PersonalState
-from jfcl.robust.aggregate import add_sent, attacked_models, clients_check, divide_rows, nothing_sent, where_rows
+from jfcl.robust.aggregate import add_sent, attacked_models, divide_rows, nothing_sent, where_rows
 from jfcl.training import local
 
 
@@ -38,7 +37,7 @@ def fesem(
     task: Task,
     training: local.LocalTraining,
     *,
-    num_clusters: int,
+    num_clusters: Count,
     local_rounds: Rounds = 1,
     **options: Unpack[Options],
 ) -> Algorithm:
@@ -72,11 +71,8 @@ def fesem(
       >>> sorted(np.round(state.params["b"], 2).tolist())
       [1.0, 5.0]
     """
-    check_count("num_clusters", num_clusters)
     check(training.keep != "everything", "training.keep", training.keep, "nothing or schedule")
-    options["client_axis"] = client_axis = mapping.or_auto(options["client_axis"])
-    weights, adversary = options["weights"], options["adversary"]
-    phases.check_weights(weights)
+    weights, adversary, client_axis = options["weights"], options["adversary"], options["client_axis"]
     rules = Averaging(task, training, num_clusters, **options)
 
     def init(key: jax.Array, clients: Clients) -> PersonalState:
@@ -119,6 +115,4 @@ def fesem(
         params = where_rows(weight > 0, divide_rows(sums, weight, state.params), state.params)
         return PersonalState(params, cluster, state.round + 1, ()), metrics
 
-    return with_first_costs(
-        Algorithm(init, step, task, clients_check(adversary, weights)), training, messages=1, rounds=local_rounds
-    )
+    return with_first_costs(Algorithm(init, step, task), training, messages=1, rounds=local_rounds)

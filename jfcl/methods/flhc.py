@@ -8,7 +8,6 @@ from typing import Annotated, Unpack
 import jax
 import jax.numpy as jnp
 
-from jfcl import mapping
 from jfcl.core import Algorithm, Clients, Task, attack_key, client_ids, is_finite
 from jfcl.core.options import MOST_REPEATED, Interval, OneOf, Range, Real, Search
 from jfcl.core.parameters import check_predicate, divided, num_bytes, parameter_names, trained_part
@@ -17,7 +16,7 @@ from jfcl.mapping.columns import over_columns
 from jfcl.methods import round as phases
 from jfcl.methods.averaging import Averaging, averaging
 from jfcl.methods.once import after_rounds, clustered_once
-from jfcl.methods.options import AVERAGING, SCOPES, Options, factory
+from jfcl.methods.options import AVERAGING, SCOPES, Count, Options, factory
 from jfcl.robust.aggregate import attacked, ravel_clients, where_rows
 from jfcl.training import local
 
@@ -29,7 +28,7 @@ def flhc(
     task: Task,
     training: local.LocalTraining,
     *,
-    num_clusters: int,
+    num_clusters: Count,
     distance_threshold: Annotated[Real | None, Interval("[0, inf]"), Search(0.05, 2.0)] = None,
     rounds_before: Annotated[int, Range(0, MOST_REPEATED)] = 1,
     distance: Annotated[str, OneOf(DISTANCES)] = "cosine",
@@ -69,7 +68,6 @@ def flhc(
       >>> algorithm.init(jax.random.key(0), clients).cluster.tolist()
       [0, 1, 0, 1]
     """
-    options["client_axis"] = client_axis = mapping.or_auto(options["client_axis"])
     rules, personal_steps = Averaging(task, training, num_clusters, **options), options["personal_steps"]
     if layers is not None:
         shapes = jax.eval_shape(task.init, jax.random.key(0))
@@ -111,10 +109,10 @@ def flhc(
         last_key = jax.random.fold_in(rounds_key, rounds_before)
         cohort = phases.select_cohort(last_key, clients)
         client_rows = state.cluster, (state.client, state.personal)
-        updates, personal, real = phases.train_clients(client_axis, client, cohort, *client_rows)
+        updates, personal, real = phases.train_clients(rules.client_axis, client, cohort, *client_rows)
         personal = where_rows(real, personal, state.personal)
         updates, real = attacked(rules.adversary, attack_key(last_key), updates, client_ids(clients), real)
-        cluster = over_columns(client_axis, jax.jit(cluster_updates))(updates, real)[1]
+        cluster = over_columns(rules.client_axis, jax.jit(cluster_updates))(updates, real)[1]
         models = jax.tree.map(lambda p: jnp.broadcast_to(p, (num_clusters, *p.shape[1:])), state.params)
         return models, cluster, personal
 

@@ -8,7 +8,6 @@ from typing import Annotated, Literal, NamedTuple, Unpack
 import jax
 import jax.numpy as jnp
 
-from jfcl import mapping
 from jfcl.core import Algorithm, Clients, PyTree, Served, Task, check, mask
 from jfcl.core.options import MOST_REPEATED, Interval, Range, Real, Search
 from jfcl.kernels import cut, kmeans, knee, linkage_tree, squared_distances
@@ -110,7 +109,7 @@ def flux(
     auto = num_clusters == "auto"
     k, labels = most_clusters if auto else num_clusters, task.num_classes if by_label else 0
     check(labels is not None, "by_label", True, "False for a task without a known number of classes")
-    options["client_axis"] = client_axis = mapping.or_auto(options["client_axis"])
+    client_axis = options["client_axis"]
     rules = Averaging(task, training, k, **options)
     common = averaging(rules._replace(num_clusters=1, cohort=None))
 

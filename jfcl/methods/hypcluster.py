@@ -7,14 +7,13 @@ from typing import Annotated, Unpack
 import jax
 import jax.numpy as jnp
 
-from jfcl import mapping
 from jfcl.core import Algorithm, Clients, Task, check, random_order
 from jfcl.core.options import MOST_REPEATED, Range
 from jfcl.mapping.memory import in_lots
 from jfcl.methods.averaging import Averaging, averaging, state_of
 from jfcl.methods.ifca import ifca
 from jfcl.methods.once import after_rounds, with_first_costs
-from jfcl.methods.options import AVERAGING, SCOPES, Options, factory
+from jfcl.methods.options import AVERAGING, SCOPES, Count, Options, factory
 from jfcl.training import local
 from jfcl.training.losses import lowest_loss
 
@@ -24,7 +23,7 @@ def hypcluster(
     task: Task,
     training: local.LocalTraining,
     *,
-    num_clusters: int,
+    num_clusters: Count,
     warm_rounds: Annotated[int, Range(0, MOST_REPEATED)] = 0,
     **options: Unpack[Options],
 ) -> Algorithm:
@@ -57,7 +56,6 @@ def hypcluster(
     """
     fits = options["dp"] is None or warm_rounds == 0
     check(fits, "warm_rounds", warm_rounds, "0 with dp: an epsilon does not count them; give init_params")
-    options["client_axis"] = client_axis = mapping.or_auto(options["client_axis"])
     algorithm = ifca(task, training, num_clusters=num_clusters, **options)
     if not warm_rounds:
         return algorithm
@@ -67,7 +65,7 @@ def hypcluster(
         parts = jnp.argsort(random_order(parts_key, clients)).astype(jnp.int32) % num_clusters
         rules = Averaging(task, training, num_clusters, start=lambda *_: parts, **options)
         end = after_rounds(averaging(rules), start_key, rounds_key, warm_rounds, clients)
-        axis = in_lots(client_axis, task, clients, num_clusters)
+        axis = in_lots(options["client_axis"], task, clients, num_clusters)
         chosen = lowest_loss(task, end.params, clients, personal=end.personal, client_axis=axis)
         return state_of(rules, clients, end.params, end.personal, chosen)
 

@@ -10,14 +10,14 @@ import jax
 import jax.numpy as jnp
 
 from jfcl import mapping
-from jfcl.core.checks import check, check_count
+from jfcl.core.checks import check
 from jfcl.core.clients import check_at_most_clients, num_clients
 from jfcl.core.options import MOST_ADDED, MOST_REPEATED, Interval, Needs, OneOf, Range
 from jfcl.core.parameters import get_parameter, with_fixed
 from jfcl.core.types import Algorithm, Batch, Clients, PyTree, Served, Task, dense_start
 from jfcl.mapping.memory import in_lots
 from jfcl.methods.averaging import Averaging, AveragingState, averaging
-from jfcl.methods.options import AVERAGING, SCOPES, Options, Rounds, factory
+from jfcl.methods.options import AVERAGING, SCOPES, Count, Options, Rounds, factory
 from jfcl.methods.restarts import with_balanced_start, with_restarts
 from jfcl.training.local import LocalTraining, augmented, draw_batch
 from jfcl.training.losses import blank_padding, lowest_loss, mean_loss, under_all
@@ -32,7 +32,7 @@ def ifca(
     task: Task,
     training: LocalTraining,
     *,
-    num_clusters: int,
+    num_clusters: Count,
     average: Annotated[str, OneOf(AVERAGE)] = "models",
     divide_by: Annotated[str, OneOf(DIVIDE_BY)] = "all",
     stable_rounds: Annotated[int | None, Range(1, MOST_ADDED)] = None,
@@ -95,8 +95,7 @@ def ifca(
       >>> state.params["b"].tolist(), state.cluster.tolist()
       ([1.0, 5.0], [0, 1, 0, 1])
     """
-    init_params, dp = options["init_params"], options["dp"]
-    check_count("num_clusters", num_clusters)
+    init_params, dp, client_axis = options["init_params"], options["dp"], options["client_axis"]
     check(average == "gradients" or divide_by == "all", "divide_by", divide_by, 'left out without average="gradients"')
     check(restarts == 1 or init_params is None, "restarts", restarts, "1 with init_params: all would start alike")
     if min_share is not None:
@@ -116,7 +115,6 @@ def ifca(
         check(min_share is None, "min_share", min_share, "left out with dp: it decides by choices without noise")
     possible = not identity_augment or training.augment is not None
     check(possible, "identity_augment", True, "False for a training without an augmentation (augment)")
-    options["client_axis"] = client_axis = mapping.or_auto(options["client_axis"])
     estimate = training._replace(batch_size=identity_batch, augment=None)
 
     # The products of the first layers with which a client chose its model begin its training, but on a TPU it is faster

@@ -13,14 +13,13 @@ import numpy as np
 from jfcl import mapping
 from jfcl.core.checks import INT32_MAX, check, is_concrete
 from jfcl.core.clients import num_clients
-from jfcl.core.options import Interval, Range, Real
+from jfcl.core.options import Interval, Real
 from jfcl.core.types import Algorithm, Batch, Clients, PyTree, Task
 from jfcl.kernels.base import sum_dtype
 from jfcl.methods.averaging import AveragingState
 from jfcl.methods.fedavg import fedavg
-from jfcl.methods.options import AVERAGING, Options, factory
+from jfcl.methods.options import AVERAGING, Count, Options, factory
 from jfcl.methods.personal import serve_personal
-from jfcl.robust.aggregate import in_turn
 from jfcl.training import local, losses
 
 MIXINGS = (0.0, 0.1, 0.3, 0.5, 0.7, 0.9, 1.0)  # the authors of Federated-Clustering try these
@@ -67,7 +66,7 @@ def knn_per(
     task: Task,
     training: local.LocalTraining,
     *,
-    num_neighbours: Annotated[int, Range(1)] = 10,
+    num_neighbours: Count = 10,
     mixing: Annotated[Real | None, Interval("[0, 1]")] = None,
     mixings: Sequence[float] = MIXINGS,
     validation: Annotated[float, Interval("(0, 1)")] = 0.2,
@@ -115,7 +114,6 @@ def knn_per(
     if is_concrete(mixings):
         check(np.all((np.asarray(mixings) >= 0) & (np.asarray(mixings) <= 1)), "mixings", mixings, "in [0, 1]")
     check(task.correct is not None and not task.perplexity, "task", "one without labels", "a classification")
-    client_axis = mapping.or_auto(options["client_axis"])
     represent = represent or task.represent or task.apply
     method = Mixture(task, represent, num_neighbours, mixing, jnp.asarray(mixings, jnp.float32), validation, scale)
     common = fedavg(task, training, **options)
@@ -124,7 +122,7 @@ def knn_per(
         """Returns every client's neighbours under the global model."""
         model, size = jax.tree.map(lambda p: p[0], common_state.params), jnp.asarray(clients.size)
         # The model is an argument: JAX cannot index arrays from outside in a function that `shard_map` divides.
-        remember_all = client_axis(partial(remember, method), in_axes=(None, 0, 0))
+        remember_all = options["client_axis"](partial(remember, method), in_axes=(None, 0, 0))
         memory, label, weight = remember_all(model, clients.examples, size)
         copies = jax.tree.map(lambda p: jnp.broadcast_to(p, (len(size), *p.shape)), model)
         return Neighbours(copies, memory, label.astype(jnp.int32), size, weight)
@@ -155,8 +153,7 @@ def knn_per(
     def refresh(state: KnnPerState, clients: Clients) -> KnnPerState:
         return state._replace(params=personal_models(state.common, clients))
 
-    check_clients = in_turn(common.check, enough_neighbours)
-    return Algorithm(init, step, task_with_neighbours(method), check_clients, refresh, serve_personal)
+    return Algorithm(init, step, task_with_neighbours(method), enough_neighbours, refresh, serve_personal)
 
 
 class Mixture(NamedTuple):

@@ -7,7 +7,6 @@ from typing import Unpack
 import jax
 import jax.numpy as jnp
 
-from jfcl import mapping
 from jfcl.core import Algorithm, Clients, Task
 from jfcl.methods.options import Options, factory
 from jfcl.methods.personal import PersonalState, initial_state, serve_personal, train_alone
@@ -37,13 +36,12 @@ def local_only(task: Task, training: local.LocalTraining, **options: Unpack[Opti
       >>> state.params["b"].tolist(), float(metrics["bytes_up"])
       ([1.0, 5.0], 0.0)
     """
-    client_axis = mapping.or_auto(options["client_axis"])
 
     def init(key: jax.Array, clients: Clients) -> PersonalState:
         return initial_state(task, training, key, clients, options["init_params"])
 
     def step(key: jax.Array, state: PersonalState, clients: Clients):
-        state, trained, usable = train_alone(task, training, client_axis, key, state, clients)
+        state, trained, usable = train_alone(task, training, options["client_axis"], key, state, clients)
         present = jnp.asarray(clients.size) > 0
         return state, round_metrics(present, trained.loss, usable, trained.num_steps, 0, 0)
 

@@ -59,8 +59,7 @@ def mixture(
     for name, optimizer in (("optimizer", training.optimizer), ("server_optimizer", options["server_optimizer"])):
         if optimizer is not None:  # the models have one loss, their sum
             check_optimizer(name, optimizer, task, with_loss=False)
-    start, client_axis = options.pop("init_params"), mapping.or_auto(options.pop("client_axis"))
-    server = options.pop("server_optimizer")
+    start, server = options.pop("init_params"), options.pop("server_optimizer")
     rules = Averaging(
         stacked(task, num_clusters, labels is not None),
         training._replace(optimizer=of_each(training.optimizer, "models"), augment=of_data(training.augment)),
@@ -68,10 +67,9 @@ def mixture(
         personal=lambda path: path == "mixture",
         train=partial(train, task, labels),
         server_optimizer=None if server is None else of_each(server, "models"),
-        client_axis=client_axis,
         **options,
     )
-    common, serve = averaging(rules), ServeMixture(task, num_clusters, newcomer_steps, client_axis, hard)
+    common, serve = averaging(rules), ServeMixture(task, num_clusters, newcomer_steps, rules.client_axis, hard)
 
     def init(key: jax.Array, clients: Clients) -> AveragingState:
         models = phases.initial_models(task, key, num_clusters, start)
@@ -89,8 +87,6 @@ def mixture(
         names = sorted(clients.examples) if isinstance(clients.examples, dict) else type(clients.examples).__name__
         accepted = f"a dict of arrays, none of them named {WEIGHT!r}: mixtures add this one"
         check(isinstance(clients.examples, dict) and WEIGHT not in names, "clients.examples", names, accepted)
-        if common.check is not None:
-            common.check(clients)
 
     return Algorithm(init, step, task, check_all, serve=serve, adopt=serve.adopt)
 

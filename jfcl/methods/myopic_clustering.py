@@ -8,8 +8,6 @@ from typing import Annotated, Any, NamedTuple, Unpack
 import jax
 import jax.numpy as jnp
 
-from jfcl import mapping
-from jfcl.core.checks import check_count
 from jfcl.core.clients import attack_key, check_at_most_clients, client_ids, client_keys, max_examples, num_clients
 from jfcl.core.options import Interval, Real
 from jfcl.core.parameters import is_finite, num_bytes
@@ -29,9 +27,9 @@ from jfcl.methods.federated_clustering import (
     step_along,
     threshold,
 )
-from jfcl.methods.options import SENDING, factory
+from jfcl.methods.options import SENDING, Count, factory
 from jfcl.methods.personal import initial_state
-from jfcl.robust.aggregate import attacked, clients_check, where_rows
+from jfcl.robust.aggregate import attacked, where_rows
 from jfcl.training import local
 
 DENSE_UP_TO = 1024  # clients: an [N, N] of 4 MB
@@ -73,7 +71,7 @@ OPTIONS = (*SENDING, *THRESHOLD, "centers")
 
 @factory(*OPTIONS, **DEFAULTS, centers="densest")
 def myopic_clustering(
-    task: Task, training: local.LocalTraining, *, num_clusters: int, **options: Unpack[ThresholdOptions]
+    task: Task, training: local.LocalTraining, *, num_clusters: Count, **options: Unpack[ThresholdOptions]
 ) -> Algorithm:
     """Clusters the gradients that clients send, each at its own model, and moves each model along its cluster's centre.
 
@@ -112,7 +110,7 @@ def momentum_clustering(
     task: Task,
     training: local.LocalTraining,
     *,
-    num_clusters: int,
+    num_clusters: Count,
     momentum: Annotated[Real, Interval("[0, 1)")] = 0.9,
     **options: Unpack[ThresholdOptions],
 ) -> Algorithm:
@@ -212,13 +210,10 @@ def centers_of(
     task: Task, training: local.LocalTraining, num_clusters: int, momentum: Real | None, options: ThresholdOptions
 ) -> Algorithm:
     """Returns Momentum-Clustering (Algorithm 4), or with a `momentum` of None Myopic-Clustering (Algorithm 1)."""
-    weights, adversary = options["weights"], options["adversary"]
-    phases.check_weights(weights)
-    check_count("num_clusters", num_clusters)
+    weights, adversary, client_axis = options["weights"], options["adversary"], options["client_axis"]
     rule, carry = threshold(options, 1 / (2 * num_clusters)), options["centers"] == "carry"
     check_one_gradient(training, steps=False)
     check_no_statistics(task, "myopic_clustering and momentum_clustering")
-    client_axis = mapping.or_auto(options["client_axis"])
 
     def init(key: jax.Array, clients: Clients) -> CentersState:
         n = num_clients(clients)
@@ -289,4 +284,4 @@ def centers_of(
         )
         return new, metrics
 
-    return Algorithm(init, step, task, clients_check(adversary, weights), serve=serve)
+    return Algorithm(init, step, task, serve=serve)

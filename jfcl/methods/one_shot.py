@@ -61,7 +61,6 @@ def one_shot(
       >>> sorted(np.round(state.params["b"], 2).tolist()), bool(state.cluster[0] == state.cluster[2])
       ([1.0, 5.0], True)
     """
-    options["client_axis"] = mapping.or_auto(options["client_axis"])
     auto = num_clusters == "auto"
     rules = Averaging(task, training, most_clusters if auto else num_clusters, **options)
 

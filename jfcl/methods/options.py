@@ -12,16 +12,18 @@ from typing import Annotated, Any, TypedDict, TypeVar
 import jax
 import optax
 
-from jfcl.core import Adversary, PyTree
+from jfcl.core import Adversary, Clients, PyTree
 from jfcl.core.names import option_hint
 from jfcl.core.options import MOST_REPEATED, OneOf, Range, argument_texts, check_options
-from jfcl.mapping.axis import Mapping
-from jfcl.methods.round import WEIGHTS
+from jfcl.mapping.axis import Mapping, or_auto
+from jfcl.methods.round import WEIGHTS, check_weights
+from jfcl.robust.aggregate import clients_check
 from jfcl.robust.privacy import GaussianDP
 from jfcl.training.local import check_parts
 
 Factory = TypeVar("Factory", bound=Callable[..., Any])
 
+Count = Annotated[int, Range(1)]
 Rounds = Annotated[int, Range(1, MOST_REPEATED)]  # inside `init` or `step`
 
 
@@ -55,7 +57,7 @@ class Options(TypedDict, total=False):
     personal: Callable[[str], bool] | None
     personal_steps: Annotated[int | None, Range(1, MOST_REPEATED)]
     server_optimizer: optax.GradientTransformation | None
-    cohort: int | None
+    cohort: Annotated[int | None, Range(1)]
     init_params: PyTree | None
     adversary: Adversary | None
     aggregator: Callable[..., PyTree] | None
@@ -73,7 +75,8 @@ def factory(*names: str, **defaults: Any) -> Callable[[Factory], Factory]:
 
     The factory's signature and docstring then have these options beside its own, as if they were written there. A call
     is checked as by `check_options`; `TypeError` names the nearest argument for an unknown one. Inside, `options` has
-    all of `names`.
+    all of `names`, with a mapping for `client_axis`. `Algorithm.check` gets the check that there is an entry of
+    `weights` and of the adversary's `malicious` for each client, before the method's own.
 
     Args:
       names: the options that the method has, except those that the factory declares itself.
@@ -112,7 +115,21 @@ def factory(*names: str, **defaults: Any) -> Callable[[Factory], Factory]:
             call.apply_defaults()
             check_options(build, call.arguments)
             check_parts(call.arguments["task"], call.arguments["training"])
-            return make(*call.args, **call.kwargs)
+            weights = call.arguments.get("weights", "size")
+            check_weights(weights)
+            check_entries = clients_check(call.arguments.get("adversary"), weights)
+            if "client_axis" in common:
+                call.arguments["client_axis"] = or_auto(call.arguments["client_axis"])
+            algorithm = make(*call.args, **call.kwargs)
+            if check_entries is None:
+                return algorithm
+
+            def check_all(clients: Clients) -> None:
+                check_entries(clients)
+                if algorithm.check is not None:
+                    algorithm.check(clients)
+
+            return algorithm._replace(check=check_all)
 
         build.__signature__ = signature.replace(parameters=parameters)
         build.__annotations__ = {p.name: p.annotation for p in parameters if p.annotation is not p.empty}

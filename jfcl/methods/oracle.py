@@ -11,7 +11,7 @@ import numpy as np
 from jfcl.core import Algorithm, Task, check, client_ids, is_concrete, newest_step, num_clients
 from jfcl.methods.averaging import Averaging, averaging
 from jfcl.methods.options import AVERAGING, SCOPES, Options, factory
-from jfcl.robust.aggregate import check_entries, in_turn
+from jfcl.robust.aggregate import check_entries
 from jfcl.training.local import LocalTraining
 
 
@@ -69,5 +69,4 @@ def oracle(
             return inside(key, state._replace(cluster=start(None, clients)), clients)
 
         algorithm = algorithm._replace(step=step)
-    check_cluster = partial(check_entries, "cluster", cluster if cluster.ndim == 1 else cluster[0])
-    return algorithm._replace(check=in_turn(algorithm.check, check_cluster))
+    return algorithm._replace(check=partial(check_entries, "cluster", cluster if cluster.ndim == 1 else cluster[0]))

@@ -7,7 +7,6 @@ from typing import Annotated, NamedTuple, Unpack
 import jax
 import jax.numpy as jnp
 
-from jfcl import mapping
 from jfcl.core import Algorithm, Clients, Served, Task, check, mask
 from jfcl.core.options import Interval, OneOf, Range, Real, Search
 from jfcl.kernels import ANGLES, LINKAGES, cut, linkage_tree, principal_vectors, subspace_angles
@@ -16,7 +15,7 @@ from jfcl.mapping.columns import on_every_device
 from jfcl.methods.averaging import Averaging, AveragingState
 from jfcl.methods.averaging import serve as serve_clusters
 from jfcl.methods.once import check_one_label, clustered_once, clusters_in_use
-from jfcl.methods.options import AVERAGING, SCOPES, Options, factory
+from jfcl.methods.options import AVERAGING, SCOPES, Count, Options, factory
 from jfcl.methods.round import initial_models, initial_scopes, personal_of_newcomers
 from jfcl.training import local
 
@@ -34,7 +33,7 @@ def pacfl(
     task: Task,
     training: local.LocalTraining,
     *,
-    num_clusters: int,
+    num_clusters: Count,
     angle_threshold: Annotated[Real | None, Interval("[-1, inf]"), Search(2.0, 90.0)] = None,
     num_vectors: Annotated[int, Range(1, 1000)] = 3,
     by_label: bool = True,
@@ -86,7 +85,7 @@ def pacfl(
       >>> algorithm.init(jax.random.key(0), clients).cluster.tolist()
       [0, 1, 0, 1]
     """
-    options["client_axis"] = client_axis = mapping.or_auto(options["client_axis"])
+    client_axis = options["client_axis"]
     rules = Averaging(task, training, num_clusters, **options)
     labels = task.num_classes if by_label else 1
     check(labels is not None, "by_label", True, "False for a task without a known number of classes")

@@ -16,7 +16,7 @@ import numpy as np
 import optax
 
 from jfcl import mapping
-from jfcl.core.checks import check, check_choice, check_count, check_finite, is_concrete
+from jfcl.core.checks import check, check_choice, check_finite, is_concrete
 from jfcl.core.clients import Cohort, client_ids, client_keys, random_order, server_key, take_clients
 from jfcl.core.parameters import check_part, divided, joined, parameter_names, part_like, trained_part, with_fixed
 from jfcl.core.types import Clients, PyTree, Task
@@ -29,11 +29,11 @@ PERSONAL_STREAM = zlib.crc32(b"personal parameters")  # folded into a client's k
 
 
 def check_scopes(rules: Any) -> None:
-    """Checks the choice of shared and personal parameters, and the size of the cohort.
+    """Checks the choice of shared and personal parameters.
 
     Raises:
       ValueError: a predicate that holds for no parameter, `personal` for all; a parameter that is both;
-        `personal_steps` without personal parameters, or with `keep="everything"`; a cohort below 1.
+        `personal_steps` without personal parameters, or with `keep="everything"`.
     """
     task, shared, personal = rules.task, rules.shared, rules.personal
     check_part("personal", personal, task)
@@ -46,8 +46,6 @@ def check_scopes(rules: Any) -> None:
         check(personal is not None, "personal_steps", rules.personal_steps, "left out without personal")
         keep = rules.training.keep
         check(keep != "everything", "training.keep", keep, "nothing or schedule, with personal_steps")
-    if rules.cohort is not None:
-        check_count("cohort", rules.cohort)
 
 
 # Initial state.

@@ -9,7 +9,6 @@ from typing import Annotated, NamedTuple, Unpack
 import jax
 import jax.numpy as jnp
 
-from jfcl import mapping
 from jfcl.core import (
     INT32_MAX,
     Algorithm,
@@ -114,7 +113,6 @@ def stocfl(
       >>> np.round(state.params["b"][state.cluster], 1).tolist()
       [1.0, 5.0, 1.0, 5.0]
     """
-    options["client_axis"] = mapping.or_auto(options["client_axis"])
     start, options["init_params"] = options["init_params"], None
     observing = training._replace(num_steps=observe_epochs, num_epochs=None, batch_size=None, prox=0.0, keep="nothing")
     rules = Averaging(task, training, 1, **options)
@@ -167,7 +165,7 @@ def stocfl(
         nearest = jnp.argmax(similar, axis=1).astype(jnp.int32)
         return _served(state, jnp.where(usable & (similar.max(axis=1) >= merge_threshold), nearest, -1))
 
-    return Algorithm(init, step, task, common.check, serve=serve, adopt=adopt)
+    return Algorithm(init, step, task, serve=serve, adopt=adopt)
 
 
 @jax.jit  # one program, since evaluations call it by itself

@@ -167,17 +167,6 @@ def _is_attack(function: Callable) -> bool:
     return True
 
 
-def in_turn(first: Callable[[Clients], None] | None, second: Callable[[Clients], None]) -> Callable[[Clients], None]:
-    """Returns the `Algorithm.check` that calls `first`, if there is one, and then `second`."""
-
-    def check_both(clients: Clients) -> None:
-        if first is not None:
-            first(clients)
-        second(clients)
-
-    return check_both
-
-
 def taken_arguments(function: Callable, **offered: Any) -> dict[str, Any]:
     """Returns those of the offered arguments that a function takes."""
     return {name: value for name, value in offered.items() if name in inspect.signature(function).parameters}

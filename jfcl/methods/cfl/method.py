@@ -24,8 +24,7 @@ from jfcl.methods.averaging import Averaging
 from jfcl.methods.cfl.rounds import SIMILARITIES, Privacy, PrivacySeed, rounds
 from jfcl.methods.cfl.server import Rules
 from jfcl.methods.cfl.splits import split_clusters
-from jfcl.methods.options import SCOPES, SENDING, Options, factory
-from jfcl.robust.aggregate import in_turn
+from jfcl.methods.options import SCOPES, SENDING, Count, Options, factory
 from jfcl.training import local
 
 LEAST_SHARE = 0.25  # of the first round's longest update: the least unit of ε₁
@@ -48,7 +47,7 @@ def cfl(
     similarity: Annotated[str, OneOf(SIMILARITIES)] = "updates",
     linkage: Annotated[str, OneOf(LINKAGES)] = "single",
     min_size: Annotated[int, Range(1, MOST_ADDED)] = 1,
-    min_examples: Annotated[int, Range(1)] = 1,
+    min_examples: Count = 1,
     # Splits that harm.
     validation: Annotated[float, Interval("[0, 1)")] = 0.0,
     fallback_rounds: Annotated[int, Range(1, MOST_ADDED), Needs("validation")] = 5,
@@ -182,7 +181,7 @@ def cfl(
     seen = {"privacy": privacy, "privacy_seed": privacy_seed, "tree_dim": tree_dim, "true_cluster": true_cluster}
     common = Averaging(task, training, max_clusters, **options)
     algorithm = rounds(Rules(common, ripe, accept, split_clusters, thresholds=thresholds, **compared, **judged, **seen))
-    return algorithm._replace(check=in_turn(algorithm.check, partial(_check_sizes, min_size, min_examples, validation)))
+    return algorithm._replace(check=partial(_check_sizes, min_size, min_examples, validation))
 
 
 def _check_sizes(min_size: int, min_examples: int, validation: float, clients: Clients) -> None:

@@ -27,7 +27,7 @@ from jfcl.methods.averaging import checked
 from jfcl.methods.cfl import server, splits
 from jfcl.methods.cfl.server import Rules, Sent
 from jfcl.methods.cfl.state import CFLState, ParameterTree, known_size, no_updates, remember_updates
-from jfcl.robust.aggregate import attacked, clients_check, where_rows
+from jfcl.robust.aggregate import attacked, where_rows
 from jfcl.training import losses
 
 SIMILARITIES = ("updates", "gradients")
@@ -47,8 +47,7 @@ def rounds(rules: Rules) -> Algorithm:
         accepted = "left out where parameters are shared, or statistics are averaged: hidden updates have no parts"
         check(common.shared is None and task.statistics is None, "privacy", rules.privacy, accepted)
     rules = rules._replace(common=checked(common))
-    check_clients = clients_check(common.adversary, common.weights)
-    algorithm = Algorithm(partial(init, rules), partial(step, rules), task, check_clients, serve=serve, entries=ENTRIES)
+    algorithm = Algorithm(partial(init, rules), partial(step, rules), task, serve=serve, entries=ENTRIES)
     if rules.validation:
         algorithm = algorithm._replace(refresh=lambda state, clients: splits.in_active_clusters(state))
     return algorithm if common.cohort is None else algorithm._replace(last_updates=lambda state: state.heard.round)
