@@ -290,10 +290,8 @@ def train_client(rules: Averaging, state: AveragingState, clients: Clients) -> C
         opt_state, personal = local_state
         chosen, compared, products = choice(key, examples, size, cluster, unchanged, personal)
         begin = jax.tree.map(lambda p: p[chosen], state.params)
-        settings, data = (rules.task, rules.training, rules.personal_steps), (examples, size, opt_state, state.round)
-        trained, update, personal = rules.train(
-            *settings, key, begin, personal, *data, products=products, anchor=rules.anchor
-        )
+        data = examples, size, opt_state, state.round
+        trained, update, personal = rules.train(rules, key, begin, personal, *data, products=products)
         finite, inside = is_finite((update, personal)), ()
         if rules.dp is not None:
             update, inside = privacy.clipped(update, privacy.clip_of(rules.dp, state.clip))

@@ -356,13 +356,13 @@ def _train(rules: Averaging, count: int | None, key: jax.Array, state: Averaging
     return state._replace(params=params, server=server, client=opt_states, round=state.round + 1), metrics
 
 
-def train_owned(task: Task, training, personal_steps: None, key, params, personal, examples, size, *args, **more):
+def train_owned(rules: Averaging, key, params, personal, examples, size, *args, **more):
     """Trains a model on those examples of one client that are `OWNED`: a form of `round.train_scopes`."""
     order = jnp.argsort(~examples[OWNED], stable=True)
     examples = {name: x[order] for name, x in examples.items() if name != OWNED}
 
     def train():
-        return phases.train_scopes(task, training, personal_steps, key, params, personal, examples, size, *args, **more)
+        return phases.train_scopes(rules, key, params, personal, examples, size, *args, **more)
 
     shapes = jax.eval_shape(train)
     return jax.lax.cond(size > 0, train, lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes))

@@ -156,9 +156,9 @@ class Grouping(NamedTuple):
 
 def _first_update(grouping: Grouping, start: PyTree, key, examples, size, personal) -> tuple[PyTree, jax.Array]:
     """Returns the update of one client from the common start, and whether it is finite and of any examples."""
-    task, personal_steps, start = grouping.rules.task, grouping.rules.personal_steps, indexable(start)
+    rules = grouping.rules._replace(training=grouping.cold)
     key, args = jax.random.fold_in(key, COLD_STREAM), (examples, size, (), jnp.zeros((), jnp.int32))
-    _, update, _ = phases.train_scopes(task, grouping.cold, personal_steps, key, start, personal, *args)
+    _, update, _ = phases.train_scopes(rules, key, indexable(start), personal, *args)
     return update, is_finite(update) & (size > 0)
 
 

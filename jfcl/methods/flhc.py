@@ -68,7 +68,7 @@ def flhc(
       >>> algorithm.init(jax.random.key(0), clients).cluster.tolist()
       [0, 1, 0, 1]
     """
-    rules, personal_steps = Averaging(task, training, num_clusters, **options), options["personal_steps"]
+    rules = Averaging(task, training, num_clusters, **options)
     if layers is not None:
         shapes = jax.eval_shape(task.init, jax.random.key(0))
         compared = parameter_names(divided(options["personal"], trained_part(task, shapes))[0])
@@ -102,7 +102,7 @@ def flhc(
             opt_state, personal = local_state
             begin = jax.tree.map(lambda p: p[cluster], state.params)
             args = examples, size, opt_state, state.round
-            _, update, personal = phases.train_scopes(task, training, personal_steps, key, begin, personal, *args)
+            _, update, personal = phases.train_scopes(rules, key, begin, personal, *args)
             update = chosen(update)
             return update, personal, is_finite((update, personal)) & (size > 0)
 
@@ -121,5 +121,5 @@ def flhc(
         return float(num_bytes(chosen(model)) - num_bytes(model))
 
     rounds = rounds_before + 1
-    costs = {"more_steps": personal_steps} | ({} if layers is None else {"sent": not_sent})
+    costs = {"more_steps": rules.personal_steps} | ({} if layers is None else {"sent": not_sent})
     return clustered_once(rules, find, messages=rounds, rounds=rounds, **costs)

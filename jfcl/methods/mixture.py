@@ -188,27 +188,20 @@ def of_data(augment: Callable[[jax.Array, Batch], Batch] | None) -> Callable[[ja
 
 
 def train(
-    task: Task,
-    labels: Labels | None,
-    of_stack: Task,
-    training: LocalTraining,
-    personal_steps: None,
-    *client: Any,
-    **_: Any,
+    task: Task, labels: Labels | None, rules: Averaging, key, stack: PyTree, personal, examples: Batch, size, *args, **_
 ) -> tuple[Trained, PyTree, PyTree]:
     """Computes one client's responsibilities and mixture, and trains its models: a form of `round.train_scopes`.
 
     Args:
       task: of one model.
       labels: see `mixture`.
-      of_stack and the others: the arguments of `train_scopes`.
+      rules and the others: the arguments of `train_scopes`.
     """
-    key, stack, personal, examples, size, *args = client
     losses = example_losses(task, stack["models"], examples, size)
     log_factor = 0.0 if labels is None else labels.log_factor(stack["labels"], examples)
     q, weights = responsibilities(personal["mixture"], losses, size, log_factor)
     with_q = personal | {"mixture": weights}, examples | {WEIGHT: q}
-    trained, update, personal = phases.train_scopes(of_stack, training, None, key, stack, *with_q, size, *args)
+    trained, update, personal = phases.train_scopes(rules, key, stack, *with_q, size, *args)
     if labels is not None:  # the mean of the clients' models then has the mean of their tables
         update |= {"labels": labels.count(stack["labels"], q, examples, size) - stack["labels"]}
     return trained, update, personal

@@ -177,9 +177,7 @@ def train_clients(
 
 
 def train_scopes(
-    task: Task,
-    training: local.LocalTraining,
-    personal_steps: int | None,
+    rules: Any,
     key: jax.Array,
     params: PyTree,
     personal: PyTree,
@@ -189,31 +187,30 @@ def train_scopes(
     rounds: jax.Array,
     *,
     products: jax.Array | None = None,
-    anchor: PyTree | None = None,
 ) -> tuple[local.Trained, PyTree, PyTree]:
     """Trains one client's model: the parameters of its cluster and its personal ones.
 
     Args:
-      task, training, key: as in `local.train`.
-      personal_steps: the client first trains its personal parameters for so many steps, and then the others with these
-        fixed; None: all at once. A learning-rate schedule begins in each round at the step of the second part.
+      rules: `jfcl.methods.averaging.Averaging`, with `task`, `training` and `anchor` of `local.train`. With
+        `personal_steps` the client first trains its personal parameters for so many steps, and then the others with
+        these fixed; None: all at once. A learning-rate schedule begins in each round at the step of the second part.
+      key: as in `local.train`.
       params: the parameters of its cluster.
       personal: its personal ones; `()` if there are none.
       examples, size, opt_state, rounds, products: as in `local.train`.
-      anchor: what the proximal term pulls the parameters of the cluster to; `params` if None.
 
     Returns:
       `(trained, update, personal)`: the update of `params`, and the new personal parameters. With `personal_steps` the
       loss is that of the second part, and the steps are those of both.
     """
-    args = examples, size, opt_state, rounds
-    if personal_steps is None:
+    task, training, anchor, args = rules.task, rules.training, rules.anchor, (examples, size, opt_state, rounds)
+    if rules.personal_steps is None:
         whole = joined(params, personal)
         anchor = None if anchor is None else joined(anchor, personal)
         trained = local.train(task, training, key, whole, *args, products=products, anchor=anchor)
         update = jax.tree.map(jnp.subtract, part_like(params, trained.params), params)
         return trained, update, part_like(personal, trained.params)
-    of_personal, alone = with_fixed(task, params), training._replace(num_steps=personal_steps, num_epochs=None)
+    of_personal, alone = with_fixed(task, params), training._replace(num_steps=rules.personal_steps, num_epochs=None)
     max_size = jax.tree.leaves(examples)[0].shape[0]
     start = local.optimizer_at(training, trained_part(task, personal), (), rounds, size, max_size)
     first = local.train(of_personal, alone, jax.random.fold_in(key, PERSONAL_STREAM), personal, examples, size, start)

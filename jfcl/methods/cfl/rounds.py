@@ -180,13 +180,12 @@ def starting_model(state: CFLState, cluster: jax.Array, missed: jax.Array, pendi
 
 def train_client(rules: Rules, state: CFLState) -> Callable:
     """Returns one client's part of the round, for `train_clients`."""
-    settings = rules.common.task, rules.common.training, rules.common.personal_steps
 
     def client(key, examples, size, place, local_state):
         opt_state, personal = local_state
         begin = starting_model(state, *place)
         data = examples, size, opt_state, state.round
-        trained, update, personal = phases.train_scopes(*settings, key, begin, personal, *data)
+        trained, update, personal = phases.train_scopes(rules.common, key, begin, personal, *data)
         finite, message = is_finite((update, personal)), hide(update, rules.privacy, rules.privacy_seed)
         return message, finite, trained.loss, trained.num_steps, (trained.opt_state, personal)
 
