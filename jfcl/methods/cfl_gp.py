@@ -9,20 +9,11 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jfcl.core import (
-    Algorithm,
-    Clients,
-    Cohort,
-    Task,
-    check,
-    check_at_most_clients,
-    client_ids,
-    num_bytes,
-    num_clients,
-    trained_part,
-)
-from jfcl.core.clients import server_key
+from jfcl.core.checks import check
+from jfcl.core.clients import Cohort, check_at_most_clients, client_ids, num_clients, server_key
 from jfcl.core.options import MOST_ADDED, Range
+from jfcl.core.parameters import num_bytes, trained_part
+from jfcl.core.types import Algorithm, Clients, Task
 from jfcl.kernels import kmeans, least_cost_assignment, principal_vectors
 from jfcl.kernels.dendrogram import number_by_first
 from jfcl.methods.assigned import UNSEEN, Assignment, assigned, embedded, update_of

@@ -8,20 +8,11 @@ from typing import Annotated, Any, Unpack
 import jax
 import jax.numpy as jnp
 
-from jfcl.core import (
-    Algorithm,
-    Clients,
-    Cohort,
-    Entries,
-    Task,
-    check,
-    check_at_most_clients,
-    num_clients,
-    random_order,
-    with_fixed,
-)
-from jfcl.core.clients import server_key
+from jfcl.core.checks import check
+from jfcl.core.clients import Cohort, check_at_most_clients, num_clients, random_order, server_key
 from jfcl.core.options import MOST_ADDED, OneOf, Range
+from jfcl.core.parameters import with_fixed
+from jfcl.core.types import Algorithm, Clients, Entries, Task
 from jfcl.kernels import least_cost_assignment
 from jfcl.methods.assigned import Assignment, assigned, embedded
 from jfcl.methods.averaging import Averaging, AveragingState, bytes_sent

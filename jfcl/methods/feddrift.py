@@ -10,23 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from jfcl import mapping
-from jfcl.core import (
-    Algorithm,
-    Batch,
-    Clients,
-    Entries,
-    PyTree,
-    Served,
-    Task,
-    check,
-    client_keys,
-    mask,
-    num_bytes,
-    num_clients,
-)
-from jfcl.core.checks import INT32_MAX
+from jfcl.core.checks import INT32_MAX, check
+from jfcl.core.clients import client_keys, mask, num_clients
 from jfcl.core.options import Interval, OneOf, Range, Real, Search
+from jfcl.core.parameters import num_bytes
 from jfcl.core.platforms import at_most
+from jfcl.core.types import Algorithm, Batch, Clients, Entries, PyTree, Served, Task
 from jfcl.kernels import cut, linkage_tree
 from jfcl.kernels.base import if_rare
 from jfcl.mapping.columns import on_every_device

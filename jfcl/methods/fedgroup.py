@@ -10,26 +10,11 @@ import jax
 import jax.numpy as jnp
 
 from jfcl import mapping
-from jfcl.core import (
-    Algorithm,
-    Clients,
-    Cohort,
-    PyTree,
-    Served,
-    Task,
-    check,
-    check_at_most_clients,
-    is_finite,
-    is_number,
-    mask,
-    num_bytes,
-    num_clients,
-    path_flags,
-    random_order,
-    take_clients,
-    trained_part,
-)
+from jfcl.core.checks import check, is_number
+from jfcl.core.clients import Cohort, check_at_most_clients, mask, num_clients, random_order, take_clients
 from jfcl.core.options import MOST_REPEATED, Interval, OneOf, Range, Real
+from jfcl.core.parameters import is_finite, num_bytes, path_flags, trained_part
+from jfcl.core.types import Algorithm, Clients, PyTree, Served, Task
 from jfcl.kernels import cut, cut_by_silhouette, linkage_tree, pairwise_cosine, principal_vectors, profile_distances
 from jfcl.kernels.base import rows_of
 from jfcl.methods import round as phases

@@ -12,20 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from jfcl import mapping
-from jfcl.core import (
-    Algorithm,
-    Clients,
-    Cohort,
-    PyTree,
-    Served,
-    Task,
-    check_at_most_clients,
-    client_keys,
-    num_bytes,
-    num_clients,
-    take_clients,
-)
+from jfcl.core.clients import Cohort, check_at_most_clients, client_keys, num_clients, take_clients
 from jfcl.core.options import Interval, Range, Real, Search
+from jfcl.core.parameters import num_bytes
+from jfcl.core.types import Algorithm, Clients, PyTree, Served, Task
 from jfcl.kernels.base import if_rare
 from jfcl.mapping.memory import in_lots
 from jfcl.methods import round as phases

@@ -8,18 +8,10 @@ import jax
 import jax.numpy as jnp
 
 from jfcl import mapping
-from jfcl.core import (
-    Algorithm,
-    Clients,
-    Task,
-    check,
-    check_at_most_clients,
-    client_ids,
-    is_finite,
-    num_bytes,
-    num_clients,
-    trained_part,
-)
+from jfcl.core.checks import check
+from jfcl.core.clients import check_at_most_clients, client_ids, num_clients
+from jfcl.core.parameters import is_finite, num_bytes, trained_part
+from jfcl.core.types import Algorithm, Clients, Task
 from jfcl.kernels.base import rows_of
 from jfcl.kernels.blocks import squared_norms
 from jfcl.methods import round as phases

@@ -9,23 +9,12 @@ from typing import Annotated, NamedTuple, Unpack
 import jax
 import jax.numpy as jnp
 
-from jfcl.core import (
-    INT32_MAX,
-    Algorithm,
-    Clients,
-    Cohort,
-    PyTree,
-    Served,
-    Task,
-    check_at_most_clients,
-    client_ids,
-    max_examples,
-    num_bytes,
-    num_clients,
-    trained_part,
-)
+from jfcl.core.checks import INT32_MAX
+from jfcl.core.clients import Cohort, check_at_most_clients, client_ids, max_examples, num_clients
 from jfcl.core.options import Interval, Range, Real, Search
+from jfcl.core.parameters import num_bytes, trained_part
 from jfcl.core.platforms import at_most
+from jfcl.core.types import Algorithm, Clients, PyTree, Served, Task
 from jfcl.kernels import linkage_tree, pairwise_cosine
 from jfcl.methods import averaging as inner
 from jfcl.methods import round as phases
