@@ -143,7 +143,7 @@ def test_there_are_never_more_clusters_than_models(most):
         ({"num_clusters": 13}, "num_clusters must be at most the 12 clients there are"),
         ({"num_clusters": 2, "rounds_before": 0}, "rounds_before must be"),
         ({"num_clusters": "some"}, "num_clusters must be"),
-        ({"num_clusters": 2, "labels": (N, 30, 1)}, "by_label must be False for clients without one label"),
+        ({"num_clusters": 2, "labels": (N, 30, 1)}, "an integer for each example: by_label"),
     ],
 )
 def test_what_has_no_meaning_is_refused(options, words):

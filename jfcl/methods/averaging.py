@@ -100,6 +100,7 @@ class Averaging(NamedTuple):
     Attributes:
       task, training: the model and the local training.
       num_clusters: `K`.
+      at_most_clients: whether there may be no more models than clients.
       start: `(params, clients) -> [N]` int32, the clusters before the first round; default: the first one.
       choose: how one client finds its cluster at the start of a round.
       divide_by: the clients with the weights that divide the sum of a cluster's updates. `"cluster"`: those in the sum;
@@ -115,6 +116,7 @@ class Averaging(NamedTuple):
     task: Task
     training: local.LocalTraining
     num_clusters: int
+    at_most_clients: bool = False
     start: Callable[[PyTree, Clients], jax.Array] = one_cluster
     choose: Choose = keep_cluster
     divide_by: str = "cluster"
@@ -199,19 +201,26 @@ def init(rules: Averaging, key: jax.Array, clients: Clients) -> AveragingState:
     return state_of(rules, clients, *phases.initial_scopes(rules.personal, params, cluster), cluster)
 
 
+def check_enough(rules: Averaging, clients: Clients) -> None:
+    """Raises `ValueError` for fewer clients than in a cohort, or than models where these may be `at_most_clients`."""
+    n = num_clients(clients)
+    check_at_most_clients("cohort", rules.cohort, n)
+    check_at_most_clients("num_clusters", rules.num_clusters if rules.at_most_clients else None, n)
+
+
 def state_of(
     rules: Averaging, clients: Clients, params: PyTree, personal: PyTree, cluster: jax.Array
 ) -> AveragingState:
     """Returns the state before the first round with these models, at which the optimisers start, too."""
-    n, cluster = num_clients(clients), cluster.astype(jnp.int32)
-    check_at_most_clients("cohort", rules.cohort, n)
+    cluster = cluster.astype(jnp.int32)
+    check_enough(rules, clients)
     models, row = params, cluster
     if rules.personal is not None and rules.training.keep == "everything":
         models, row = joined(personal, jax.tree.map(lambda p: p[cluster], params)), None
     return AveragingState(
         params=params,
         cluster=cluster,
-        unchanged=jnp.zeros(n, jnp.int32),
+        unchanged=jnp.zeros(num_clients(clients), jnp.int32),
         round=jnp.zeros((), jnp.int32),
         server=rules.initial_server(params),
         client=phases.initial_optimizers(rules.task, rules.training, models, row),

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import optax
 
 from jfcl.core.checks import check
-from jfcl.core.clients import Cohort, check_at_most_clients, client_ids, num_clients, server_key
+from jfcl.core.clients import Cohort, client_ids, num_clients, server_key
 from jfcl.core.options import MOST_ADDED, Range
 from jfcl.core.parameters import num_bytes, trained_part
 from jfcl.core.types import Algorithm, Clients, Task
@@ -87,12 +87,11 @@ def cfl_gp(
     """
     k, size = num_clusters, options["cohort"]
     check(size is None or k <= size, "num_clusters", k, f"at most the {size} clients of a cohort")
-    rules = Averaging(task, training, k, **options)
+    rules = Averaging(task, training, k, at_most_clients=True, **options)
     one_step = local.local_training(optax.sgd(1.0), num_steps=1)  # its update is the gradient, with the other sign
 
     def remember(key: jax.Array, clients: Clients, state: AveragingState) -> AveragingState:
         n = num_clients(clients)
-        check_at_most_clients("num_clusters", k, n)
         dim = ravel_clients(trained_part(task, state.params)).shape[1]
         return state._replace(memory=Profiles(jnp.zeros((n, k, dim)), jnp.zeros((n, k), jnp.int32)))
 

@@ -9,10 +9,10 @@ import jax
 import jax.numpy as jnp
 
 from jfcl.core.checks import check
-from jfcl.core.clients import Cohort, check_at_most_clients, num_clients, random_order, server_key
+from jfcl.core.clients import Cohort, random_order, server_key
 from jfcl.core.options import MOST_ADDED, OneOf, Range
 from jfcl.core.parameters import with_fixed
-from jfcl.core.types import Algorithm, Clients, Entries, Task
+from jfcl.core.types import Algorithm, Entries, Task
 from jfcl.kernels import least_cost_assignment
 from jfcl.methods.assigned import Assignment, assigned, embedded
 from jfcl.methods.averaging import Averaging, AveragingState, bytes_sent
@@ -84,7 +84,7 @@ def clove(
     auto = num_clusters == "auto"
     k, count = most_clusters if auto else num_clusters, options["cohort"]
     check(auto or count is None or k <= count, "num_clusters", k, f"at most the {count} clients of a cohort")
-    rules = Averaging(task, training, k, **options)
+    rules = Averaging(task, training, k, at_most_clients=not auto, **options)
     find, untried = partial(_clusters, num_clusters=k, auto=auto, square_root=square_root), jnp.full(k + 1, jnp.nan)
 
     def assign(key: jax.Array, cohort: Cohort, state: AveragingState) -> Assignment:
@@ -115,14 +115,7 @@ def clove(
         costs = {"bytes_up": compared * 4.0 * k, "bytes_down": compared * (all_models - one_model)}
         return Assignment(cluster, state.memory, metrics=metrics, **costs)
 
-    algorithm = assigned(rules, assign)
-
-    def init(key: jax.Array, clients: Clients) -> AveragingState:
-        if not auto:
-            check_at_most_clients("num_clusters", k, num_clients(clients))
-        return algorithm.init(key, clients)
-
-    return algorithm._replace(init=init, entries=Entries(largest=("nonfinite_losses",), notes=notes))
+    return assigned(rules, assign)._replace(entries=Entries(largest=("nonfinite_losses",), notes=notes))
 
 
 @partial(jax.jit, static_argnames=("num_clusters", "auto", "square_root"))

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from jfcl import mapping
 from jfcl.core.checks import check, is_number
-from jfcl.core.clients import Cohort, check_at_most_clients, mask, num_clients, random_order, take_clients
+from jfcl.core.clients import Cohort, mask, num_clients, random_order, take_clients
 from jfcl.core.options import MOST_REPEATED, Interval, OneOf, Range, Real
 from jfcl.core.parameters import is_finite, num_bytes, path_flags, trained_part
 from jfcl.core.types import Algorithm, Clients, PyTree, Served, Task
@@ -118,8 +118,9 @@ def fedgroup(
     check(auto or wanted >= k, "pretrain_clients", pretrain_clients, f"at least the {k} groups")
     check(migrate is None or task.num_classes is not None, "migrate", migrate, "left out for a task without classes")
     cold = training._replace(num_steps=pretrain_steps, num_epochs=None, keep="nothing")
-    grouping = Grouping(Averaging(task, training, k, **options), auto, cold, wanted, measure, migrate)
-    rules = grouping.rules._replace(init_params=None)
+    rules = Averaging(task, training, k, at_most_clients=not auto, **options)
+    grouping = Grouping(rules, auto, cold, wanted, measure, migrate)
+    rules = rules._replace(init_params=None)
     if not is_number(mixing) or mixing > 0:
         rules = rules._replace(learn=partial(_mix, rules, mixing))
     grouped = assigned(rules, partial(_assign, grouping), remember=partial(_remember, grouping))
@@ -160,8 +161,6 @@ def _cosines(grouping: Grouping, memory: Groups, key, examples, size, personal) 
 def _remember(grouping: Grouping, key: jax.Array, clients: Clients, state: AveragingState) -> AveragingState:
     """Returns the state with the groups of the first clients, and their models."""
     rules, k, n = grouping.rules, grouping.rules.num_clusters, num_clients(clients)
-    if not grouping.auto:
-        check_at_most_clients("num_clusters", k, n)
     order_key, means_key, start_key, train_key = jax.random.split(key, 4)
     start, first = phases.initial_models(rules.task, start_key, 1, rules.init_params), jnp.zeros(n, jnp.int32)
     start, personal = phases.initial_scopes(rules.personal, start, first)

@@ -68,7 +68,7 @@ def flhc(
       >>> algorithm.init(jax.random.key(0), clients).cluster.tolist()
       [0, 1, 0, 1]
     """
-    rules = Averaging(task, training, num_clusters, **options)
+    rules = Averaging(task, training, num_clusters, at_most_clients=True, **options)
     if layers is not None:
         shapes = jax.eval_shape(task.init, jax.random.key(0))
         compared = parameter_names(divided(options["personal"], trained_part(task, shapes))[0])

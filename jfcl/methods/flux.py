@@ -14,7 +14,7 @@ from jfcl.kernels import cut, kmeans, knee, linkage_tree, squared_distances
 from jfcl.mapping.columns import on_every_device
 from jfcl.methods.averaging import Averaging, AveragingState, averaging
 from jfcl.methods.averaging import serve as serve_clusters
-from jfcl.methods.once import after_rounds, check_one_label, clustered_once
+from jfcl.methods.once import after_rounds, clustered_once, labels_of
 from jfcl.methods.options import AVERAGING, Options, factory
 from jfcl.training import local
 from jfcl.training.losses import indexable
@@ -110,7 +110,7 @@ def flux(
     k, labels = most_clusters if auto else num_clusters, task.num_classes if by_label else 0
     check(labels is not None, "by_label", True, "False for a task without a known number of classes")
     client_axis = options["client_axis"]
-    rules = Averaging(task, training, k, **options)
+    rules = Averaging(task, training, k, at_most_clients=not auto, **options)
     common = averaging(rules._replace(num_clusters=1, cohort=None))
 
     def describe(model: PyTree, projection: jax.Array, clients: Clients, labels: int) -> jax.Array:
@@ -119,7 +119,7 @@ def flux(
 
     def find(key: jax.Array, clients: Clients):
         if by_label:
-            check_one_label(clients)
+            labels_of(clients, "by_label compares clients by them")
         start_key, rounds_key, projection_key, cluster_key = jax.random.split(key, 4)
 
         # Train one model, and describe all clients by it.
@@ -165,7 +165,7 @@ def flux(
         return serve_clusters(state, None)._replace(to=jnp.argmin(distances, axis=1).astype(jnp.int32))
 
     costs = {"messages": rounds_before, "rounds": rounds_before, "sent": sent}
-    return clustered_once(rules, find, further=further, within=not auto, **costs)._replace(adopt=adopt)
+    return clustered_once(rules, find, further=further, **costs)._replace(adopt=adopt)
 
 
 def _features(task: Task, model: PyTree, examples: PyTree) -> jax.Array:

@@ -11,7 +11,6 @@ import jax.numpy as jnp
 
 from jfcl import mapping
 from jfcl.core.checks import check
-from jfcl.core.clients import check_at_most_clients, num_clients
 from jfcl.core.options import MOST_ADDED, MOST_REPEATED, Interval, Needs, OneOf, Range
 from jfcl.core.parameters import get_parameter, with_fixed
 from jfcl.core.types import Algorithm, Batch, Clients, PyTree, Served, Task, dense_start
@@ -155,11 +154,11 @@ def ifca(
         return choice
 
     def start(params, clients):
-        check_at_most_clients("num_clusters", num_clusters, num_clients(clients))
         return lowest_loss(task, params, clients, client_axis=in_lots(client_axis, task, clients, num_clusters))
 
     divide_by = divide_by if average == "gradients" else "cluster"
-    rules = Averaging(task, training, num_clusters, start=start, choose=choose, divide_by=divide_by, **options)
+    choices = {"at_most_clients": True, "start": start, "choose": choose, "divide_by": divide_by}
+    rules = Averaging(task, training, num_clusters, **choices, **options)
     serve = LowestLoss(task, num_clusters, client_axis)
     algorithm = averaging(rules)._replace(serve=serve)
     if min_share is not None:

@@ -8,17 +8,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jfcl.core import Algorithm, Clients, check, check_at_most_clients, max_examples, num_bytes, num_clients
-from jfcl.methods.averaging import Averaging, averaging, state_of
+from jfcl.core import Algorithm, Clients, check, max_examples, num_bytes
+from jfcl.methods.averaging import Averaging, averaging, check_enough, state_of
 from jfcl.methods.round import rows_in_use
 from jfcl.training import local
-
-
-def check_one_label(clients: Clients) -> None:
-    """Raises `ValueError` for examples without one label each, where a method compares them by label."""
-    y = clients.examples.get("y")
-    single = y is not None and jnp.issubdtype(y.dtype, jnp.integer) and y.shape[1:] == (max_examples(clients),)
-    check(single, "by_label", True, "False for clients without one label for each example")
 
 
 def labels_of(clients: Clients, why: str) -> jax.Array:
@@ -87,7 +80,6 @@ def clustered_once(
     find: Callable[[jax.Array, Clients], tuple],
     *,
     further: Callable[[Any, Clients], dict[str, jax.Array]] | None = None,
-    within: bool = True,
     **costs: Any,
 ) -> Algorithm:
     """Returns FedAvg inside the clusters that `find` finds in `init`.
@@ -97,13 +89,12 @@ def clustered_once(
       find: `(key, clients) -> (params [K, ...], cluster [N], personal [N, ...])`, as in `AveragingState`; a fourth
         result is its `memory`.
       further: `(state, clients) ->` further metrics of a round.
-      within: whether there must be as many clients as models.
       costs: those of `find`, as in `with_first_costs`.
     """
     inner = averaging(rules._replace(init_params=None))
 
     def init(key: jax.Array, clients: Clients):
-        check_at_most_clients("num_clusters", rules.num_clusters if within else None, num_clients(clients))
+        check_enough(rules, clients)
         params, cluster, personal, *memory = find(jax.random.split(key)[1], clients)
         state = state_of(rules, clients, params, personal, cluster)
         return state._replace(memory=memory[0]) if memory else state

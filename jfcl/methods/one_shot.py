@@ -62,7 +62,7 @@ def one_shot(
       ([1.0, 5.0], True)
     """
     auto = num_clusters == "auto"
-    rules = Averaging(task, training, most_clusters if auto else num_clusters, **options)
+    rules = Averaging(task, training, most_clusters if auto else num_clusters, at_most_clients=not auto, **options)
 
     def find(key: jax.Array, clients: Clients):
         return cluster_local_models(rules, key, clients, local_rounds, auto=auto)
@@ -70,7 +70,7 @@ def one_shot(
     def further(state: AveragingState, clients: Clients) -> dict[str, jax.Array]:
         return {"clusters_found": clusters_in_use(state, clients)} | of_scores(state.memory)
 
-    return clustered_once(rules, find, further=further, within=not auto, messages=1, rounds=local_rounds)
+    return clustered_once(rules, find, further=further, messages=1, rounds=local_rounds)
 
 
 def cluster_local_models(

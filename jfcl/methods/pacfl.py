@@ -14,7 +14,7 @@ from jfcl.kernels.dendrogram import number_by_first
 from jfcl.mapping.columns import on_every_device
 from jfcl.methods.averaging import Averaging, AveragingState
 from jfcl.methods.averaging import serve as serve_clusters
-from jfcl.methods.once import check_one_label, clustered_once, clusters_in_use
+from jfcl.methods.once import clustered_once, clusters_in_use, labels_of
 from jfcl.methods.options import AVERAGING, SCOPES, Count, Options, factory
 from jfcl.methods.round import initial_models, initial_scopes, personal_of_newcomers
 from jfcl.training import local
@@ -86,7 +86,7 @@ def pacfl(
       [0, 1, 0, 1]
     """
     client_axis = options["client_axis"]
-    rules = Averaging(task, training, num_clusters, **options)
+    rules = Averaging(task, training, num_clusters, at_most_clients=True, **options)
     labels = task.num_classes if by_label else 1
     check(labels is not None, "by_label", True, "False for a task without a known number of classes")
 
@@ -97,9 +97,11 @@ def pacfl(
             vectors = principal_vectors(x, num_vectors, mask=jnp.arange(len(x)) < size, **groups)
             return vectors.reshape(-1, x.shape[1])
 
-        _check_inputs(clients)
+        x = clients.examples["x"]
+        accepted = "of a floating-point type, as images / 255 are: between words there is no angle"
+        check(jnp.issubdtype(x.dtype, jnp.floating), 'examples["x"]', x.dtype, accepted)
         if by_label:
-            check_one_label(clients)
+            labels_of(clients, "by_label compares clients by them")
         return on_every_device(client_axis, client_axis(client)(clients.examples, jnp.asarray(clients.size)))
 
     def find(key: jax.Array, clients: Clients):
@@ -141,14 +143,3 @@ def pacfl(
 
     once = clustered_once(rules, find, further=further, messages=0, rounds=0, sent=sent)
     return once._replace(adopt=adopt)
-
-
-def _check_inputs(clients: Clients) -> None:
-    """Raises `ValueError` for inputs that are not vectors of real numbers."""
-    x = clients.examples["x"]
-    check(
-        jnp.issubdtype(x.dtype, jnp.floating),
-        'examples["x"]',
-        x.dtype,
-        "of a floating-point type, as images / 255 are: between words there is no angle",
-    )
