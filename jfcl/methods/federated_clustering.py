@@ -101,12 +101,6 @@ def step_along(
     return optax.apply_updates(params, updates), opt_state
 
 
-def check_no_statistics(task: Task, method: str) -> None:
-    """Raises `ValueError` for a model with batch statistics: the clients of `method` send gradients."""
-    accepted = f"a model without them, such as one with GroupNorm: clients of {method} send gradients, not statistics"
-    check(task.statistics is None, "task, a model with batch statistics", "BatchNorm", accepted)
-
-
 class Groups(NamedTuple):
     """Random subgroups of clients, drawn in each round.
 
@@ -181,8 +175,7 @@ def federated_clustering(
       [1.0, 5.0, 1.0, 5.0]
     """
     rule, weights, adversary = threshold(options, 0.2), options["weights"], options["adversary"]
-    check_one_gradient(training)
-    check_no_statistics(task, "federated_clustering")
+    check_sends_gradients(task, training)
 
     def init(key: jax.Array, clients: Clients) -> PersonalState:
         check_at_most_clients("subgroup_size", subgroup_size, num_clients(clients))
@@ -300,11 +293,14 @@ def warn_if_alone(quantile: Any, count: int, rule: str) -> None:
         )
 
 
-def check_one_gradient(training: local.LocalTraining, *, steps: bool = True) -> None:
-    """Raises `ValueError` for a `training` that does not suit methods that cluster gradients.
+def check_sends_gradients(task: Task, training: local.LocalTraining, *, steps: bool = True) -> None:
+    """Raises `ValueError` for a `training` and a `task` that do not suit methods that cluster gradients.
 
-    That is one by epochs, with a proximal term or `span="always"`; of more than one step, unless `steps`.
+    That is training by epochs, with a proximal term or `span="always"`; of more than one step, unless `steps`; and a
+    model with batch statistics.
     """
+    accepted = "a model without them, such as one with GroupNorm: clients of this method send gradients, not statistics"
+    check(task.statistics is None, "task, a model with batch statistics", "BatchNorm", accepted)
     ok = training.num_steps is not None and (steps or training.num_steps == 1)
     values = f"num_steps={training.num_steps}, num_epochs={training.num_epochs}"
     check(ok, "training", values, "given by num_steps" if steps else "of num_steps=1: gradients are sent, not models")

@@ -223,7 +223,7 @@ def _adopt(grouping: Grouping, state: AveragingState, clients: Clients) -> Serve
     compare, none = partial(_cosines, grouping, state.memory), jnp.full((n, grouping.rules.num_clusters), NONE)
     similar = embedded_again(grouping.rules, compare, new, jnp.asarray(clients.size) > 0, none, personal)
     to = jnp.argmax(similar, axis=1).astype(jnp.int32)
-    return Served(state.params, to, None if grouping.rules.personal is None else personal)
+    return Served(state.params, to, personal)
 
 
 @partial(jax.jit, static_argnames=("num_clusters", "auto", "measure"))

@@ -13,7 +13,6 @@ from jfcl.core.options import MOST_REPEATED, Interval, Range, Real, Search
 from jfcl.kernels import cut, kmeans, knee, linkage_tree, squared_distances
 from jfcl.mapping.columns import on_every_device
 from jfcl.methods.averaging import Averaging, AveragingState, averaging
-from jfcl.methods.averaging import serve as serve_clusters
 from jfcl.methods.once import after_rounds, clustered_once, labels_of
 from jfcl.methods.options import AVERAGING, Options, factory
 from jfcl.training import local
@@ -162,7 +161,7 @@ def flux(
         moments = describe(memory.model, memory.projection, clients, 0)
         points = ((moments - memory.least[None, :, None]) / memory.span[None, :, None]).reshape(len(moments), 1, -1)
         distances = jnp.square(points - memory.centers[None]).sum(axis=2)
-        return serve_clusters(state, None)._replace(to=jnp.argmin(distances, axis=1).astype(jnp.int32))
+        return Served(state.params, jnp.argmin(distances, axis=1).astype(jnp.int32))
 
     costs = {"messages": rounds_before, "rounds": rounds_before, "sent": sent}
     return clustered_once(rules, find, further=further, **costs)._replace(adopt=adopt)

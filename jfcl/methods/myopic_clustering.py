@@ -20,8 +20,7 @@ from jfcl.methods.federated_clustering import (
     DEFAULTS,
     THRESHOLD,
     ThresholdOptions,
-    check_no_statistics,
-    check_one_gradient,
+    check_sends_gradients,
     gradient,
     model_keys,
     step_along,
@@ -212,8 +211,7 @@ def centers_of(
     """Returns Momentum-Clustering (Algorithm 4), or with a `momentum` of None Myopic-Clustering (Algorithm 1)."""
     weights, adversary, client_axis = options["weights"], options["adversary"], options["client_axis"]
     rule, carry = threshold(options, 1 / (2 * num_clusters)), options["centers"] == "carry"
-    check_one_gradient(training, steps=False)
-    check_no_statistics(task, "myopic_clustering and momentum_clustering")
+    check_sends_gradients(task, training, steps=False)
 
     def init(key: jax.Array, clients: Clients) -> CentersState:
         n = num_clients(clients)
@@ -271,9 +269,8 @@ def centers_of(
         moved = usable & jax.vmap(is_finite)(params)  # a step may overflow
         model = num_bytes(jax.tree.map(lambda p: p[0], state.params))
         metrics = phases.round_metrics(has_examples, loss, moved, 1, model, model)
-        new = CentersState(
+        new = state._replace(
             params=where_rows(moved, params, state.params),
-            cluster=state.cluster,
             group=jnp.where(usable, group, state.group),
             round=state.round + 1,
             begun=state.begun | finite,

@@ -13,7 +13,6 @@ from jfcl.kernels import ANGLES, LINKAGES, cut, linkage_tree, principal_vectors,
 from jfcl.kernels.dendrogram import number_by_first
 from jfcl.mapping.columns import on_every_device
 from jfcl.methods.averaging import Averaging, AveragingState
-from jfcl.methods.averaging import serve as serve_clusters
 from jfcl.methods.once import clustered_once, clusters_in_use, labels_of
 from jfcl.methods.options import AVERAGING, SCOPES, Count, Options, factory
 from jfcl.methods.round import initial_models, initial_scopes, personal_of_newcomers
@@ -135,11 +134,8 @@ def pacfl(
         members = jax.nn.one_hot(state.cluster, num_clusters, dtype=angles.dtype) * real[:, None].astype(angles.dtype)
         sums = jnp.matmul(angles, members, precision=jax.lax.Precision.HIGHEST)
         mean = sums / jnp.maximum(members.sum(axis=0), 1)[None, :]
-        served = serve_clusters(state, None)
         to = jnp.argmin(jnp.where((members.sum(axis=0) > 0)[None, :], mean, jnp.inf), axis=1).astype(jnp.int32)
-        if options["personal"] is None:
-            return served._replace(to=to, personal=None)
-        return served._replace(to=to, personal=personal_of_newcomers(served.personal, real, len(to)))
+        return Served(state.params, to, personal_of_newcomers(state.personal, real, len(to)))
 
     once = clustered_once(rules, find, further=further, messages=0, rounds=0, sent=sent)
     return once._replace(adopt=adopt)

@@ -162,6 +162,12 @@ def last_splits(state: CFLState) -> tuple[jax.Array, jax.Array]:
     return jnp.argmax(jnp.where(took_part, born[None, :], 0), axis=1).astype(jnp.int32), took_part.any(axis=1)
 
 
+def unit_rows(rows: list[jax.Array], counts: jax.Array) -> list[jax.Array]:
+    """Returns the rows `[n, d]`, of several arrays together, scaled to length 1; those that do not count are zero."""
+    scale = unit_scale(rows, counts)
+    return [scaled_rows(x, counts, scale).astype(jnp.float32) for x in rows]
+
+
 def add_directions(
     direction: list[jax.Array], vectors: PyTree, placed: jax.Array, moved: jax.Array, into: jax.Array
 ) -> list[jax.Array]:
@@ -170,18 +176,14 @@ def add_directions(
     `placed` `[N]` is the slot of the cluster that the split of the client's cluster makes, `K` for a client that no
     bipartition places in this round; `moved` `[N]` bool: on the side that moves.
     """
-    rows, capacity = rows_of(vectors), len(into)
-    counts = placed < capacity
-    scale = unit_scale(rows, counts)
+    capacity = len(into)
     slots = jnp.arange(capacity, dtype=jnp.int32)
     here = placed[None, :] == slots[:, None]
-    units = [scaled_rows(x, counts, scale).astype(jnp.float32) for x in rows]
+    units = unit_rows(rows_of(vectors), placed < capacity)
 
     def mean_direction(members):
-        sums = [product_of_rows(members.astype(jnp.float32), x.T) for x in units]  # the length is divided out below
-        every = jnp.ones(capacity, bool)
-        factors = unit_scale(sums, every)
-        return [scaled_rows(x, every, factors) for x in sums]
+        sums = [product_of_rows(members.astype(jnp.float32), x.T) for x in units]  # the length is divided out
+        return unit_rows(sums, jnp.ones(capacity, bool))
 
     moving, staying = mean_direction(here & moved[None, :]), mean_direction(here & ~moved[None, :])
     new = jnp.isin(slots, into)[:, None]
@@ -193,10 +195,7 @@ def similarity_to_side(vectors: PyTree, usable: jax.Array, direction: list[jax.A
 
     It is 0 for clients that are not `usable` `[N]` bool, for zero updates, and where both sides are equally similar.
     """
-    rows = rows_of(vectors)
-    scale = unit_scale(rows, usable)
-    units = [scaled_rows(x, usable, scale).astype(jnp.float32) for x in rows]
-    product = sum(map(product_of_rows, units, direction))
+    product = sum(map(product_of_rows, unit_rows(rows_of(vectors), usable), direction))
     return jnp.take_along_axis(product, split[:, None], axis=1)[:, 0]
 
 
