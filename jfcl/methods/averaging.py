@@ -198,7 +198,7 @@ def init(rules: Averaging, key: jax.Array, clients: Clients) -> AveragingState:
         flags = path_flags(rules.shared, params)
         params = jax.tree.map(lambda f, p: jnp.broadcast_to(p[:1], p.shape) if f else p, flags, params)
     cluster = rules.start(params, clients)
-    return state_of(rules, clients, *phases.initial_scopes(rules.personal, params, cluster), cluster)
+    return state_of(rules, clients, cluster, *phases.initial_scopes(rules.personal, params, cluster))
 
 
 def check_enough(rules: Averaging, clients: Clients) -> None:
@@ -209,7 +209,7 @@ def check_enough(rules: Averaging, clients: Clients) -> None:
 
 
 def state_of(
-    rules: Averaging, clients: Clients, params: PyTree, personal: PyTree, cluster: jax.Array
+    rules: Averaging, clients: Clients, cluster: jax.Array, params: PyTree, personal: PyTree, memory: PyTree = ()
 ) -> AveragingState:
     """Returns the state before the first round with these models, at which the optimisers start, too."""
     cluster = cluster.astype(jnp.int32)
@@ -226,6 +226,7 @@ def state_of(
         client=phases.initial_optimizers(rules.task, rules.training, models, row),
         personal=personal,
         clip=privacy.first_clip(rules.dp),
+        memory=memory,
     )
 
 

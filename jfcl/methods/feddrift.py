@@ -21,7 +21,7 @@ from jfcl.kernels.base import if_rare
 from jfcl.mapping.columns import on_every_device
 from jfcl.methods import averaging as inner
 from jfcl.methods import round as phases
-from jfcl.methods.averaging import Averaging, AveragingState, checked
+from jfcl.methods.averaging import Averaging, AveragingState, checked, state_of
 from jfcl.methods.options import AVERAGING, Options, factory
 from jfcl.robust.aggregate import cluster_mean, where_rows
 from jfcl.training import local
@@ -135,20 +135,19 @@ def feddrift(
         num_first, more = (1, MODELS) if start == "one" else (n, n + MODELS)
         k = more if max_models is None else max_models
         check(k >= num_first, "max_models", k, f"at least {n}, the number of clients, with start='each'")
-        of_first = rules._replace(num_clusters=num_first)
-        if start == "each" and rules.init_params is None:  # by the clients' ids
-            drawn = mapping.chunked(1)(task.init)(client_keys(key, clients))
-            of_first = of_first._replace(init_params=drawn)
-        first = inner.init(of_first, key, clients)
+        begin_at = rules.init_params
+        if start == "each" and begin_at is None:  # by the clients' ids
+            begin_at = mapping.chunked(1)(task.init)(client_keys(key, clients))
+        first = phases.initial_models(task, key, num_first, begin_at)
         rows = jnp.arange(k, dtype=jnp.int32)
         active = rows < 1 if start == "one" else jnp.zeros(k, bool).at[:n].set(size > 0)
-        params, server = jax.tree.map(lambda x: x[jnp.where(active, rows, 0)], (first.params, first.server))
+        params = jax.tree.map(lambda p: p[jnp.where(active, rows, 0)], first)
         none = jnp.full_like(steps_of(clients), -1)
         scores, taken = jnp.full(n, -jnp.inf, jnp.float32), active.sum().astype(jnp.int32)
         cells = Cells(none, none, scores, none[0, 0], active, taken)
-        cluster = first.cluster if start == "one" else rows[:n]
-        opt_states = optimizers(rules, params, n)
-        return first._replace(params=params, server=server, client=opt_states, cluster=cluster, memory=cells)
+        cluster = jnp.zeros(n, jnp.int32) if start == "one" else rows[:n]
+        state = state_of(rules, clients, cluster, params, (), cells)
+        return state._replace(client=optimizers(rules, params, n))
 
     def step(key: jax.Array, state: AveragingState, clients: Clients):
         step, size = steps_of(clients), jnp.asarray(clients.size)

@@ -183,10 +183,10 @@ def _remember(grouping: Grouping, key: jax.Array, clients: Clients, state: Avera
     mean = filled_means(rules.shared, updates, group, counts, k, in_order, still)
     models = jax.tree.map(lambda s, m: s[None] + m, start, mean)
 
-    state = state_of(rules, clients, models, personal, first.at[rows].set(jnp.where(usable, group, 0)))
     seen = jnp.full(n, UNSEEN, jnp.int32).at[rows].set(jnp.where(usable, 0, UNSEEN))
     directions = cluster_mean(flat, group, counts, k, in_order)
-    return state._replace(unchanged=seen, memory=Groups(start, directions, shares, scores))
+    memory, cluster = Groups(start, directions, shares, scores), first.at[rows].set(jnp.where(usable, group, 0))
+    return state_of(rules, clients, cluster, models, personal, memory)._replace(unchanged=seen)
 
 
 def _assign(grouping: Grouping, key: jax.Array, cohort: Cohort, state: AveragingState) -> Assignment:

@@ -69,7 +69,7 @@ def fesem(
 
     def init(key: jax.Array, clients: Clients) -> PersonalState:
         check_at_most_clients("num_clusters", num_clusters, num_clients(clients))
-        params, cluster, *_ = cluster_local_models(rules, key, clients, local_rounds)
+        cluster, params, *_ = cluster_local_models(rules, key, clients, local_rounds)
         return PersonalState(params, cluster.astype(jnp.int32), jnp.zeros((), jnp.int32), ())
 
     def step(key: jax.Array, state: PersonalState, clients: Clients):

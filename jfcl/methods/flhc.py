@@ -114,7 +114,7 @@ def flhc(
         updates, real = attacked(rules.adversary, attack_key(last_key), updates, client_ids(clients), real)
         cluster = over_columns(rules.client_axis, jax.jit(cluster_updates))(updates, real)[1]
         models = jax.tree.map(lambda p: jnp.broadcast_to(p, (num_clusters, *p.shape[1:])), state.params)
-        return models, cluster, personal
+        return cluster, models, personal
 
     def not_sent(state):  # with `layers`, of the last of the models that a client would send
         model = jax.tree.map(lambda p: p[0], state.params)

@@ -148,7 +148,7 @@ def flux(
         models = jax.tree.map(lambda p: jnp.broadcast_to(p, (k, *p.shape[1:])), state.params)
         count = (size > 0).sum().astype(jnp.int32)
         memory = Descriptors(model, projection, least[:2], span[:2], centers, count, jnp.asarray(radius, jnp.float32))
-        return models, cluster, state.personal, memory
+        return cluster, models, state.personal, memory
 
     def sent(state: AveragingState) -> float:
         return 4.0 * 2 * (1 + labels) * state.memory.projection.shape[1]

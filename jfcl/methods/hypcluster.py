@@ -67,7 +67,7 @@ def hypcluster(
         end = after_rounds(averaging(rules), start_key, rounds_key, warm_rounds, clients)
         axis = in_lots(options["client_axis"], task, clients, num_clusters)
         chosen = lowest_loss(task, end.params, clients, personal=end.personal, client_axis=axis)
-        return state_of(rules, clients, end.params, end.personal, chosen)
+        return state_of(rules, clients, chosen, end.params, end.personal)
 
     cost = {"messages": warm_rounds, "rounds": warm_rounds, "more_steps": options["personal_steps"]}
     return with_first_costs(algorithm._replace(init=init), training, **cost, cohort=options["cohort"])

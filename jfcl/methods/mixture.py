@@ -75,7 +75,7 @@ def mixture(
         models = phases.initial_models(task, key, num_clusters, start)
         whole = stack_of(models, None if labels is None else labels.start(models, clients))
         whole, cluster = jax.tree.map(lambda p: p[None], whole), jnp.zeros(num_clients(clients), jnp.int32)
-        return state_of(rules, clients, *phases.initial_scopes(rules.personal, whole, cluster), cluster)
+        return state_of(rules, clients, cluster, *phases.initial_scopes(rules.personal, whole, cluster))
 
     def step(key: jax.Array, state: AveragingState, clients: Clients):
         state, metrics = common.step(key, state, clients)

@@ -86,7 +86,7 @@ def clustered_once(
 
     Args:
       rules: of FedAvg; its `init_params` are for `find`.
-      find: `(key, clients) -> (params [K, ...], cluster [N], personal [N, ...])`, as in `AveragingState`; a fourth
+      find: `(key, clients) -> (cluster [N], params [K, ...], personal [N, ...])`, as in `AveragingState`; a fourth
         result is its `memory`.
       further: `(state, clients) ->` further metrics of a round.
       costs: those of `find`, as in `with_first_costs`.
@@ -95,9 +95,7 @@ def clustered_once(
 
     def init(key: jax.Array, clients: Clients):
         check_enough(rules, clients)
-        params, cluster, personal, *memory = find(jax.random.split(key)[1], clients)
-        state = state_of(rules, clients, params, personal, cluster)
-        return state._replace(memory=memory[0]) if memory else state
+        return state_of(rules, clients, *find(jax.random.split(key)[1], clients))
 
     def step(key: jax.Array, state, clients: Clients):
         new, metrics = inner.step(key, state, clients)

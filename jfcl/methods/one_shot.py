@@ -75,7 +75,7 @@ def one_shot(
 
 def cluster_local_models(
     rules: Averaging, key: jax.Array, clients: Clients, num_rounds: int, *, auto: bool = False
-) -> tuple[PyTree, jax.Array, PyTree, Any]:
+) -> tuple[jax.Array, PyTree, PyTree, Any]:
     """Clusters the clients by k-means (Lloyd) on the parameters of models that they train alone.
 
     Statistics are not compared. Clients without examples, or with a last round that has no finite model, are left out,
@@ -87,7 +87,7 @@ def cluster_local_models(
       auto: as in `clusters_of`.
 
     Returns:
-      `(means [K, ...], cluster [N], personal [N, ...], scores)`; `personal` is `()` where a client keeps nothing.
+      `(cluster [N], means [K, ...], personal [N, ...], scores)`; `personal` is `()` where a client keeps nothing.
     """
     task, client_axis, num_clusters = rules.task, rules.client_axis, rules.num_clusters
     start_key, rounds_key, means_key = jax.random.split(key, 3)
@@ -115,4 +115,4 @@ def cluster_local_models(
     # A cluster that k-means left empty starts at the mean of all, or where all started.
     first = jax.tree.map(lambda b: b[:1], begin)
     means = filled_means(rules.shared, models, cluster, counts, num_clusters, in_order, first)
-    return means, cluster, personal, scores
+    return cluster, means, personal, scores

@@ -117,8 +117,8 @@ def pacfl(
         within, between = (jnp.where(pairs & part, angles, jnp.nan) for part in (same, ~same))
         models = initial_models(task, key, 1, options["init_params"])
         models = jax.tree.map(lambda p: jnp.broadcast_to(p, (num_clusters, *p.shape[1:])), models)
-        models, personal = initial_scopes(options["personal"], models, cluster)
-        return models, cluster, personal, Subspaces(bases, jnp.nanmean(within), jnp.nanmean(between))
+        memory = Subspaces(bases, jnp.nanmean(within), jnp.nanmean(between))
+        return cluster, *initial_scopes(options["personal"], models, cluster), memory
 
     def sent(state: AveragingState) -> jax.Array:
         vectors = (state.memory.bases != 0).any(axis=2).sum(axis=1)
