@@ -73,7 +73,7 @@ def likelihood_task(column: str) -> Task:
 
 
 class CodesDitto(NamedTuple):
-    """As `DittoState`: `common` is the initial model. `client` are the clients' momenta."""
+    """As Ditto's: `common` is the initial model. `client` are the clients' momenta."""
 
     params: PyTree
     cluster: jax.Array

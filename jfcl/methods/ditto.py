@@ -2,37 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Annotated, NamedTuple, Unpack
+from typing import Annotated, Unpack
 
 import jax
 import jax.numpy as jnp
 
-from jfcl.core import Algorithm, Clients, PyTree, Task, num_clients
+from jfcl.core import Algorithm, Clients, Task, num_clients
 from jfcl.core.options import Interval, Real, Search
-from jfcl.methods.averaging import AveragingState
 from jfcl.methods.fedavg import fedavg
 from jfcl.methods.options import AVERAGING, Options, factory
-from jfcl.methods.personal import initial_state, next_personal, serve_personal, train_personal
+from jfcl.methods.personal import PersonalState, initial_state, next_personal, serve_personal, train_personal
 from jfcl.methods.round import loss_of_all, select_cohort, take_rows
 from jfcl.training import local
-
-
-class DittoState(NamedTuple):
-    """The state of Ditto.
-
-    Attributes:
-      params: pytree of `[N, ...]`, the personal models.
-      cluster: `[N]` int32, `0 .. N-1`.
-      round: `[]` int32, rounds done.
-      client: the optimisers of the personal models `[N, ...]` under `keep="everything"`, else `()`.
-      common: FedAvg's state, with the global model.
-    """
-
-    params: PyTree
-    cluster: jax.Array
-    round: jax.Array
-    client: PyTree
-    common: AveragingState
 
 
 @factory(*AVERAGING)
@@ -52,10 +33,10 @@ def ditto(
         with (Algorithm 1 of the paper).
 
     Returns:
-      `Algorithm` with a `DittoState`. An adversary attacks updates of the global model; personal models are not sent. A
-      client outside the cohort keeps its personal model. Cost of a round: twice that of FedAvg, also in `client_steps`,
-      those of both models; memory `O(N D)`. Bytes: as FedAvg. `nonfinite` is the larger of two numbers: clients with
-      such an update, and with such a personal model.
+      `Algorithm` with a `PersonalState`, whose `common` is FedAvg's state with the global model. An adversary attacks
+      updates of the global model; personal models are not sent. A client outside the cohort keeps its personal model.
+      Cost of a round: twice that of FedAvg, also in `client_steps`, those of both models; memory `O(N D)`. Bytes: as
+      FedAvg. `nonfinite` is the larger of two numbers: clients with such an update, and with such a personal model.
 
     Raises:
       ValueError: `λ < 0`, and as in `jfcl.fedavg`.
@@ -72,12 +53,12 @@ def ditto(
     """
     common, client_axis = fedavg(task, training, **options), options["client_axis"]
 
-    def init(key: jax.Array, clients: Clients) -> DittoState:
+    def init(key: jax.Array, clients: Clients) -> PersonalState:
         state = common.init(key, clients)
         model = jax.tree.map(lambda p: p[0], state.params)
-        return DittoState(*initial_state(task, training, key, clients, model), state)
+        return initial_state(task, training, key, clients, model)._replace(common=state)
 
-    def step(key: jax.Array, state: DittoState, clients: Clients):
+    def step(key: jax.Array, state: PersonalState, clients: Clients):
         global_model = jax.tree.map(lambda p: p[0], state.common.params)
 
         # The cohort of FedAvg: both models are trained on the same batches.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import zlib
 from dataclasses import dataclass
 from functools import partial
-from typing import Annotated, NamedTuple, Unpack
+from typing import Annotated, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -21,34 +21,13 @@ from jfcl.mapping.memory import in_lots
 from jfcl.methods import round as phases
 from jfcl.methods.mixture import spread
 from jfcl.methods.options import SENDING, Count, Options, Rounds, factory
-from jfcl.methods.personal import initial_state, next_personal, train_personal
+from jfcl.methods.personal import PersonalState, initial_state, next_personal, train_personal
 from jfcl.robust.aggregate import attacked_models, cluster_mean, where_rows
 from jfcl.training import local
 from jfcl.training.losses import example_losses, means
 
 CENTRES = zlib.crc32(b"centres")  # folded into the key of `init`
 DRAW = zlib.crc32(b"clients of each centre")  # folded into the key of a round
-
-
-class FedSoftState(NamedTuple):
-    """The state of FedSoft.
-
-    Attributes:
-      params: pytree of `[N, ...]`, the clients' own models, `w_i`.
-      cluster: `[N]` int32, `0 .. N-1`.
-      round: `[]` int32, rounds done.
-      client: the optimisers of the clients' models `[N, ...]` under `keep="everything"`, else `()`.
-      share: `[N, K]`, the importance `u_ik` of each centre for each client; zeros, which count as 1 / K, before its
-        first estimation.
-      common: pytree of `[K, ...]`, the centres `c_k`: the models of the clusters.
-    """
-
-    params: PyTree
-    cluster: jax.Array
-    round: jax.Array
-    client: PyTree
-    share: jax.Array
-    common: PyTree
 
 
 @factory(*SENDING)
@@ -83,13 +62,14 @@ def fedsoft(
         stay equal, except for rounding and draws. Default: random ones.
 
     Returns:
-      `Algorithm` with a `FedSoftState`. Clients are served their own models, and the cluster that is reported is that
-      of the largest `u_ik`; a client that was not in training, or of a population that has not been in a cohort, is
-      served this centre. Metrics: those of `averaging`,
-      `mixture_entropy` and `cluster_mass` as in `jfcl.fedem`, of `u_ik / Σ_k u_ik`. An adversary attacks the models
-      that are sent. Cost of a round: a training of each client that is drawn; every `τ` rounds, `K` forward passes over
-      all examples. Memory `O(N D + K D)`. Bytes: a client that trains gets `Σ_k u_ik c_k` and sends its model; every
-      `τ` rounds all clients get the `K` centres, and send `K` numbers.
+      `Algorithm` with a `PersonalState`: `params` are the clients' own models `w_i`, `common` the centres `c_k` `[K,
+      ...]`, and `share` the importances `u_ik` `[N, K]`; zeros, which count as 1 / K, before a client's first
+      estimation. Clients are served their own models, and the cluster that is reported is that of the largest `u_ik`; a
+      client that was not in training, or of a population that has not been in a cohort, is served this centre. Metrics:
+      those of `averaging`, `mixture_entropy` and `cluster_mass` as in `jfcl.fedem`, of `u_ik / Σ_k u_ik`. An adversary
+      attacks the models that are sent. Cost of a round: a training of each client that is drawn; every `τ` rounds, `K`
+      forward passes over all examples. Memory `O(N D + K D)`. Bytes: a client that trains gets `Σ_k u_ik c_k` and sends
+      its model; every `τ` rounds all clients get the `K` centres, and send `K` numbers.
 
     Raises:
       ValueError: `selection` above the number of clients; numbers outside their ranges; unknown `weights`.
@@ -113,15 +93,15 @@ def fedsoft(
     adversary, client_axis = options["adversary"], options["client_axis"]
     serve = ServeSoft(task, num_clusters, smoothing, client_axis)
 
-    def init(key: jax.Array, clients: Clients) -> FedSoftState:
+    def init(key: jax.Array, clients: Clients) -> PersonalState:
         n = num_clients(clients)
         check_at_most_clients("selection", selection, n)
         centres = phases.initial_models(task, jax.random.fold_in(key, CENTRES), num_clusters, start)
         is_one = start is not None and jax.tree.map(jnp.shape, start) == jax.tree.map(lambda c: c.shape[1:], centres)
         first = initial_state(task, training, key, clients, start if is_one else None)
-        return FedSoftState(*first, jnp.zeros((n, num_clusters), jnp.float32), centres)
+        return first._replace(share=jnp.zeros((n, num_clusters), jnp.float32), common=centres)
 
-    def step(key: jax.Array, state: FedSoftState, clients: Clients):
+    def step(key: jax.Array, state: PersonalState, clients: Clients):
         # Estimate the importance of the centres for each client.
         centres, size, everyone = state.common, jnp.asarray(clients.size), phases.select_cohort(key, clients)
         is_due = state.round % estimate_every == 0
@@ -177,7 +157,7 @@ class ServeSoft:
     smoothing: Real
     client_axis: mapping.Mapping
 
-    def __call__(self, state: FedSoftState, clients: Clients | None = None) -> Served:
+    def __call__(self, state: PersonalState, clients: Clients | None = None) -> Served:
         """Returns each client's own model, the cluster of its most important centre, and the importance of all.
 
         With `clients`, those without an estimation, which have no model either, are served that centre.
@@ -195,7 +175,7 @@ class ServeSoft:
             params, None, found=share.argmax(axis=1).astype(jnp.int32), shares=share / share.sum(axis=1)[:, None]
         )
 
-    def adopt(self, state: FedSoftState, clients: Clients) -> Served:
+    def adopt(self, state: PersonalState, clients: Clients) -> Served:
         """Returns the centres, and the most important one for each client that was not in training."""
         return Served(state.common, self.estimate(state.common, clients).argmax(axis=1).astype(jnp.int32))
 

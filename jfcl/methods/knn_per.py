@@ -19,7 +19,7 @@ from jfcl.kernels.base import sum_dtype
 from jfcl.methods.averaging import AveragingState
 from jfcl.methods.fedavg import fedavg
 from jfcl.methods.options import AVERAGING, Count, Options, factory
-from jfcl.methods.personal import serve_personal
+from jfcl.methods.personal import PersonalState, serve_personal
 from jfcl.training import local, losses
 
 MIXINGS = (0.0, 0.1, 0.3, 0.5, 0.7, 0.9, 1.0)  # the authors of Federated-Clustering try these
@@ -43,22 +43,6 @@ class Neighbours(NamedTuple):
     label: jax.Array
     size: jax.Array
     mixing: jax.Array
-
-
-class KnnPerState(NamedTuple):
-    """The state of kNN-Per.
-
-    Attributes:
-      params: `Neighbours` of `[N, ...]`.
-      cluster: `[N]` int32, `0 .. N-1`.
-      round: `[]` int32, rounds done.
-      common: FedAvg's state: the global model.
-    """
-
-    params: Neighbours
-    cluster: jax.Array
-    round: jax.Array
-    common: AveragingState
 
 
 @factory(*AVERAGING)
@@ -94,8 +78,9 @@ def knn_per(
         from a flax module, else its outputs.
 
     Returns:
-      `Algorithm` with a `KnnPerState`, and a task of its own: the mixture. Cost of a round: FedAvg's and a pass over
-      all examples; their representations are kept: `O(N (D + M H))` memory, with the global model once per client.
+      `Algorithm` with a `PersonalState`, whose `params` are `Neighbours` and whose `common` is FedAvg's state, and a
+      task of its own: the mixture. Cost of a round: FedAvg's and a pass over all examples; their representations are
+      kept: `O(N (D + M H))` memory, with the global model once per client.
 
     Raises:
       ValueError: an option outside its range; `k` larger than the smallest client's data; a task without labels; as in
@@ -138,19 +123,21 @@ def knn_per(
             least, source = min(num_trained, max(least - 1, 1)), source + " less those that choose its mixing weight"
         check(num_neighbours <= least, "num_neighbours", num_neighbours, f"at most {least}, {source}")
 
-    def init(key: jax.Array, clients: Clients) -> KnnPerState:
+    def init(key: jax.Array, clients: Clients) -> PersonalState:
         if is_concrete(clients.size):
             enough_neighbours(clients)
         common_state = common.init(key, training_part(clients))
         cluster = jnp.arange(num_clients(clients), dtype=jnp.int32)
-        return KnnPerState(personal_models(common_state, clients), cluster, jnp.zeros((), jnp.int32), common_state)
+        params, rounds = personal_models(common_state, clients), jnp.zeros((), jnp.int32)
+        return PersonalState(params, cluster, rounds, common=common_state)
 
-    def step(key: jax.Array, state: KnnPerState, clients: Clients):
+    def step(key: jax.Array, state: PersonalState, clients: Clients):
         common_state, metrics = common.step(key, state.common, training_part(clients))
-        new = KnnPerState(personal_models(common_state, clients), state.cluster, state.round + 1, common_state)
-        return new, metrics | {"mixing": jnp.where(jnp.asarray(clients.size) > 0, new.params.mixing, jnp.nan)}
+        params = personal_models(common_state, clients)
+        metrics |= {"mixing": jnp.where(jnp.asarray(clients.size) > 0, params.mixing, jnp.nan)}
+        return state._replace(params=params, round=state.round + 1, common=common_state), metrics
 
-    def refresh(state: KnnPerState, clients: Clients) -> KnnPerState:
+    def refresh(state: PersonalState, clients: Clients) -> PersonalState:
         return state._replace(params=personal_models(state.common, clients))
 
     return Algorithm(init, step, task_with_neighbours(method), enough_neighbours, refresh, serve_personal)

@@ -23,12 +23,16 @@ class PersonalState(NamedTuple):
       cluster: `[N]` int32, `0 .. N-1`.
       round: `[]` int32, rounds done.
       client: the clients' optimiser states `[N, ...]` under `keep="everything"`, else `()`.
+      share: `[N, K]`, what FedSoft estimates of the clients' clusters, else `()`.
+      common: the models that clients have in common besides, in a state of their own or `[K, ...]`; else `()`.
     """
 
     params: PyTree
     cluster: jax.Array
     round: jax.Array
-    client: PyTree
+    client: PyTree = ()
+    share: jax.Array | tuple[()] = ()
+    common: PyTree = ()
 
 
 def serve_personal(state: Any, clients: Clients | None = None) -> Served:
