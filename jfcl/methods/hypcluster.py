@@ -9,13 +9,11 @@ import jax.numpy as jnp
 
 from jfcl.core import Algorithm, Clients, Task, check, random_order
 from jfcl.core.options import MOST_REPEATED, Range
-from jfcl.mapping.memory import in_lots
 from jfcl.methods.averaging import Averaging, averaging, state_of
 from jfcl.methods.ifca import ifca
 from jfcl.methods.once import after_rounds, with_first_costs
 from jfcl.methods.options import AVERAGING, SCOPES, Count, Options, factory
 from jfcl.training import local
-from jfcl.training.losses import lowest_loss
 
 
 @factory(*AVERAGING, *SCOPES, "dp")
@@ -65,8 +63,7 @@ def hypcluster(
         parts = jnp.argsort(random_order(parts_key, clients)).astype(jnp.int32) % num_clusters
         rules = Averaging(task, training, num_clusters, start=lambda *_: parts, **options)
         end = after_rounds(averaging(rules), start_key, rounds_key, warm_rounds, clients)
-        axis = in_lots(options["client_axis"], task, clients, num_clusters)
-        chosen = lowest_loss(task, end.params, clients, personal=end.personal, client_axis=axis)
+        chosen = algorithm.serve.choose(end.params, clients, end.personal)
         return state_of(rules, clients, chosen, end.params, end.personal)
 
     cost = {"messages": warm_rounds, "rounds": warm_rounds, "more_steps": options["personal_steps"]}

@@ -108,10 +108,8 @@ def ifca(
     if stable_rounds is not None:
         fits = restarts == 1 or stable_rounds > restart_rounds
         check(fits, "stable_rounds", stable_rounds, f"more than the {restart_rounds} rounds of each restart")
-    if dp is not None:
-        both, accepted = (restarts, stable_rounds), "left out with dp: they decide by results without noise"
-        check(both == (1, None), "restarts, stable_rounds", both, accepted)
-        check(min_share is None, "min_share", min_share, "left out with dp: it decides by choices without noise")
+    deciding, accepted = (restarts, stable_rounds, min_share), "left out with dp: they decide without noise"
+    check(dp is None or deciding == (1, None, None), "restarts, stable_rounds, min_share", deciding, accepted)
     possible = not identity_augment or training.augment is not None
     check(possible, "identity_augment", True, "False for a training without an augmentation (augment)")
     estimate = training._replace(batch_size=identity_batch, augment=None)
@@ -153,13 +151,10 @@ def ifca(
 
         return choice
 
-    def start(params, clients):
-        return lowest_loss(task, params, clients, client_axis=in_lots(client_axis, task, clients, num_clusters))
-
     divide_by = divide_by if average == "gradients" else "cluster"
-    choices = {"at_most_clients": True, "start": start, "choose": choose, "divide_by": divide_by}
-    rules = Averaging(task, training, num_clusters, **choices, **options)
     serve = LowestLoss(task, num_clusters, client_axis)
+    choices = {"at_most_clients": True, "start": serve.choose, "choose": choose, "divide_by": divide_by}
+    rules = Averaging(task, training, num_clusters, **choices, **options)
     algorithm = averaging(rules)._replace(serve=serve)
     if min_share is not None:
         shares = {"num_clusters": num_clusters, "min_share": min_share, "cohort": options["cohort"]}
@@ -181,9 +176,13 @@ class LowestLoss:
         """Returns the models of lowest loss on the clients' examples; without these, those that they chose last."""
         cluster, personal = state.cluster, state.personal
         if clients is not None and self.num_clusters > 1:
-            axis = in_lots(self.client_axis, self.task, clients, self.num_clusters)
-            cluster = lowest_loss(self.task, state.params, clients, personal=personal, client_axis=axis)
+            cluster = self.choose(state.params, clients, personal)
         return Served(state.params, cluster, personal)
+
+    def choose(self, params: PyTree, clients: Clients, personal: PyTree = ()) -> jax.Array:
+        """Returns the model of lowest loss `[N]` int32 of each client."""
+        axis = in_lots(self.client_axis, self.task, clients, self.num_clusters)
+        return lowest_loss(self.task, params, clients, personal=personal, client_axis=axis)
 
 
 def losses_when_changed(
