@@ -169,7 +169,7 @@ def feddrift(
         rows = jnp.where(active, jnp.arange(len(active)), jnp.argmax(active)).astype(jnp.int32)
         models = jax.tree.map(lambda p: p[rows], state.params)
         lowest = lowest_loss(task, models, clients, client_axis=rules.client_axis)
-        return serve(state._replace(cluster=rows[lowest]), None)
+        return Served(state.params, rows[lowest], active=active)
 
     entries = Entries(sums=EVENTS, notes=_notes)
     return Algorithm(init, step, task, check_steps, serve=serve, adopt=adopt, entries=entries)

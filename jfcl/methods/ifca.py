@@ -157,8 +157,7 @@ def ifca(
     rules = Averaging(task, training, num_clusters, **choices, **options)
     algorithm = averaging(rules)._replace(serve=serve)
     if min_share is not None:
-        shares = {"num_clusters": num_clusters, "min_share": min_share, "cohort": options["cohort"]}
-        algorithm = with_balanced_start(algorithm, **shares)
+        algorithm = with_balanced_start(algorithm, min_share=min_share, cohort=options["cohort"])
     if restarts == 1:
         return algorithm
     return with_restarts(algorithm, num_restarts=restarts, num_rounds=restart_rounds)

@@ -77,16 +77,13 @@ def with_restarts(algorithm: Algorithm, *, num_restarts: int, num_rounds: int) -
     return algorithm._replace(init=init, step=step, init_rounds=algorithm.init_rounds + num_rounds)
 
 
-def with_balanced_start(
-    algorithm: Algorithm, *, num_clusters: int, min_share: float, cohort: int | None = None
-) -> Algorithm:
+def with_balanced_start(algorithm: Algorithm, *, min_share: float, cohort: int | None = None) -> Algorithm:
     """Returns `algorithm` with initial models that are drawn again until each is chosen by enough clients.
 
     Without this, all clients may choose the same one of several random models, and the others never train.
 
     Args:
-      algorithm: its state has the clients' choices in `cluster` `[N]`.
-      num_clusters: `K`.
+      algorithm: its state has the models in `params` `[K, ...]`, and the clients' choices in `cluster` `[N]`.
       min_share: of the clients, that chooses each of the models at least. After 1,000 draws the most even one is kept.
       cohort: number of clients that choose, the same in every draw; default: all. A draw costs `K` forward passes over
         their data, which are not in the metrics.
@@ -99,8 +96,9 @@ def with_balanced_start(
 
         def draw_next(carry):
             i, best, most = carry
-            chosen = algorithm.init(jax.random.fold_in(models_key, i), few).cluster
-            clients_of = ((chosen[:, None] == jnp.arange(num_clusters)[None, :]) & real[:, None]).sum(axis=0)
+            state = algorithm.init(jax.random.fold_in(models_key, i), few)
+            rows = jnp.arange(len(jax.tree.leaves(state.params)[0]))
+            clients_of = ((state.cluster[:, None] == rows[None, :]) & real[:, None]).sum(axis=0)
             share = clients_of.min() / jnp.maximum(real.sum(), 1)
             return i + 1, jnp.where(share > most, i, best), jnp.maximum(share, most)
 
