@@ -79,9 +79,7 @@ class jitted:
 
     def shapes(self, *args: Any, **options: Any) -> Any:
         """Returns the shapes of the results, as `jax.eval_shape` does; a call does not trace the function again."""
-        traced = self._jit.trace(*args, **options)
-        shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=x.weak_type) for x in traced.jaxpr.out_avals]
-        return jax.tree.unflatten(traced.out_tree, shapes)
+        return self._jit.eval_shape(*args, **options)
 
     def lower(self, *args: Any, **options: Any) -> jax.stages.Lowered:
         """Returns the program of these arguments, or of their shapes; a call finds it when it is compiled."""
@@ -134,21 +132,6 @@ def _divided(flags: tuple[bool, ...], values: Sequence[Any]) -> tuple[list, list
 
 def _shape(x: jax.Array, everywhere: NamedSharding | None) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=everywhere)
-
-
-def traced_once(fn: Callable[..., Any], *args: Any) -> tuple[Callable[..., Any], Any]:
-    """Returns `fn`, traced once with the shapes of `args`, and the shapes of its results, for the carry of a loop.
-
-    Unlike a `jax.jit` inside a program, it leaves arrays that `fn` closes over to `jitted`.
-    """
-    program, shapes = jax.make_jaxpr(fn, return_shape=True)(*args)
-    structure = jax.tree.structure(shapes)
-
-    def evaluate(*args):
-        results = jax.core.eval_jaxpr(program.jaxpr, program.consts, *jax.tree.leaves(args))
-        return jax.tree.unflatten(structure, results)
-
-    return evaluate, shapes
 
 
 def clear_programs() -> None:

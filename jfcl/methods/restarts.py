@@ -7,7 +7,6 @@ import jax.numpy as jnp
 
 from jfcl.core import Algorithm, Clients, check_count
 from jfcl.kernels.base import sum_dtype
-from jfcl.mapping.jitted import traced_once
 from jfcl.methods.round import select_cohort
 
 COSTS = ("bytes_up", "bytes_down", "client_steps")
@@ -62,8 +61,8 @@ def with_restarts(algorithm: Algorithm, *, num_restarts: int, num_rounds: int) -
             better = (i == 0) | (failed < best[1]) | ((failed == best[1]) & (loss < best[2]))
             return jax.tree.map(lambda a, b: jnp.where(better, a, b), (state, failed, loss), best)
 
-        again, shapes = traced_once(run, key)
-        nothing = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
+        again = jax.jit(run, inline=True)  # traced once, for the carry and in the loop
+        nothing = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), again.eval_shape(key))
         return jax.lax.fori_loop(0, num_restarts, try_next, nothing)[0]
 
     def step(key: jax.Array, state, clients: Clients):

@@ -17,7 +17,7 @@ from jfcl.core import Algorithm, Clients, Served, check, check_served, client_sh
 from jfcl.core.parameters import is_key, key_data, with_keys
 from jfcl.data.drift import Drift
 from jfcl.mapping import hosts, memory
-from jfcl.mapping.jitted import RUNS_ONCE, jitted, strong, traced_once
+from jfcl.mapping.jitted import RUNS_ONCE, jitted, strong
 from jfcl.simulation import evaluation
 from jfcl.simulation.evaluation import Assessment, Silence, Subjects, evaluate_rows, serving_part
 from jfcl.simulation.folder import Restored, RunFolder
@@ -90,8 +90,8 @@ def _advance(keys, hyperparams, state, silence, first, count, clients, *, algori
             return state, values, sums, largest, silence, jnp.maximum(most, silence.count)
 
         put = partial(jax.lax.dynamic_update_index_in_dim, axis=0)
-        step, returned = traced_once(method.step, key, state, clients)
-        _, like = evaluation.check_step(returned, state, clients)
+        step = jax.jit(method.step, inline=True)  # traced once, for the carry and in the loop
+        _, like = evaluation.check_step(step.eval_shape(key, state, clients), state, clients)
         last = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), like)
         summed = [name for name in (*evaluation.SUMMED, *method.entries.sums) if name in like]
         sums = dict.fromkeys(summed, jnp.zeros(MOST_ROUNDS, jnp.float32))
