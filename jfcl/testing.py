@@ -91,6 +91,8 @@ def problem(kind: str = "regression") -> Problem:
 class count_compilations:
     """A context manager that counts the programs XLA compiles inside it, in its attribute `count`.
 
+    Those that are read from JAX's cache do not count.
+
     Example:
       >>> import jax
       >>> f = jax.jit(lambda x: x + 1)
@@ -104,13 +106,16 @@ class count_compilations:
     def __enter__(self):
         self.count = 0
         jax.monitoring.register_event_duration_secs_listener(self._listen)
+        jax.monitoring.register_event_listener(self._listen)
         return self
 
-    def _listen(self, event: str, duration: float, **_):
+    def _listen(self, event: str, *_, **__):
         self.count += event == "/jax/core/compile/backend_compile_duration"
+        self.count -= event == "/jax/compilation_cache/cache_hits"
 
     def __exit__(self, *_):
         jax.monitoring.unregister_event_duration_listener(self._listen)
+        jax.monitoring.unregister_event_listener(self._listen)
 
 
 def _assert_equal(a: Any, b: Any, what: str, *, tolerance: float = 0.0) -> None:

@@ -25,7 +25,6 @@ from jfcl.core import Served, files
 from jfcl.experiments import Config, jobs, run, shift_cells
 from jfcl.experiments.shift_cells import (
     Cell,
-    count_programs,
     divided_clients,
     draw_trials,
     modes,
@@ -37,7 +36,7 @@ from jfcl.experiments.shift_cells import (
 from jfcl.experiments.shifts import cells_of, chained, make_setting, share_of
 from jfcl.methods import METHODS
 from jfcl.simulation.progress import DivergedError
-from jfcl.testing import problem
+from jfcl.testing import count_compilations, problem
 
 SMALL = {
     "methods": ["oracle"],
@@ -213,9 +212,9 @@ def test_runs_that_differ_in_traced_options_compile_nothing():
     options = options_of_cell(cell, setting())
     clients, _ = divided_clients(Config("fedem", **options), None)
     first = run_once(cell, options, clients, 0)
-    before = count_programs()
-    again = run_once(cell, options | {"lr": 0.2}, clients, 1)
-    assert count_programs() == before and first["accuracy"] != again["accuracy"]
+    with count_compilations() as compiled:
+        again = run_once(cell, options | {"lr": 0.2}, clients, 1)
+    assert compiled.count == 0 and first["accuracy"] != again["accuracy"]
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -52,10 +52,8 @@ def _start_devices(devices: int | None, default: int | None = None) -> None:
         raise ValueError(f"JAX_PLATFORMS must be unset, or name devices that jax finds here{why}") from None
 
 
-def _check_out(out: str | None) -> None:
+def _check_out(out: str) -> None:
     """Raises `ValueError` where nothing can be written in `out`, before anything is computed."""
-    if out is None:
-        return
     existing = Path(out)
     while not (existing.exists() or existing.is_symlink()) and existing != existing.parent:
         existing = existing.parent
@@ -64,11 +62,10 @@ def _check_out(out: str | None) -> None:
 
 
 def _unused(folder: str) -> Path:
-    """Returns `folder`, or the first of `folder-2`, `folder-3`, ... that does not exist, and can be written."""
+    """Returns `folder`, or the first of `folder-2`, `folder-3`, ... that does not exist."""
     named = comparison.with_name(folder)
     check(named.name, "out", folder, "a new folder")
-    _check_out(str(out := comparison.unused(named)))
-    return out
+    return comparison.unused(named)
 
 
 def _find_devices(args: argparse.Namespace, config: Config) -> None:
@@ -112,7 +109,6 @@ def _arguments(function: Callable, args: argparse.Namespace) -> dict[str, Any]:
 def command_run(args: argparse.Namespace, console: Console) -> None:
     """Runs one method and keeps its results in a folder."""
     config = Config(**given_options(args))
-    _check_out(args.out)
     names = args.track or []
     check(len({*names}) == len(names), "track", names, "each tracker once")
     check(args.out is not None or "tensorboard" not in names, "out", None, "given with --track tensorboard")
@@ -142,7 +138,6 @@ def _bar(begin: str, progress: bool) -> Iterator[Callable[[str, int], None]]:
 def command_plan(args: argparse.Namespace, console: Console) -> None:
     """Compiles a run for a TPU or GPU that you do not have: does it fit, and how long may a round take."""
     config = Config(**given_options(args))
-    _check_out(args.out)
     check(args.out is None or not Path(args.out, "config.json").exists(), "out", args.out, "a folder without a run")
     targets.only_compile()
     with _bar("compiling for a target", args.progress) as advance:
@@ -168,7 +163,6 @@ def command_sweep(args: argparse.Namespace, console: Console) -> None:
     method = options["method"]
     grid = sweeps.read_grid(args.grid, _flags(args, method), method)
     config = Config(**(options if "seed" in options else {"seeds": sweeps.SEEDS} | options))
-    _check_out(args.out)
     runs = config.seeds * math.prod(len(values) for values in grid.values())
     _start_devices(config.devices, min(mapping.num_cores(), runs))
     # Run, and print the best.
@@ -197,7 +191,6 @@ def command_shifts(args: argparse.Namespace, console: Console) -> None:
         if getattr(args, name) is not None:
             texts = [text for text in ",".join(getattr(args, name)).split(",") if text] or [""]
             options[name] = [_read(name, kind, text) for text in texts]
-    _check_out(args.out)
     result = shifts(**options)
     cost = f"{result.programs} programs compiled, {result.training:.0%} of the time in training and evaluation"
     console.print(f"{result.done} of {result.cells} cells in {result.seconds:.0f} s, {cost}")
@@ -242,7 +235,6 @@ def _print_summary(config: Config, summary: dict[str, Any], out: str | None, con
 
 def command_compare(args: argparse.Namespace, console: Console) -> None:
     """Compares finished runs side by side, in a table and plots."""
-    _check_out(args.out)
     _compare(args.runs, console, **_arguments(comparison.compare, args))
 
 
@@ -265,7 +257,6 @@ def _compare(paths: list[str], console: Console, **options: Any) -> None:
 
 def command_report(args: argparse.Namespace, console: Console) -> None:
     """Writes one page of HTML on a run, or on several side by side; also on unfinished ones."""
-    _check_out(args.out and str(Path(args.out).parent))
     console.print(f"kept in {report(args.runs, out=args.out)}", soft_wrap=True)
 
 
@@ -346,5 +337,7 @@ def run_command(args: argparse.Namespace, console: Console) -> None:
     """Runs the command of `args`."""
     data_dir = getattr(args, "data_dir", None)
     check(data_dir is None or not Path(data_dir).is_file(), "data_dir", data_dir, "a folder, and not a file")
+    if (out := getattr(args, "out", None)) is not None:  # of some commands, a new file or folder beside others
+        _check_out(str(Path(out).parent) if args.command in ("report", "bench", "demo") else out)
     command = COMMANDS[args.command]
     command(args, console, **_arguments(command, args))

@@ -9,7 +9,6 @@ import shlex
 import time
 import warnings
 import zlib
-from collections import Counter
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -33,6 +32,7 @@ from jfcl.simulation.loop import History
 from jfcl.simulation.progress import DivergedError
 from jfcl.simulation.results import finds_clusters
 from jfcl.simulation.run import simulate
+from jfcl.testing import count_compilations
 
 # Shifts beside those of `jfcl.data.HETEROGENEITY`: their options by strength, from 0 (weak) to 1.
 SHIFTS: dict[str, Callable[[float], dict[str, Any]]] = {
@@ -147,35 +147,38 @@ def options_of_cell(cell: Cell, setting: dict[str, Any]) -> dict[str, Any]:
 
 def run_cell(cell: Cell, setting: dict[str, Any], data_dir: str | None) -> dict[str, Any]:
     """Tunes the method of a cell, runs it with fresh seeds, and returns the content of the cell's file."""
-    began, before = time.perf_counter(), count_programs()
+    began = time.perf_counter()
     result = {"cell": dataclasses.asdict(cell), "status": "ok", "reason": "", "command": "", "tuned": {}}
     result |= {"trials": [], "runs": [], "default": {"accuracy": None}}
-    try:
-        options = options_of_cell(cell, setting)
-        result["command"] = command_of(Config(cell.method, **options, seed=0))
-        clients, held_out = divided_clients(Config(cell.method, **options), data_dir)
+    with count_compilations() as compiled:
+        try:
+            options = options_of_cell(cell, setting)
+            result["command"] = command_of(Config(cell.method, **options, seed=0))
+            clients, held_out = divided_clients(Config(cell.method, **options), data_dir)
 
-        # Choose the options.
-        on_held_out = options | {"eval_every": options["rounds"]}
-        for trial in draw_trials(cell, setting["budget"]):
-            run = run_once(cell, on_held_out | trial, held_out, TUNING_SEED, first=not result["trials"])
-            score = run["accuracy"] if run["status"] in ("ok", "collapsed") else None
-            outcome = {name: run[name] for name in ("status", "reason", "seconds", "compile_seconds")}
-            result["trials"].append({"options": trial, "score": score} | outcome)
-        scores = [-1.0 if trial["score"] is None else trial["score"] for trial in result["trials"]]
-        best, first = result["trials"][int(np.argmax(scores))], result["trials"][0]
+            # Choose the options.
+            on_held_out = options | {"eval_every": options["rounds"]}
+            for trial in draw_trials(cell, setting["budget"]):
+                run = run_once(cell, on_held_out | trial, held_out, TUNING_SEED, first=not result["trials"])
+                score = run["accuracy"] if run["status"] in ("ok", "collapsed") else None
+                outcome = {name: run[name] for name in ("status", "reason", "seconds", "compile_seconds")}
+                result["trials"].append({"options": trial, "score": score} | outcome)
+            scores = [-1.0 if trial["score"] is None else trial["score"] for trial in result["trials"]]
+            best, first = result["trials"][int(np.argmax(scores))], result["trials"][0]
 
-        # Run the best, and the defaults.
-        options |= best["options"]
-        result |= {"tuned": best["options"], "command": command_of(Config(cell.method, **options, seed=0))}
-        result["runs"] = [run_once(cell, options, clients, seed) for seed in range(setting["seeds"])]
-        run = result["runs"][0]
-        if best is not first:
-            run = run_once(cell, options_of_cell(cell, setting) | first["options"], clients, 0)
-        result["default"] = {name: run[name] for name in ("seed", "accuracy", "status", "seconds", "compile_seconds")}
-    except ValueError as error:  # before anything was computed
-        result |= {"status": "cannot", "reason": str(error), "runs": []}
-    return result | {"programs": count_programs() - before, "seconds": time.perf_counter() - began}
+            # Run the best, and the defaults.
+            options |= best["options"]
+            result |= {"tuned": best["options"], "command": command_of(Config(cell.method, **options, seed=0))}
+            result["runs"] = [run_once(cell, options, clients, seed) for seed in range(setting["seeds"])]
+            run = result["runs"][0]
+            if best is not first:
+                run = run_once(cell, options_of_cell(cell, setting) | first["options"], clients, 0)
+            result["default"] = {
+                name: run[name] for name in ("seed", "accuracy", "status", "seconds", "compile_seconds")
+            }
+        except ValueError as error:  # before anything was computed
+            result |= {"status": "cannot", "reason": str(error), "runs": []}
+    return result | {"programs": compiled.count, "seconds": time.perf_counter() - began}
 
 
 def divided_clients(config: Config, data_dir: str | None) -> tuple[Federation, Federation]:
@@ -342,21 +345,6 @@ def _maker(config: Config, clients: Federation, traced: tuple[str, ...]) -> Call
 
         _makers[key] = make
     return _makers[key]
-
-
-@cache
-def _events() -> Counter[str]:
-    """Returns the counts of JAX's events, kept up to date from here on."""
-    events: Counter[str] = Counter()
-    listen = lambda event, *_, **__: events.update([event])  # noqa: E731
-    jax.monitoring.register_event_duration_secs_listener(listen)
-    jax.monitoring.register_event_listener(listen)
-    return events
-
-
-def count_programs() -> int:
-    """Returns the number of programs that this process has compiled since the first call, not read from JAX's cache."""
-    return _events()["/jax/core/compile/backend_compile_duration"] - _events()["/jax/compilation_cache/cache_hits"]
 
 
 # ---------------------------------------------------------------------------------------------------------------
