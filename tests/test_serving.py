@@ -1,5 +1,7 @@
 """Models of finished runs in use: predictors, newcomers, exported files."""
 
+from types import SimpleNamespace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,7 +10,7 @@ from jax import export
 
 import jfcl
 from jfcl.experiments import Config, export_model, load_params, load_run, run
-from jfcl.experiments.serving import choose, npz_bytes, structured
+from jfcl.experiments.serving import LoadedRun, npz_bytes, structured
 
 BYTES = np.full((2, 8, 8, 1), 255, np.uint8)
 
@@ -80,11 +82,15 @@ def test_a_newcomer_chooses_by_all_that_the_loss_reads():
     weighted = line._replace(cost=lambda out, batch: batch["w"] * line.cost(out, batch), reads=("x", "y", "w"))
     params = np.float32([[1], [5]])
     examples = {"x": np.ones((3, 1), np.float32), "y": np.float32([1, 1, 5]), "w": np.float32([0, 0, 1])}
-    models = params, np.arange(2), np.zeros(1, int), jfcl.stack_clients([examples])
-    assert choose(weighted, *models, examples, "loss") == 1
-    assert choose(line, *models, examples, "loss") == 0
+    federation = SimpleNamespace(train=jfcl.stack_clients([examples]))
+    of_weighted, of_line = (
+        LoadedRun(None, SimpleNamespace(task=task, federation=federation), params, np.zeros(1, int))
+        for task in (weighted, line)
+    )
+    assert of_weighted.choose(examples) == 1
+    assert of_line.choose(examples) == 0
     with pytest.raises(ValueError, match="examples must be with x and y and w"):
-        choose(weighted, *models, {"x": examples["x"], "y": examples["y"]}, "loss")
+        of_weighted.choose({"x": examples["x"], "y": examples["y"]})
 
 
 def test_newcomers_choose(folders):

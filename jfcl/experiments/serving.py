@@ -124,9 +124,34 @@ class LoadedRun(NamedTuple):
         check(self.weights is None, "folder", "one with mixtures of models", accepted)
         accepted = "a run without personal parameters, of which a new client has none"
         check(not jax.tree.leaves(self.personal), "folder", "one with them", accepted)
-        train = self.setup.federation.train
-        among = np.unique(self.cluster if self.adds_models else np.arange(len(jax.tree.leaves(self.params)[0])))
-        return choose(self.setup.task, self.params, among, self.cluster, train, examples, by)
+        check_choice("by", by, BY)
+        task, train, cluster = self.setup.task, self.setup.federation.train, self.cluster
+        needed = tuple(dict.fromkeys(("x", "y", *task.reads))) if by == "loss" else ("x",)
+        missing = [name for name in needed if name not in examples]
+        check(not missing, "examples", sorted(examples), f"with {' and '.join(needed)}, for by={by!r}")
+        x = np.asarray(examples["x"])
+        wanted = np.shape(train.examples["x"])[2:]
+        check(x.ndim > 1 and x.shape[1:] == wanted and len(x), "examples['x']", x.shape, f"of shape (B, *{wanted})")
+        _check_no_bytes("examples['x']", x, train.examples["x"])
+        if by == "loss":
+            for name, values in named_leaves(examples).items():
+                shape = np.shape(values)
+                check(shape[:1] == (len(x),), f"examples{name}", shape, f"one for each of the {len(x)} inputs")
+            examples = jax.tree.map(lambda values: np.asarray(values)[None], examples)
+            client = Clients(examples, np.array([len(x)], np.int32))
+            if task.num_classes is not None:
+                check_labels(client, task.num_classes, name="examples")
+            among = np.unique(cluster if self.adds_models else np.arange(len(jax.tree.leaves(self.params)[0])))
+            models = jax.tree.map(lambda p: p[among], self.params)
+            return int(among[int(evaluate(task, models, client, None)["cluster"][0])])
+        # The squared distance between mean inputs, of each cluster that has examples.
+        new, distances = x.astype(np.float64).mean(axis=0), {}
+        for k in np.unique(cluster).tolist():
+            rows = np.flatnonzero((cluster == k) & (np.asarray(train.size) > 0))
+            if len(rows):
+                inputs = [np.asarray(train.examples["x"][i, : train.size[i]], np.float64) for i in rows]
+                distances[k] = float(np.square(np.concatenate(inputs).mean(axis=0) - new).sum())
+        return min(distances, key=distances.get)
 
 
 def load_run(folder: str | Path, *, data_dir: str | None = None) -> LoadedRun:
@@ -197,43 +222,6 @@ def structured(arrays: PyTree, like: PyTree) -> PyTree:
     check(sorted(rows) == sorted(wanted), "the models of the folder", sorted(rows), accepted)
     leaves = [np.asarray(rows[name], leaf.dtype) for name, leaf in wanted.items()]
     return jax.tree.unflatten(jax.tree.structure(like), leaves)
-
-
-def choose(
-    task: Task,
-    params: PyTree,
-    among: np.ndarray,
-    cluster: np.ndarray,
-    clients: Clients,
-    examples: dict[str, Any],
-    by: str,
-) -> int:
-    """Returns the row of `params` for a new client, by loss one of the rows `among`; see `LoadedRun.choose`."""
-    check_choice("by", by, BY)
-    needed = tuple(dict.fromkeys(("x", "y", *task.reads))) if by == "loss" else ("x",)
-    missing = [name for name in needed if name not in examples]
-    check(not missing, "examples", sorted(examples), f"with {' and '.join(needed)}, for by={by!r}")
-    x = np.asarray(examples["x"])
-    wanted = np.shape(clients.examples["x"])[2:]
-    check(x.ndim > 1 and x.shape[1:] == wanted and len(x), "examples['x']", x.shape, f"of shape (B, *{wanted})")
-    _check_no_bytes("examples['x']", x, clients.examples["x"])
-    if by == "loss":
-        for name, values in named_leaves(examples).items():
-            shape = np.shape(values)
-            check(shape[:1] == (len(x),), f"examples{name}", shape, f"one for each of the {len(x)} inputs")
-        client = Clients(jax.tree.map(lambda values: np.asarray(values)[None], examples), np.array([len(x)], np.int32))
-        if task.num_classes is not None:
-            check_labels(client, task.num_classes, name="examples")
-        models = jax.tree.map(lambda p: p[among], params)
-        return int(among[int(evaluate(task, models, client, None)["cluster"][0])])
-    # The squared distance between mean inputs, of each cluster that has examples.
-    new, distances = x.astype(np.float64).mean(axis=0), {}
-    for k in np.unique(cluster).tolist():
-        rows = np.flatnonzero((cluster == k) & (np.asarray(clients.size) > 0))
-        if len(rows):
-            inputs = [np.asarray(clients.examples["x"][i, : clients.size[i]], np.float64) for i in rows]
-            distances[k] = float(np.square(np.concatenate(inputs).mean(axis=0) - new).sum())
-    return min(distances, key=distances.get)
 
 
 def _check_no_bytes(name: str, x: Any, trained: Any) -> None:
