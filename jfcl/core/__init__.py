@@ -3,16 +3,13 @@
 from jfcl.core.checks import (
     INT32,
     INT32_MAX,
-    SHOWN,
     check,
     check_apart,
     check_choice,
     check_count,
-    check_finite,
     check_held,
     check_integers,
     check_key,
-    check_shape,
     check_unmasked,
     held_type,
     is_concrete,
@@ -36,12 +33,10 @@ from jfcl.core.clients import (
     newest_step,
     num_clients,
     random_order,
-    server_key,
     shape_struct,
     take_clients,
 )
 from jfcl.core.parameters import (
-    check_part,
     divided,
     get_parameter,
     in_head,
@@ -59,7 +54,7 @@ from jfcl.core.parameters import (
     trained_part,
     with_fixed,
 )
-from jfcl.core.platforms import at_most, by_platform, most_trips, platform
+from jfcl.core.platforms import by_platform, most_trips, platform
 from jfcl.core.stacking import aligned_zeros, concatenate_clients, free_host_memory, stack_clients
 from jfcl.core.types import (
     Adversary,
@@ -72,7 +67,6 @@ from jfcl.core.types import (
     Served,
     Task,
     check_mixes,
-    check_task,
     dense_start,
     mixture_task,
     serve_clusters,

@@ -7,7 +7,6 @@ import dataclasses
 import shutil
 import tempfile
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -71,8 +70,12 @@ def open_population(
         # Attacks on data.
         change = None
         if is_on_data(config.attack):
-            options = {"num_classes": parts.federation.num_classes, "seed": config.data_seed}
-            change = partial(_poisoned, malicious=malicious, attack=find_attack(config.attack), **options)
+            attack, num_classes = find_attack(config.attack), parts.federation.num_classes
+
+            def change(cohort: Clients) -> Clients:
+                hostile = malicious[cohort.id]
+                return attacks.poison(cohort, hostile, attack, num_classes=num_classes, seed=config.data_seed)
+
             change(store.gather(np.flatnonzero(malicious)[:1]))  # what it refuses, it refuses before the run begins
         named = {name: getattr(config, name) for name in ("cohort", "sampling", "dropout", "stragglers", "remember")}
         population = Population(store, test_clients=tests, join=join, change=change, evaluate=evaluated, **named)
@@ -87,11 +90,6 @@ def population_summary(population: Population, last: dict[str, Any]) -> dict[str
     if "made" not in population.clients.about:  # of the user's clients: the options of a data set do not describe them
         entries |= {"dataset": None, "heterogeneity": None}
     return entries
-
-
-def _poisoned(clients: Clients, malicious: np.ndarray, **options: Any) -> Clients:
-    """Returns a cohort after an attack on the data of its malicious clients."""
-    return attacks.poison(clients, malicious[clients.id], **options)
 
 
 @contextlib.contextmanager

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -17,7 +17,6 @@ from jfcl.analysis import metrics, plots
 from jfcl.core import check, client_ids, files
 from jfcl.core.names import renamed
 from jfcl.core.options import Interval
-from jfcl.data import Federation
 from jfcl.experiments.config import Config, to_saved
 from jfcl.experiments.lookup import find_metrics
 from jfcl.experiments.population import open_population, population_summary
@@ -82,44 +81,40 @@ def run(
             lock = RunFolder(out).lock_path
             hosts.by_first(lambda: Path(out).is_dir() and opened.enter_context(files.lock(lock)))
         given, of_population = sorted(config.given), config.of_population
-        open_clients = open_population if of_population else _open_clients
-        with open_clients(config, data_dir, out, progress) as (config, parts, clients):
-            keys = jax.vmap(jax.random.key)(jnp.array(parts.seeds, jnp.uint32))
-            stopping = [EarlyStopping(patience=config.patience, metric=config.monitor)] if config.patience else []
-            history = simulate(
-                parts.algorithm,
-                clients,
-                key=jax.random.key(parts.seeds[0]) if of_population else keys,
-                num_rounds=config.rounds,
-                true_cluster=None if of_population else parts.true_cluster,
-                serve=config.serve,
-                eval_every=config.eval_every,
-                seeds=parts.seeds,
-                client_axis=parts.client_axis,
-                out=out,
-                resume=resume,
-                config=to_saved(config, parts.federation.split_hash) | {"given": given},
-                checkpoint_seconds=checkpoint_seconds,
-                progress=progress,
-                description=config.method,
-                keep_clients=config.keep_clients,
-                metrics=find_metrics(config.metrics) if config.metrics else None,
-                callbacks=[*stopping, *callbacks],
-                summary=False,
-            )
+        if of_population:
+            config, parts, clients = opened.enter_context(open_population(config, data_dir, out, progress))
+        else:
+            parts = setup(config, data_dir=data_dir)
+            clients = parts.federation
+        keys = jax.vmap(jax.random.key)(jnp.array(parts.seeds, jnp.uint32))
+        stopping = [EarlyStopping(patience=config.patience, metric=config.monitor)] if config.patience else []
+        history = simulate(
+            parts.algorithm,
+            clients,
+            key=jax.random.key(parts.seeds[0]) if of_population else keys,
+            num_rounds=config.rounds,
+            true_cluster=None if of_population else parts.true_cluster,
+            serve=config.serve,
+            eval_every=config.eval_every,
+            seeds=parts.seeds,
+            client_axis=parts.client_axis,
+            out=out,
+            resume=resume,
+            config=to_saved(config, parts.federation.split_hash) | {"given": given},
+            checkpoint_seconds=checkpoint_seconds,
+            progress=progress,
+            description=config.method,
+            keep_clients=config.keep_clients,
+            metrics=find_metrics(config.metrics) if config.metrics else None,
+            callbacks=[*stopping, *callbacks],
+            summary=False,
+        )
         summary = summarize_run(config, history, parts)
         summary |= population_summary(clients, history.records[-1]) if of_population else {}
         if out is not None and hosts.is_first():
             _write_results(Path(out), summary, history, parts)
             _write_report(out, history.records)
         return summary, history, parts
-
-
-@contextlib.contextmanager
-def _open_clients(config: Config, data_dir: str | None, *_: Any) -> Iterator[tuple[Config, Setup, Federation]]:
-    """Does what `open_population` does, for clients that are all on the device."""
-    parts = setup(config, data_dir=data_dir)
-    yield config, parts, parts.federation
 
 
 def _check_out(out: str | Path, config: Config, resume: bool) -> None:
