@@ -115,6 +115,9 @@ class Needs(NamedTuple):
         return " or ".join(flag_of(name) for name in self.names) + f" {values}" * bool(values)
 
 
+HELD = {int: (Range(-INT32_MAX),), float: (Interval("(-inf, inf)"),)}  # what int32 and float32 hold
+
+
 class Option(NamedTuple):
     """An option as it was declared.
 
@@ -153,11 +156,7 @@ class Option(NamedTuple):
         if kind is str:
             check(is_text(value), name, value, f"text of 1 to {LONGEST_TEXT} characters in UTF-8, none of them NUL")
         accepted = [accepts for accepts in self.metadata if hasattr(accepts, "check")]
-        if not accepted and kind is int:
-            check(abs(value) <= INT32_MAX, name, value, f"at most {INT32_MAX}")
-        if not accepted and kind is float:
-            check_real(name, value)
-        for accepts in accepted:
+        for accepts in accepted or HELD.get(kind, ()):
             accepts.check(name, value)
 
 

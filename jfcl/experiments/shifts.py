@@ -209,18 +209,16 @@ def make_setting(options: dict[str, Any]) -> dict[str, Any]:
     Config("fedavg", **of_runs)  # refuses what no cell could run
     if options["hostile"]:
         Config("fedavg", clients=options["clients"], attack=options["attack"], malicious=options["hostile"])
-    return (
-        {
-            "methods": [*ALWAYS, *(name for name in named["methods"] if name not in ALWAYS)],
-            "shifts": list(named["shifts"]),
-            "strengths": sorted(float(value) for value in named["strengths"]),
-            "datasets": list(named["datasets"]),
-            "of_runs": of_runs,
-            "of_data": {name: _of_data(name, of_runs, options) for name in named["datasets"]},
-        }
-        | {name: options[name] for name in ("seeds", "budget", "hostile", "attack", "drift")}
-        | {"wrong_k": [*options["wrong_k"]]}
-    )
+    setting = {
+        "methods": [*ALWAYS, *(name for name in named["methods"] if name not in ALWAYS)],
+        "shifts": list(named["shifts"]),
+        "strengths": sorted(float(value) for value in named["strengths"]),
+        "datasets": list(named["datasets"]),
+        "of_runs": of_runs,
+        "of_data": {name: _of_data(name, of_runs, options) for name in named["datasets"]},
+    }
+    setting |= {name: options[name] for name in ("seeds", "budget", "hostile", "attack", "drift")}
+    return setting | {"wrong_k": [*options["wrong_k"]]}
 
 
 def _of_data(name: str, of_runs: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
