@@ -9,8 +9,10 @@ import pytest
 from jax import export
 
 import jfcl
+from jfcl.core.files import npz_bytes
+from jfcl.core.parameters import named_parameters
 from jfcl.experiments import Config, export_model, load_params, load_run, run
-from jfcl.experiments.serving import LoadedRun, npz_bytes, structured
+from jfcl.experiments.serving import LoadedRun, structured
 
 BYTES = np.full((2, 8, 8, 1), 255, np.uint8)
 
@@ -59,7 +61,7 @@ def test_files_of_a_model_hold_it(folders, tmp_path):
 def test_models_in_bfloat16(tmp_path):
     """NumPy's files do not have the type: a run with such parameters could not be served or continued."""
     model = {"Dense_0": {"kernel": jnp.asarray([[0.5, 3.25]], jnp.bfloat16), "bias": jnp.ones((1, 2))}}
-    (tmp_path / "params.npz").write_bytes(npz_bytes(model))
+    (tmp_path / "params.npz").write_bytes(npz_bytes(named_parameters(model)))
     found = load_params(tmp_path)
     assert {found["Dense_0"][name].dtype.name for name in ("kernel", "bias")} == {"float32"}
     again = structured(found, model)

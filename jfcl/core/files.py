@@ -1,4 +1,4 @@
-"""Files that are whole or absent, JSON that carries its own digest, and a lock with its owner.
+"""Files that are whole or absent, JSON that carries its own digest, arrays, and a lock with its owner.
 
 Every write, rename and removal below a run's folder goes through this module, in the order that crash safety needs: a
 temporary file, `fsync`, rename, `fsync` of the folder. A process or a machine that stops in between leaves the old file
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import io
 import json
 import os
 import re
@@ -18,9 +19,12 @@ import threading
 import time
 import tokenize
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
+from zipfile import BadZipFile, ZipFile
+
+import numpy as np
 
 from jfcl.core.checks import check
 from jfcl.core.plain import open_plain, reader
@@ -224,6 +228,34 @@ def read_json(path: Path, *, sealed: bool = True, check_format: int | None = Non
         why = "its content differs from its digest" if "sha256" in value else "it lacks its digest"
         raise ValueError(f"{path} is damaged: {why}")
     return value
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Arrays.
+
+
+def npz_bytes(arrays: Mapping[str, Any]) -> bytes:
+    """Returns arrays by their names as the content of an `.npz` file; bfloat16, which it does not know, as float32."""
+    arrays = {name: np.asarray(x) for name, x in arrays.items()}
+    wider = {name: x.astype(np.float32) for name, x in arrays.items() if x.dtype.kind == "V"}
+    np.savez(content := io.BytesIO(), **arrays | wider)
+    return content.getvalue()
+
+
+def read_npz(path: Path, read: Callable[[dict[str, np.ndarray]], Any] = dict) -> Any:
+    """Returns what `read` makes of the arrays of an `.npz` file, by default a dict.
+
+    Raises:
+      ValueError: a damaged file, one that unpacks to much more than its length, or one that `read` fails on.
+    """
+    try:
+        with reader(path) as opened, ZipFile(opened) as packed, np.load(opened) as arrays:
+            unpacked, length = sum(part.file_size for part in packed.infolist()), path.stat().st_size
+            check(unpacked <= 2 * length + 2**20, "its arrays", f"{unpacked} bytes of {length}", "not compressed")
+            return read({name: arrays[name] for name in arrays.files})
+    # RuntimeError: of a damaged directory in the archive, among others. AttributeError: of a `.npy`.
+    except (*BAD_ARRAY, BadZipFile, IndexError, AttributeError, MemoryError, RuntimeError) as error:
+        raise ValueError(f"{path} is damaged: {error}") from None
 
 
 # ---------------------------------------------------------------------------------------------------------------

@@ -8,12 +8,11 @@ from collections import Counter
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
-from zipfile import BadZipFile, ZipFile
 
 import numpy as np
 from flax.traverse_util import unflatten_dict
 
-from jfcl.core import PyTree, check, plain
+from jfcl.core import PyTree, check, files, plain
 from jfcl.methods import METHODS
 from jfcl.simulation.folder import RunFolder, finite_or_none, read_json, read_verified, saved_config, verify_results
 from jfcl.simulation.results import summarize_records
@@ -166,11 +165,7 @@ def load_params(folder: str | Path, part: str = "params") -> PyTree:
             return ()
         which = " of the command line or jfcl.experiments.run" if is_run else ""
         raise ValueError(f"init_from must be the folder of a finished run{which}, but {saved} does not exist")
-    try:
-        arrays = _read_arrays(saved)
-        params = unflatten_dict(arrays, sep="/")
-    except (BadZipFile, OSError, EOFError, ValueError, TypeError, IndexError, MemoryError, RuntimeError) as error:
-        raise ValueError(f"{saved} is damaged: {error}") from None
+    arrays, params = files.read_npz(saved, lambda arrays: (arrays, unflatten_dict(arrays, sep="/")))
     counts = {array.shape[:1] for array in arrays.values()}
     check(len(counts) == 1 and min(counts) > (0,), str(saved), counts, "models of one number, at least 1")
     for path, array in arrays.items():
@@ -179,14 +174,6 @@ def load_params(folder: str | Path, part: str = "params") -> PyTree:
     if is_run:
         verify_results(saved.parent, [saved.name])
     return params
-
-
-def _read_arrays(file: Path) -> dict[str, np.ndarray]:
-    """Returns the arrays of an `.npz` file; raises `ValueError` for one that unpacks to much more than its length."""
-    with plain.reader(file) as opened, ZipFile(opened) as packed, np.load(opened) as arrays:
-        unpacked, length = sum(part.file_size for part in packed.infolist()), file.stat().st_size
-        check(unpacked <= 2 * length + 2**20, "its arrays", f"{unpacked} bytes of {length}", "not compressed")
-        return {name: arrays[name] for name in arrays.files}
 
 
 def _instead(folder: Path) -> str:

@@ -17,13 +17,13 @@ from jfcl.analysis import metrics, plots
 from jfcl.core import check, client_ids, files
 from jfcl.core.names import renamed
 from jfcl.core.options import Interval
+from jfcl.core.parameters import named_parameters
 from jfcl.experiments.config import Config, to_saved
 from jfcl.experiments.lookup import find_metrics
 from jfcl.experiments.population import open_population, population_summary
 from jfcl.experiments.privacy import privacy_of
 from jfcl.experiments.report import NAME, write_report
 from jfcl.experiments.results import read_results
-from jfcl.experiments.serving import npz_bytes
 from jfcl.experiments.setups import Setup, matmul_precision, names_of_method, setup
 from jfcl.mapping import hosts
 from jfcl.methods import METHODS
@@ -194,7 +194,7 @@ def _write_results(out: Path, summary: dict[str, Any], history: History, parts: 
     if of_all and served.to is not None and served.to.ndim == 3:
         arrays["mixture"] = {"weights": served.to}
     first = jax.tree.map(lambda leaf: np.asarray(leaf[0] if of_all else leaf), arrays)  # a population has one seed
-    contents = {f"{part}.npz": npz_bytes(tree) for part, tree in first.items()}
+    contents = {f"{part}.npz": files.npz_bytes(named_parameters(tree)) for part, tree in first.items()}
     # The table of clients, with the hostile and the excluded ones where a run has any.
     extra = {} if parts.malicious is None else {"malicious": parts.malicious}
     if of_all and served.excluded is not None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
-import io
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +16,7 @@ from jax import export
 
 from jfcl.analysis.metrics import evaluate
 from jfcl.core import Clients, PyTree, Task, check, check_choice, check_count, check_labels, joined, mixture_task
-from jfcl.core.files import write_whole
+from jfcl.core.files import npz_bytes, write_whole
 from jfcl.core.parameters import named_leaves, named_parameters
 from jfcl.data import read_rows
 from jfcl.experiments.comparison import is_configured
@@ -206,13 +205,6 @@ def load_run(folder: str | Path, *, data_dir: str | None = None) -> LoadedRun:
     return LoadedRun(config, parts, loaded["params"], cluster, loaded["personal"], weights, adds_models)
 
 
-def npz_bytes(tree: PyTree) -> bytes:
-    """Returns the arrays of `tree`, under their paths, as the content of an `.npz` file; bfloat16 as float32."""
-    buffer, arrays = io.BytesIO(), {name: np.asarray(array) for name, array in named_parameters(tree).items()}
-    np.savez(buffer, **{name: x.astype(np.float32) if x.dtype.kind == "V" else x for name, x in arrays.items()})
-    return buffer.getvalue()
-
-
 def structured(arrays: PyTree, like: PyTree) -> PyTree:
     """Returns the arrays of a file in the structure and types of `like`; `()` where `like` has no leaves."""
     if not jax.tree.leaves(like):
@@ -263,7 +255,7 @@ def export_model(
     if needed is not None and importlib.util.find_spec(needed) is None:
         raise ValueError(f"file must be .npz without the package {needed}: pip install 'jfcl[serve]'")
     if file.suffix == ".npz":
-        content = npz_bytes(model)
+        content = npz_bytes(named_parameters(model))
     elif file.suffix == ".safetensors":
         from safetensors.numpy import save
 

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import io
 from pathlib import Path
 from typing import BinaryIO
-from zipfile import BadZipFile
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jfcl.core import PyTree, Task, check, files, named_leaves, plain
+from jfcl.core import PyTree, Task, check, files, named_leaves
 from jfcl.methods.cfl.state import CFLState, ParameterTree
 
 _RECORD = ("cluster", "active", "parent", "since", "final", "round", "scale", "excluded")
@@ -28,13 +26,11 @@ def save_tree(file: str | Path | BinaryIO, state: CFLState) -> None:
     models = {"params": state.params, "model": state.tree.model}
     arrays = {f"{part}{name}": leaf for part, tree in models.items() for name, leaf in named_leaves(tree).items()}
     arrays |= {name: getattr(state, name) for name in _RECORD} | {name: getattr(state.tree, name) for name in _OF_TREE}
-    arrays = {name: np.asarray(x) for name, x in arrays.items()}
-    content = io.BytesIO()
-    np.savez(content, **{name: x.astype(np.float32) if x.dtype.kind == "V" else x for name, x in arrays.items()})
+    content = files.npz_bytes(arrays)
     if isinstance(file, str | Path):
-        files.write_whole(Path(file), content.getvalue())
+        files.write_whole(Path(file), content)
     else:
-        file.write(content.getvalue())
+        file.write(content)
 
 
 def load_tree(file: str | Path, task: Task | None = None) -> CFLState:
@@ -65,12 +61,7 @@ def load_tree(file: str | Path, task: Task | None = None) -> CFLState:
     file = Path(file)
     file = file / "tree.npz" if file.is_dir() else file
     check(file.is_file(), "file", str(file), "a parameter tree that jfcl.cfl left (tree.npz in a run's folder)")
-    try:
-        with plain.reader(file) as f, np.load(f) as arrays:
-            saved = {name: arrays[name] for name in arrays.files}
-    # TypeError, AttributeError: of a `.npy`. NotImplementedError, RuntimeError: of a damaged directory in the archive.
-    except (ValueError, OSError, EOFError, BadZipFile, TypeError, AttributeError, RuntimeError) as error:
-        raise ValueError(f"{file} is not a parameter tree, or is damaged: {error}") from None
+    saved = files.read_npz(file)
     missing = [name for name in (*_RECORD, *_OF_TREE) if name not in saved]
     check(not missing, "file", str(file), f"a parameter tree; this one lacks {', '.join(missing)}")
     params, model = ((), ()) if task is None else (_models(saved, part, task, file) for part in ("params", "model"))
