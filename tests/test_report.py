@@ -173,8 +173,10 @@ def test_a_run_ends_with_a_page_of_its_results(finished, method):
     # By seed.
     seeds = page.rows("seeds")
     assert [int(r["seed"]) for r in seeds] == [0, 1]
-    assert [float(r["accuracy %"]) for r in seeds] == pytest.approx([100 * a for a in accuracy], abs=0.051)
-    assert [float(r["loss"]) for r in seeds] == pytest.approx([r["loss"] for r in summary["per_seed"]], abs=0.00051)
+    assert [float(r["client acc. %"]) for r in seeds] == pytest.approx([100 * a for a in accuracy], abs=0.051)
+    assert [float(r["test loss"]) for r in seeds] == pytest.approx(
+        [r["loss"] for r in summary["per_seed"]], abs=0.00051
+    )
     # Bytes and seconds.
     costs = {r[""]: r[method] for r in page.rows("costs")}
     assert (costs["rounds"], costs["clients"], costs["device"]) == ("4", "6", summary["device"])

@@ -13,7 +13,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from jfcl import data, kernels, models
-from jfcl.experiments.comparison import number, results_rows, size_text
+from jfcl.experiments.comparison import COLUMNS, number, results_rows, size_text
 from jfcl.experiments.config import Config
 from jfcl.experiments.optimizers import OPTIMIZERS, SCHEDULES
 from jfcl.methods import METHODS
@@ -115,8 +115,7 @@ def sweep_table(swept: Sweep, title: str) -> Group:
     """Returns the table of the best cells, in 80 columns: mean ± sample standard deviation over seeds."""
     columns = {"loss": ("loss", 1, 3)}
     if any("accuracy" in cell.mean for cell in swept.cells):
-        accuracies = {"accuracy": ("client\nacc. %", 100, 1), "worst_client_accuracy": ("worst\nclient %", 100, 1)}
-        columns = accuracies | columns
+        columns = {name: COLUMNS[name] for name in ("accuracy", "worst_client_accuracy")} | columns
     columns.setdefault(swept.metric, (swept.metric.replace("_", "\n"), 1, 3))
     table = numbers_table(list(swept.grid), [head for head, *_ in columns.values()])
     sign = -1 if METRICS[swept.metric] else 1

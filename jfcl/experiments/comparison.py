@@ -21,6 +21,16 @@ from jfcl.experiments.results import Results, read_finished
 from jfcl.simulation.grid import METRICS
 
 OF_CLUSTERS = ("cluster_accuracy", "adjusted_rand", "rounds_to_recovery")  # agreement with the true clusters
+COLUMNS = {  # of tables: head, scale, digits
+    "accuracy": ("client\nacc. %", 100, 1),
+    "worst_client_accuracy": ("worst\nclient %", 100, 1),
+    "perplexity": ("perplex-\nity", 1, 1),
+    "loss": ("test\nloss", 1, 3),
+    "cluster_accuracy": ("cluster\nacc. %", 100, 1),
+    "adjusted_rand": ("adjusted\nRand", 1, 2),
+    "clusters_in_use": ("clusters\nin use", 1, 0),
+    "rounds_to_recovery": ("found at\nround", 1, 0),
+}
 MOST_DRAWN = 20  # runs in a picture, and with sections of their own in a report
 NOT_COMPARED = ("split_hash", "cohorts", "key", "versions", "schedule_rounds")
 TEX = {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "±": r" $\pm$ ", "–": "--"}
@@ -135,27 +145,19 @@ def results_rows(summaries: dict[str, dict[str, Any]]) -> tuple[list[str], list[
     Bytes are those that all clients have sent and received. A dash stands for what a summary, such as that of an
     unfinished run, does not have.
     """
-    if judged_by(summary["mean"] for summary in summaries.values()) == "loss":
-        first = ("test\nloss", "loss", 1, 3)
-    elif any("perplexity" in summary["mean"] for summary in summaries.values()):
-        first = ("perplex-\nity", "perplexity", 1, 1)
-    else:
-        first = ("client\nacc. %", "accuracy", 100, 1)
-    metrics = (
-        first,
-        ("worst\nclient %", "worst_client_accuracy", 100, 1),
-        ("cluster\nacc. %", "cluster_accuracy", 100, 1),
-        ("adjusted\nRand", "adjusted_rand", 1, 2),
-    )
-    rows = []
+    first = judged_by(summary["mean"] for summary in summaries.values())
+    if first == "accuracy" and any("perplexity" in summary["mean"] for summary in summaries.values()):
+        first = "perplexity"
+    metrics, rows = (first, "worst_client_accuracy", "cluster_accuracy", "adjusted_rand"), []
     for name, summary in summaries.items():
-        cells = [number(*over_seeds(summary, metric), digits, scale) for _, metric, scale, digits in metrics]
+        cells = [metric_text(metric, *over_seeds(summary, metric)) for metric in metrics]
         recovered, seeds = recovered_seeds(summary), len(summary["per_seed"])
         at_round = number(over_seeds(summary, "rounds_to_recovery")[0], None, 0)
         at_round += f" ({recovered}/{seeds})" if 0 < recovered < seeds else ""
         sizes = (size_text(summary.get(name)) for name in ("bytes_up", "bytes_down"))
         rows.append([name, *cells, number(summary["mean"]["clusters_in_use"], None, 1), at_round, *sizes])
-    return ["run", *(head for head, *_ in metrics), "clusters\nin use", "found at\nround", "sent", "received"], rows
+    columns = (*metrics, "clusters_in_use", "rounds_to_recovery")
+    return ["run", *(COLUMNS[name][0] for name in columns), "sent", "received"], rows
 
 
 def results_csv(summaries: dict[str, dict[str, Any]]) -> str:
@@ -204,6 +206,12 @@ def number(value: float | None, std: float | None, digits: int, scale: float = 1
     if value is None:
         return "–"
     return f"{scale * value:.{digits}f}" + ("" if std is None else f"±{scale * std:.{digits}f}")
+
+
+def metric_text(name: str, value: float | None, std: float | None = None) -> str:
+    """Returns a value of one of `COLUMNS` as tables show it."""
+    _, scale, digits = COLUMNS[name]
+    return number(value, std, digits, scale)
 
 
 def over_seeds(summary: dict[str, Any], metric: str) -> tuple[float | None, float | None]:

@@ -335,30 +335,17 @@ def _worst_clients(run: Results, label: str) -> Table | None:
     return Table(f"{label}worst", [*columns.values(), *shown], rows, caption)
 
 
-OF_SEEDS = {  # columns of the table of seeds: head, scale, digits
-    "accuracy": ("accuracy %", 100, 1),
-    "worst_client_accuracy": ("worst client accuracy %", 100, 1),
-    "perplexity": ("perplexity", 1, 1),
-    "loss": ("loss", 1, 3),
-    "cluster_accuracy": ("cluster accuracy %", 100, 1),
-    "adjusted_rand": ("adjusted rand", 1, 2),
-    "clusters_in_use": ("clusters in use", 1, 0),
-    "rounds_to_recovery": ("found at round", 1, 0),
-}
-
-
 def _seeds(run: Results, label: str) -> Table | None:
     """Returns the table of the results by seed, for several."""
-    per_seed, columns = run.summary["per_seed"], {}
+    per_seed, names = run.summary["per_seed"], []
     if len(per_seed) < 2:
         return None
-    for name, column in OF_SEEDS.items():
+    for name in comparison.COLUMNS:
         has_values = name == "rounds_to_recovery" or any(row.get(name) is not None for row in per_seed)
         if has_values and (name not in comparison.OF_CLUSTERS or comparison.compares_clusters(run.summary)):
-            columns[name] = column
-    rows = [[number(row.get(name), None, d, scale) for name, (_, scale, d) in columns.items()] for row in per_seed]
-    rows = [[row["seed"], *cells] for row, cells in zip(per_seed, rows, strict=True)]
-    return Table(f"{label}seeds", ["seed", *(head for head, *_ in columns.values())], rows)
+            names.append(name)
+    rows = [[row["seed"], *(comparison.metric_text(name, row.get(name)) for name in names)] for row in per_seed]
+    return Table(f"{label}seeds", ["seed", *(comparison.COLUMNS[name][0] for name in names)], rows)
 
 
 def commands(run: Results) -> list[str]:
