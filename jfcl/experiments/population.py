@@ -35,9 +35,7 @@ EVALUATED = 1000  # clients, at most
 OF_TABLE, OF_TEXTS = ("by", "target", "inputs", "kind"), ("vocab_size", "length")
 # Options, and their names in the description of a store.
 DEALT = {"population": "num_clients", "clusters": "num_clusters", "data_seed": "seed"}
-DEALT |= {name: name for name in ("dataset", "examples_per_client", "heterogeneity", "strength", "mixture")}
-DEALT |= {name: name for name in ("partition", "test_fraction")}
-DEALT |= {name: name for name in (*OF_TABLE, *OF_TEXTS)}
+DEALT |= {name: name for name in ("dataset", "examples_per_client", *setups.DEALT, *OF_TABLE, *OF_TEXTS)}
 
 
 @contextlib.contextmanager

@@ -29,6 +29,8 @@ from jfcl.robust import attacks
 from jfcl.simulation import probe
 from jfcl.training.local import LocalTraining
 
+DEALT = ("heterogeneity", "strength", "mixture", "partition", "test_fraction")  # of `data.build` and `generate_store`
+
 
 class Setup(NamedTuple):
     """The parts of a run that a `Config` describes."""
@@ -280,8 +282,7 @@ def mapping_of(config: Config) -> mapping.Mapping:
 
 def dealt(config: Config) -> dict[str, Any]:
     """Returns the options by which clients get examples, as `data.build` and `data.generate_store` take them."""
-    names = ("heterogeneity", "strength", "mixture", "partition", "test_fraction")
-    arguments = {name: getattr(config, name) for name in names}
+    arguments = {name: getattr(config, name) for name in DEALT}
     options = {name: getattr(config, name) for name, takers in OF_PARTITION.items() if config.partition in takers}
     if "distribution" in options:
         options["distribution"] = _read_table(options["distribution"])
