@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import inspect
 import math
 import os
 import shlex
@@ -185,26 +184,12 @@ def command_sweep(args: argparse.Namespace, console: Console) -> None:
 
 def command_shifts(args: argparse.Namespace, console: Console) -> None:
     """Ranks methods, each tuned with the same budget on every shift: which method for which shift, at what cost."""
-    lists = {"methods": str, "shifts": str, "datasets": str, "strengths": float, "wrong_k": int}
-    options = _arguments(shifts, args)
-    for name, kind in lists.items():
-        if getattr(args, name) is not None:
-            texts = [text for text in ",".join(getattr(args, name)).split(",") if text] or [""]
-            options[name] = [_read(name, kind, text) for text in texts]
-    result = shifts(**options)
+    result = shifts(**_arguments(shifts, args))
     cost = f"{result.programs} programs compiled, {result.training:.0%} of the time in training and evaluation"
     console.print(f"{result.done} of {result.cells} cells in {result.seconds:.0f} s, {cost}")
     console.print(f"kept in {result.folder}: {', '.join(RANKING_FILES)}")
     if result.done < result.cells:
         console.print("the cells that are left are those of other parts; the folder is whole once all are there")
-
-
-def _read(name: str, kind: type, text: str) -> Any:
-    """Returns a value of a list; `ValueError` for a text of another type."""
-    try:
-        return kind(text)
-    except ValueError:
-        raise ValueError(f"{name} must be of type {kind.__name__}, separated by commas, got {text[:100]!r}") from None
 
 
 def _print_summary(config: Config, summary: dict[str, Any], out: str | None, console: Console) -> None:
@@ -283,10 +268,8 @@ def command_bench(
     """
     folder = _unused(out)
     _start_devices(devices)
-    parameters = inspect.signature(bench.sweep).parameters
-    options = {name: value for name, value in vars(args).items() if name in parameters and value is not None}
     with _bar("rounds", args.progress) as tick:
-        benchmark = bench.sweep(**options, tick=tick)
+        benchmark = bench.sweep(**_arguments(bench.sweep, args), tick=tick)
     console.print(tables.bench_table(benchmark))
     console.print(f"on {benchmark['device']}")
     folder.mkdir(parents=True)

@@ -92,22 +92,9 @@ _GRID = "values of an option, such as lr=0.01,0.1; once for each option. All com
 LISTS = {  # name, how often it may be given, type and name of a value, help
     "run": [("--track", "append", str, "NAME", _TRACKED)],
     "sweep": [("--grid", "append", str, "NAME=VALUES", _GRID)],
-    "shifts": [
-        ("--methods", "+", str, "NAME", "names, or MODULE:FACTORY; fedavg, local and oracle are always among them"),
-        ("--shifts", "+", str, "NAME", "see 'jfcl list heterogeneities'; also dirichlet and mixture"),
-        ("--strengths", "+", str, "X", "strengths of the shifts, from 0 to 1"),
-        ("--datasets", "+", str, "NAME", "see 'jfcl list datasets' [digits]"),
-        ("--wrong-k", "+", str, "N", "numbers of models that differ from that of the clusters, in further cells"),
-    ],
     "compare": [("runs", "+", str, "DIR", _FOLDERS)],
     "report": [("runs", "+", str, "DIR", _FOLDERS)],
     "list": [("what", "?", str, "WHAT", "one of the lists, such as methods")],
-    "bench": [
-        ("--methods", "+", str, "NAME", "any of fedavg, ifca and local [all], or MODULE:FACTORY"),
-        ("--models", "+", str, "NAME", "see 'jfcl list models' [mlp cnn_mnist]"),
-        ("--mappings", "+", str, "NAME", "mappings of the clients ['chunked(1)' ... vmap]"),
-        ("--clients", "+", int, "N", "numbers of clients [10 100 1000]"),
-    ],
 }
 
 
@@ -155,7 +142,9 @@ def parse(argv: list[str]) -> argparse.Namespace | None:
     args = parser.parse_args(texts, argparse.Namespace(command=command))
     for _, declaration in ARGUMENTS.get(command, ()):
         for option in flags_of(declaration):
-            option.check(getattr(args, option.name))
+            if option.several and hasattr(args, option.name):
+                setattr(args, option.name, [*itertools.chain(*getattr(args, option.name))])
+            option.check(getattr(args, option.name, option.default))
     return args
 
 
@@ -245,16 +234,19 @@ def _add(group: argparse._ArgumentGroup, options: Iterable[Option], *, has_defau
         choices = [name for accepts in option.metadata if isinstance(accepts, OneOf) for name in accepts.choices]
         name = METAVARS.get(option.name, METAVARS[option.kind])
         more["metavar"] = f"{{{','.join(choices)}}}" if 0 < len(choices) <= MOST_CHOICES else name
-        more["help"] += "" if option.default is None else f" [{option.default}]"
+        default = " ".join(map(str, option.default or ())) if option.several else option.default
+        more["help"] += "" if default in (None, "") else f" [{default}]"
+        if option.several:
+            more |= {"nargs": "+", "default": argparse.SUPPRESS}
         group.add_argument(flag_of(option.name), type=_reader(option), **more)
 
 
 def _reader(option: Option) -> Any:
-    """Returns the function that reads the value of a flag; errors name the type of the option."""
-    if not option.words:
-        return option.kind
+    """Returns the function that reads the value of a flag, or several between commas; errors name the option's type."""
 
     def read(text: str) -> Any:
+        if option.several:
+            return [option.kind(part) for part in text.split(",") if part]
         return text if text in option.words else option.kind(text)
 
     read.__name__ = option.kind.__name__

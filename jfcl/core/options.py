@@ -3,7 +3,8 @@
     def method(task, training, *, min_size: Annotated[int, Range(1)] = 1, linkage: Annotated[str, OneOf(LINKAGES)]):
 
 A keyword-only argument is an option where its annotation names `bool`, `int`, `float` (or `Real`) or `str`, and beside
-them `None`, paths and texts (`Literal`) alone. Flags, the types in files and checks of single values follow from it.
+them `None`, paths and texts (`Literal`) alone, or a sequence of these that is marked by `SEVERAL`. Flags, the types in
+files and checks of single values follow from it.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ Real = float | jax.Array  # a float, which may be a tracer
 MOST_REPEATED = 10**6  # repetitions inside one call of a compiled program; an interruption waits for its end
 MOST_ADDED = 2**30  # counts that are added to others, or doubled, in int32
 LONGEST_TEXT = 4096  # characters; the longest path on Linux
+SEVERAL = "several"  # among the metadata of a sequence: its values are given one after the other
 CLASSES = {bool: (bool, np.bool_), int: (int, np.integer), float: (int, float, np.integer, np.floating), str: str}
 
 
@@ -132,6 +134,7 @@ class Option(NamedTuple):
       arrays: whether a text may be an array instead, which its function checks itself.
       words: texts that an option of another kind accepts too, such as `"auto"` beside a number.
       paths: whether a text may be a `Path` instead, which its function checks itself.
+      several: whether a value is a sequence of such values.
     """
 
     name: str
@@ -144,9 +147,14 @@ class Option(NamedTuple):
     arrays: bool = False
     words: tuple[str, ...] = ()
     paths: bool = False
+    several: bool = False
 
     def check(self, value: Any) -> None:
         """Raises `ValueError` for a value of another type, or one that the annotation does not accept."""
+        if self.several and value is not None:
+            for one in value:
+                self._replace(several=False).check(one)
+            return
         if (value is None and self.optional) or (isinstance(value, str) and value in self.words):
             return
         name, kind = self.name, self.kind
@@ -200,6 +208,9 @@ def options_of(function: Callable) -> dict[str, Option]:
     options = {}
     for name, default in defaults.items():
         members, metadata = _members(hints.get(name)), getattr(hints.get(name), "__metadata__", ())
+        several = SEVERAL in metadata
+        if several:
+            members = [part for member in members for part in typing.get_args(member) or (member,)]
         kind = next((kind for kind in CLASSES if kind in members), None)
         literals = [member for member in members if typing.get_origin(member) is typing.Literal]
         if kind is None or {*members} - {*CLASSES, *literals, type(None), jax.Array, Path}:
@@ -209,7 +220,8 @@ def options_of(function: Callable) -> dict[str, Option]:
         traced, arrays = takes_arrays and kind is not str, takes_arrays and kind is str
         words = tuple(word for literal in literals for word in typing.get_args(literal))
         optional, text = type(None) in members, texts.get(name, "")
-        options[name] = Option(name, kind, optional, default, text, metadata, traced, arrays, words, Path in members)
+        fields = (metadata, traced, arrays, words, Path in members, several)
+        options[name] = Option(name, kind, optional, default, text, *fields)
     return options
 
 

@@ -19,8 +19,8 @@ import numpy as np
 import optax
 
 from jfcl import mapping
-from jfcl.core import Algorithm, Clients, Task, aligned_zeros, check, check_choice, check_count
-from jfcl.core.options import Interval, Range, check_options
+from jfcl.core import Algorithm, Clients, Task, aligned_zeros, check, check_choice
+from jfcl.core.options import SEVERAL, Interval, Range, check_options
 from jfcl.experiments.lookup import find_method, is_import_path, required
 from jfcl.mapping import memory
 from jfcl.models import LANGUAGE_MODELS, MODELS, classification
@@ -124,10 +124,10 @@ def measure(
 
 def sweep(
     *,
-    methods: Sequence[str] = ("fedavg", "ifca", "local"),
-    models: Sequence[str] = ("mlp", "cnn_mnist"),
-    mappings: Sequence[str] = ("chunked(1)", "chunked(4)", "vmap"),
-    clients: Sequence[int] = (10, 100, 1000),
+    methods: Annotated[Sequence[str], SEVERAL] = ("fedavg", "ifca", "local"),
+    models: Annotated[Sequence[str], SEVERAL] = ("mlp", "cnn_mnist"),
+    mappings: Annotated[Sequence[str], SEVERAL] = ("chunked(1)", "chunked(4)", "vmap"),
+    clients: Annotated[Sequence[int], SEVERAL, Range(1)] = (10, 100, 1000),
     examples: Count = 40,
     batch_size: Count = 20,
     local_steps: Steps = 2,
@@ -139,7 +139,9 @@ def sweep(
     """Measures one round of every method x model x mapping x number of clients, on random images.
 
     Args:
-      methods, models, mappings: names in `METHODS` or `MODULE:FACTORY`, in `IMAGE_MODELS`, in `MAPPINGS`.
+      methods: any of fedavg, ifca and local, or `MODULE:FACTORY`.
+      models: names of models that take images; 'jfcl list models'.
+      mappings: mappings of the clients, such as sharded(vmap).
       clients: numbers of clients, `N`.
       examples: per client. `M`.
       batch_size: examples per local step.
@@ -160,17 +162,15 @@ def sweep(
         images of 28 x 28.
     """
     settings = {name: value for name, value in locals().items() if name != "tick"}
+    check_options(sweep, settings)
     for argument, accepted in {"methods": METHODS, "models": IMAGE_MODELS, "mappings": MAPPINGS, "clients": ()}.items():
         check(len(settings[argument]) > 0, argument, settings[argument], "at least one")
-        for value in settings[argument]:
-            if argument == "clients":
-                check_count(argument, value)
-            elif argument == "methods" and is_import_path(value):
+        for value in settings[argument] if accepted else ():
+            if argument == "methods" and is_import_path(value):
                 missing = [option for option in required(find_method(value).make) if option not in GIVEN]
                 check(not missing, "method", value, f"one that has a default for {', '.join(missing)}")
             else:
                 check_choice(argument.removesuffix("s"), value, accepted)
-    check_options(sweep, settings)
     enough = "ifca" not in methods or clusters <= min(clients)
     check(enough, "clusters", clusters, f"at most the {min(clients)} clients there are, for ifca")
     for model in models:

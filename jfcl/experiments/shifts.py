@@ -25,7 +25,7 @@ from rich.progress import TimeElapsedColumn, TimeRemainingColumn
 
 from jfcl import data, mapping
 from jfcl.core import check, check_choice, files, platform
-from jfcl.core.options import Interval, OneOf, Range, check_options
+from jfcl.core.options import SEVERAL, Interval, OneOf, Range, check_options
 from jfcl.core.texts import csv_bytes
 from jfcl.data.heterogeneity import HETEROGENEITY, shifts_of
 from jfcl.experiments import jobs as processes
@@ -71,10 +71,10 @@ class Ranking(NamedTuple):
 
 def shifts(
     *,
-    methods: Sequence[str] | None = None,
-    shifts: Sequence[str] | None = None,
-    strengths: Sequence[float] | None = None,
-    datasets: Sequence[str] = ("digits",),
+    methods: Annotated[Sequence[str] | None, SEVERAL] = None,
+    shifts: Annotated[Sequence[str] | None, SEVERAL] = None,
+    strengths: Annotated[Sequence[float] | None, SEVERAL] = None,
+    datasets: Annotated[Sequence[str], SEVERAL] = ("digits",),
     seeds: Annotated[int | None, Range(1, 10**4)] = None,
     budget: Annotated[int | None, Range(1, 10**4)] = None,
     clients: Annotated[int, Range(2)] = 40,
@@ -87,7 +87,7 @@ def shifts(
     hostile: Annotated[float, Interval("[0, 1)")] = 0.0,
     attack: Annotated[str, OneOf(attacks.DATA_ATTACKS)] = "label_reverse",
     drift: Annotated[str | None, OneOf(data.PATTERNS)] = None,
-    wrong_k: Sequence[int] = (),
+    wrong_k: Annotated[Sequence[int], SEVERAL] = (),
     quick: bool = False,
     out: str | Path = "runs/shifts",
     part: str | None = None,
@@ -104,10 +104,11 @@ def shifts(
 
     Args:
       methods: names, also `MODULE:FACTORY` for one of your own; FedAvg, local training and the oracle are always added.
-      shifts: names of `jfcl.data.HETEROGENEITY`, also joined by "+", and `dirichlet` (labels by client, no clusters;
-        alpha from 10 to 0.1) and `mixture` (clients mix clusters with renamed labels; concentration from 10 to 0.1).
+      shifts: names that 'jfcl list heterogeneities' shows, also joined by "+", and `dirichlet` (labels by client, no
+        clusters; alpha from 10 to 0.1) and `mixture` (clients mix clusters with renamed labels; concentration from 10
+        to 0.1).
       strengths: of every shift, from 0 to 1.
-      datasets: names, or `MODULE:FUNCTION`.
+      datasets: names that 'jfcl list datasets' shows, or `MODULE:FUNCTION`.
       seeds: runs of each cell; default: 3.
       budget: trials of each cell; default: 12.
       clients: number of clients that are reported; as many more are held out for tuning.
