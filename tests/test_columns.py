@@ -15,7 +15,7 @@ from hypothesis import given
 
 import jfcl
 from jfcl.core import Clients, Task
-from jfcl.kernels import kmeans, pairwise_cosine, squared_distances, threshold_clustering
+from jfcl.kernels import geometric_median, kmeans, pairwise_cosine, squared_distances, threshold_clustering
 from jfcl.kernels.base import if_rare
 from jfcl.kernels.blocks import distances_from, finite_rows, squared_norms
 from jfcl.mapping.axis import client_mesh, sharded
@@ -96,6 +96,16 @@ def test_narrow_clusters_far_apart_over_columns():
     run = partial(threshold_clustering, quantile=0.3, num_rounds=3)
     ours, _ = in_columns(lambda s: (run(*s, form="gram"), ()), [points, starts])
     jax.tree.map(partial(np.testing.assert_allclose, atol=5e-3), ours, run(points, starts, form="direct"))
+
+
+def test_the_geometric_median_over_columns_is_that_of_one_device():
+    """The devices agree when to stop: they would wait for each other forever."""
+    vectors = updates(4)
+    vectors["w"][:, 33:] = 0  # the second device alone would stop at once
+    ours, _ = in_columns(lambda v: (jax.tree.map(lambda x: x[None], geometric_median(v)), ()), vectors)
+    jax.tree.map(
+        partial(np.testing.assert_allclose, atol=1e-5), ours, {k: v[None] for k, v in geometric_median(vectors).items()}
+    )
 
 
 @pytest.mark.slow

@@ -127,7 +127,7 @@ COLUMNS = "columns_of_updates"  # the axis of a mesh on which each device has al
 def sum_over_columns(x: PyTree) -> PyTree:
     """Returns `x`, sums over columns; where each device has a share of the columns, their total over the devices.
 
-    Every kernel sums over columns by this function, once after its loops, so that it can run inside a `shard_map`.
+    The kernels that methods run inside a `shard_map` sum over columns by this function, once after their loops.
     """
     return jax.lax.psum(x, COLUMNS) if shares_columns() else x
 

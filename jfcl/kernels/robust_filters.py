@@ -13,7 +13,7 @@ import numpy as np
 
 from jfcl.core.checks import check, check_count
 from jfcl.kernels import blocks
-from jfcl.kernels.base import PyTree, check_positive, check_whole, is_computable, like, sum_dtype, sum_over_columns
+from jfcl.kernels.base import PyTree, check_positive, check_whole, is_computable, like, sum_dtype
 from jfcl.kernels.dendrogram import cut, linkage_tree
 from jfcl.kernels.distances import inner_products
 from jfcl.kernels.kmeans import kmeans
@@ -277,7 +277,7 @@ def _same_signs(rows, usable):
         return counts + jnp.concatenate(signs, axis=1)
 
     counts = blocks.fold_columns(count, jnp.zeros((len(usable), 2), norms.dtype), rows, blocks.BLOCK_COLUMNS)
-    share = sum_over_columns(counts) / max(sum(x.shape[1] for x in rows), 1)
+    share = counts / max(sum(x.shape[1] for x in rows), 1)
     features = jnp.concatenate([share, 1.0 - share.sum(axis=1, keepdims=True)], axis=1)
     group = kmeans(features, min(2, len(usable)), key=jax.random.key(0), mask=usable).cluster
     usual = (norms >= NORMS[0] * median) & (norms <= NORMS[1] * median)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from jfcl.core.checks import check
 from jfcl.kernels import blocks
-from jfcl.kernels.base import PyTree, check_positive, check_whole, is_computable, like, sum_dtype
+from jfcl.kernels.base import PyTree, check_positive, check_whole, is_computable, like, sum_dtype, sum_over_columns
 from jfcl.kernels.distances import at_start, center_distances, inner_products, moved, positions, squared_row_distances
 from jfcl.kernels.robust import check_weights, combine, counted, lowest, means_around_median, medians, shares
 
@@ -181,7 +181,7 @@ def _weiszfeld(rows, usable, weights, smoothing, num_iters):
 
 
 def _norm(point: list[jax.Array]) -> jax.Array:
-    return jnp.sqrt(sum(jnp.square(x).sum() for x in point))
+    return jnp.sqrt(sum_over_columns(sum(jnp.square(x).sum() for x in point)))
 
 
 def _nearest_update(rows, usable, weights, point):
