@@ -212,7 +212,9 @@ def test_refuses():
         language_model(LSTMLanguageModel(V), 1, V)
     with pytest.raises(ValueError, match="vocab_size must be an integer, at least 3, got 2"):
         language_model(LSTMLanguageModel(V), L, 2)
-    with pytest.raises(ValueError, match=r"the outputs of OneLogitShort must be logits of shape \('B', 5, 11\).*got"):
+    with pytest.raises(
+        ValueError, match=r"the outputs of .* must be logits of shape \(2, 5, 11\) for a batch of 2, got"
+    ):
         language_model(OneLogitShort(), L, V)
 
 

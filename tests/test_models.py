@@ -550,7 +550,7 @@ class WithBatchNorm(nn.Module):
 
 
 def test_refuses():
-    with pytest.raises(ValueError, match=r"must be logits of shape .'B', 10."):
+    with pytest.raises(ValueError, match=r"must be logits of shape .2, 10. for a batch of 2"):
         classification(jfcl.models.MLP(9), (8, 8, 1), 10)
     with pytest.raises(ValueError, match=r"WithBatchNorm behaves differently in training.*training_argument"):
         classification(WithBatchNorm(), (4,), 2)

@@ -221,7 +221,7 @@ def unpacks(self, x):
     [
         (linen(one_example), r"Net must map a batch of inputs \[B, 4\], here \(2, 4\).*shape \(8, 3\).*\(4, 3\)"),
         (linen(two_outputs), "outputs of Net must be one array, got 'tuple'"),
-        (linen(no_batch), r"the outputs of Net must be logits of shape .'B', 3..*got .\(3,\) for a batch of 2"),
+        (linen(no_batch), r"the outputs of Net must be logits of shape .2, 3. for a batch of 2, got \(3,\)"),
         (partial(OfNnx, width=7), r"OfNnx must map a batch of inputs \[B, 4\], here \(2, 4\).*got \(4,\) and \(7,\)"),
         (nn.Dense, "must be an instance of a flax.linen module, such as Dense.*, got 'the class Dense'"),
         (nnx.Linear, r"rngs alone \(functools.partial .*; Linear\(rngs=...\) fails: .*missing 2 required"),

@@ -170,8 +170,8 @@ def network(
         program, outputs = jax.make_jaxpr(net.apply, return_shape=True)(params, x)
     check(hasattr(outputs, "shape"), f"the outputs of {net.name}", type(outputs).__name__, "one array")
     if logits is not None:
-        shape = ("B", *outputs.shape[1:]) if outputs.shape[:1] == (2,) else f"{outputs.shape} for a batch of 2"
-        check(shape == ("B", *logits), f"the outputs of {net.name}", shape, f"logits of shape {('B', *logits)}")
+        accepted = f"logits of shape {(2, *logits)} for a batch of 2"
+        check(outputs.shape == (2, *logits), f"the outputs of {net.name}", outputs.shape, accepted)
         if ends_in_softmax(program.jaxpr):
             what = f"{net.name} ends in a softmax, and the loss applies one to its outputs: return the logits instead"
             warnings.warn(what, stacklevel=5)  # the call of the user
