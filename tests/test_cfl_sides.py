@@ -326,10 +326,8 @@ def test_newcomers_are_enrolled(tree_dim):
     wide = regression(TRUTH, truth)._replace(
         examples={"x": np.zeros((5, 12, 4), np.float32), "y": np.zeros((5, 12), np.float32)}
     )
-    with pytest.raises(
-        ValueError, match=r"clients must have examples of the shapes that the run's model takes, got.*12, 4"
-    ):
-        enrol(state, wide, task=TASK, training=training, key=KEY)
+    with pytest.raises(ValueError, match=r"clients: inputs have shape \(4,\), but the model is made for \(3,\)"):
+        enrol(state, wide, task=TASK._replace(input_shape=(3,)), training=training, key=KEY)
     with pytest.raises(ValueError, match="state must be the state of a run that splits clusters"):
         enrol(state._replace(sides=()), late, task=TASK, training=training, key=KEY)
     noisy = training._replace(optimizer=optax.add_noise(0.1, 0.0, key=0))
