@@ -129,6 +129,10 @@ def pool_dataset(dataset: Dataset | str, rules: Rules, partitions: Iterable[str]
     for what in (partition, *names):
         fits = dataset.num_classes is not None or what not in (*OF_LABELS, *OF_CLASSES)
         check(fits, "dataset", dataset.name, f"a classification data set for {what!r}, which goes by single labels")
+    takes, size = inspect.signature(PARTITIONS[partition][0]).parameters, rules.examples_per_client
+    for option in ("min_size", "labels_per_client"):
+        fits = size is None or getattr(rules, option) <= size or option not in takes
+        check(fits, option, getattr(rules, option), f"at most {size}, the examples_per_client")
     if partition == "distribution":
         table = as_distribution(rules.distribution, rules.num_clients, dataset.num_classes)
         rules = rules._replace(distribution=table)
