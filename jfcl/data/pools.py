@@ -104,9 +104,10 @@ def pool_dataset(dataset: Dataset | str, rules: Rules, partitions: Iterable[str]
     heterogeneity, partition = rules.heterogeneity, rules.partition
     check_options(Rules, rules._asdict())
     names = shifts_of(heterogeneity)
-    check(names or rules.strength == 1, "strength", rules.strength, "left out with 'none', which has no strength")
+    accepted = "left out with heterogeneity 'none', with which clusters do not differ"
+    check(names or rules.strength == 1, "strength", rules.strength, accepted)
     if rules.mixture is not None:
-        check(names, "mixture", rules.mixture, "left out with 'none': clusters do not differ")
+        check(names, "mixture", rules.mixture, accepted)
         check_transforms(rules, "mixture")
     check_choice("partition", partition, partitions)
     fits = rules.distribution is None or partition == "distribution"
