@@ -42,6 +42,12 @@ def start(folder, common, num_processes=2, options=([], [], []), method=METHOD):
     return processes
 
 
+def stop(processes):
+    for p in processes:
+        p.kill()
+        p.wait()
+
+
 def records(folder):
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
@@ -61,8 +67,7 @@ def test_two_processes_and_one_that_is_lost(tmp_path, capsys):
         processes[1].send_signal(signal.SIGKILL)
         assert processes[0].wait(timeout=100) == 1
     finally:
-        for p in processes:
-            p.kill()
+        stop(processes)
     said = (tmp_path / "log-0").read_text()
     assert "another process was lost; continue with --resume" in said and "Traceback" not in said
     rounds = str(len(records(tmp_path / "out")) + 2)
@@ -102,8 +107,7 @@ def test_two_processes_find_what_one_finds(tmp_path):
     try:
         assert [p.wait(timeout=240) for p in processes] == [0, 0]
     finally:
-        for p in processes:
-            p.kill()
+        stop(processes)
     clients, _, task, training = problem()
     algorithm, options = jfcl.ifca(task, training, num_clusters=2), {"key": jax.random.key(0), "num_rounds": 2}
     alone = jfcl.simulate(algorithm, clients, **options).records
@@ -121,8 +125,7 @@ def test_two_processes_leave_the_results_of_all_clients(tmp_path):
     try:
         assert [p.wait(timeout=240) for p in processes] == [0, 0], (tmp_path / "log-0").read_text()
     finally:
-        for p in processes:
-            p.kill()
+        stop(processes)
     assert "2 devices of 1 host (2 x cpu), 2 processes" in (tmp_path / "log-0").read_text()
     with (tmp_path / "out" / "clients.csv").open() as f:
         rows = list(csv.DictReader(f))
@@ -160,8 +163,7 @@ def test_two_processes_find_what_one_finds_by_every_method(tmp_path):
     try:
         assert [p.wait(timeout=1500) for p in processes] == [0, 0, 0]
     finally:
-        for p in processes:
-            p.kill()
+        stop(processes)
     for method in sorted({*METHODS} - {"fedbn", "feddrift"}):
         two, one = records(tmp_path / "two" / method), records(tmp_path / "one" / method)
         assert [r["round"] for r in two] == [r["round"] for r in one] and len(one) == 3
@@ -192,8 +194,7 @@ def test_two_processes_follow_drift(tmp_path):
         processes = start(tmp_path, ["--resume"], method=command)
         assert [p.wait(timeout=600) for p in processes] == [0, 0], (tmp_path / "log-0").read_text()
     finally:
-        for p in processes:
-            p.kill()
+        stop(processes)
     two, one = records(tmp_path / "out"), records(tmp_path / "alone")
     assert [r["step"] for r in two] == [r["step"] for r in one] == np.repeat(np.arange(10), 2).tolist()
     for a, b in zip(two, one, strict=True):
@@ -247,8 +248,7 @@ def test_the_first_process_calls_the_callbacks_and_all_stop(tmp_path):
     try:
         assert [p.wait(timeout=240) for p in processes] == [0, 0]
     finally:
-        for p in processes:
-            p.kill()
+        stop(processes)
     first, second = (json.loads((tmp_path / f"found-{i}").read_text()) for i in range(2))
     error = "callback Calls.on_records raised OSError: no network, after round 1; out-True is saved up to there"
     assert first[0] == [2, "enough", ["start", 1, 2, "stopped"]] and second[0] == [2, "enough", []]
@@ -378,8 +378,7 @@ def test_processes_that_do_not_fit(first, second, said, tmp_path):
     try:
         assert [p.wait(timeout=100) for p in processes] == [2] * len(processes)
     finally:
-        for p in processes:
-            p.kill()
+        stop(processes)
     for log in tmp_path.glob("log-*"):
         assert said in log.read_text() and "stack trace" not in log.read_text()
 
@@ -403,8 +402,7 @@ def test_what_the_first_process_refuses_all_refuse(tmp_path):
     try:
         assert [p.wait(timeout=100) for p in processes] == [2, 2]
     finally:
-        for p in processes:
-            p.kill()
+        stop(processes)
     for i in range(2):
         said = (tmp_path / f"log-{i}").read_text()
         assert "already holds a run" in said and "stack trace" not in said
@@ -508,8 +506,7 @@ def test_a_process_without_a_client(tmp_path):
     try:
         assert [p.wait(timeout=240) for p in processes] == [0, 0, 0], (tmp_path / "log-2").read_text()
     finally:
-        for p in processes:
-            p.kill()
+        stop(processes)
     assert cli.main([*METHOD, *options, "--devices", "1", "--out", str(tmp_path / "alone")]) == 0
     for a, b in zip(records(tmp_path / "out"), records(tmp_path / "alone"), strict=True):
         np.testing.assert_allclose(a["loss"], b["loss"], rtol=1e-4)
