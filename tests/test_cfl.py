@@ -528,6 +528,11 @@ def test_separation_gap_is_definition_2():
     np.testing.assert_allclose(metrics["separation_gap"][0, 0], intra - cross, atol=1e-5)
     assert np.isnan(metrics["separation_gap"][0, 1])
 
+    # By the clients' ids, which stand in any order in a population.
+    order = np.array([3, 0, 7, 1, 6, 2, 5, 4], np.int32)
+    _, again = jfcl.rollout(algorithm, jfcl.core.take_clients(clients, order), key=jax.random.key(0), num_rounds=1)
+    np.testing.assert_allclose(again["separation_gap"][0, 0], intra - cross, atol=1e-5)
+
 
 # The Byzantine variant.
 

@@ -110,6 +110,14 @@ def test_the_rounds_are_those_of_the_loop(cohort):
     assert cohort is None or fresh, "some take part without a cluster"
 
 
+def test_a_client_without_a_finite_gradient_is_in_a_cluster_that_exists():
+    clients = clients_of()
+    clients.examples["y"][2] = 3e38  # its gradient overflows
+    algorithm = jfcl.cfl_gp(TASK, TRAINING, num_clusters=K, client_axis=jax.vmap)
+    state, _ = jax.jit(algorithm.step)(jax.random.key(1), algorithm.init(jax.random.key(0), clients), clients)
+    assert state.unchanged[2] == -1 and set(state.cluster.tolist()) == {0, 1}
+
+
 @pytest.mark.slow
 def test_one_cluster_is_fedavg():
     clients, key = clients_of(1), jax.random.key(4)

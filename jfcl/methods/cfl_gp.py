@@ -139,7 +139,13 @@ def cfl_gp(
             metrics=metrics,
         )
 
-    return assigned(rules, assign, remember=remember)
+    inside = assigned(rules, assign, remember=remember)
+
+    def step(key: jax.Array, state: AveragingState, clients: Clients):
+        state, metrics = inside.step(key, state, clients)
+        return state._replace(cluster=jnp.maximum(state.cluster, 0)), metrics  # -1: it had none, and changed no model
+
+    return inside._replace(step=step)
 
 
 @partial(jax.jit, static_argnames="num_clusters")

@@ -25,6 +25,7 @@ from jfcl.methods.cfl.rounds import SIMILARITIES, Privacy, PrivacySeed, rounds
 from jfcl.methods.cfl.server import Rules
 from jfcl.methods.cfl.splits import split_clusters
 from jfcl.methods.options import SCOPES, SENDING, Count, Options, factory
+from jfcl.robust.aggregate import check_entries
 from jfcl.training import local
 
 LEAST_SHARE = 0.25  # of the first round's longest update: the least unit of ε₁
@@ -104,8 +105,8 @@ def cfl(
         permutations and signs.
       privacy_seed: the clients' secret.
       tree_dim: numbers kept of every client's update at every split, for `jfcl.assign_newcomer`; 0 keeps none.
-      true_cluster: `[N]`, if known: adds the metric `separation_gap` `[K]` (Definition 2), in every round. Clients with
-        -1, for example malicious ones, do not count.
+      true_cluster: `[N]`, if known, by the clients' ids: adds the metric `separation_gap` `[K]` (Definition 2), in every
+        round. Clients with -1, for example malicious ones, do not count.
       cohort: clients drawn in each round, as in `fedavg`; default: all. The server keeps every client's last update
         and its age. A cluster is examined once half of its clients have sent an update since its last change: by the
         mean of their last updates, the longest update of this round, and the bipartition of the last updates.
@@ -181,14 +182,16 @@ def cfl(
     seen = {"privacy": privacy, "privacy_seed": privacy_seed, "tree_dim": tree_dim, "true_cluster": true_cluster}
     common = Averaging(task, training, max_clusters, **options)
     algorithm = rounds(Rules(common, ripe, accept, split_clusters, thresholds=thresholds, **compared, **judged, **seen))
-    return algorithm._replace(check=partial(_check_sizes, min_size, min_examples, validation))
+    return algorithm._replace(check=partial(_check, min_size, min_examples, validation, true_cluster))
 
 
-def _check_sizes(min_size: int, min_examples: int, validation: float, clients: Clients) -> None:
+def _check(min_size: int, min_examples: int, validation: float, true_cluster: Any, clients: Clients) -> None:
     """Raises `ValueError` where no split is possible with the sizes of all clients; warns of few for `validation`.
 
-    Cohorts, which have ids, pass.
+    Cohorts, which have ids, pass; also for them there must be a true cluster of each client, if any is given.
     """
+    if is_concrete(true_cluster) and true_cluster is not None:
+        check_entries("true_cluster", true_cluster, clients)
     size = np.asarray(clients.size)
     if clients.id is None and jax.process_count() == 1:
         able = int((size >= min_examples).sum())

@@ -68,7 +68,7 @@ def init(rules: Rules, key: jax.Array, clients: Clients) -> CFLState:
     check(rules.min_examples <= most, "min_examples", rules.min_examples, f"at most {most}, the most of a client")
     if rules.true_cluster is not None:
         shape = jnp.shape(rules.true_cluster)
-        fits = shape == (n,) or (clients.id is not None and len(shape) == 1 and shape[0] < n)
+        fits = shape == (n,) or (clients.id is not None and len(shape) == 1)
         check(fits, "true_cluster", shape, f"of shape ({n},)")
         check(n <= DENSE_UP_TO, "true_cluster", f"{n} clients", f"left out beyond {DENSE_UP_TO} clients")
     model = phases.initial_models(common.task, key, 1, common.init_params)
@@ -108,6 +108,8 @@ def init(rules: Rules, key: jax.Array, clients: Clients) -> CFLState:
 def step(rules: Rules, key: jax.Array, state: CFLState, clients: Clients):
     """Returns `(state, metrics)` after one round."""
     common, client_axis, metrics = rules.common, rules.common.client_axis, {}
+    if rules.true_cluster is not None:  # by the clients' ids; those of padding clients may lie beyond it
+        rules = rules._replace(true_cluster=jnp.asarray(rules.true_cluster)[client_ids(clients)])
     is_shared = path_flags(common.shared or (lambda path: False), state.params)
 
     # Undo splits that harm.

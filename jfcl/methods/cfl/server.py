@@ -268,7 +268,6 @@ def bipartitions(
 
 def separation_gaps(rules: Rules, state: CFLState, vectors: PyTree, usable: jax.Array) -> jax.Array:
     """Returns `[K]`: the separation gap (Definition 2) in each cluster; NaN for fewer than two usable clients."""
-    of_rows = jnp.pad(jnp.asarray(rules.true_cluster), (0, len(usable) - len(rules.true_cluster)))  # padding clients
 
     def from_similarities(vectors, cluster, usable, of_rows):
         similarity = kernels.pairwise_cosine(vectors, mask=usable)
@@ -280,4 +279,4 @@ def separation_gaps(rules: Rules, state: CFLState, vectors: PyTree, usable: jax.
         return (), mapping.chunked(1)(one)(jnp.arange(len(state.active), dtype=jnp.int32))
 
     axis = over_columns(rules.common.client_axis, from_similarities)
-    return axis(vectors, state.cluster, usable, of_rows)[1]
+    return axis(vectors, state.cluster, usable, rules.true_cluster)[1]
