@@ -105,7 +105,7 @@ def cfl(
         permutations and signs.
       privacy_seed: the clients' secret.
       tree_dim: numbers kept of every client's update at every split, for `jfcl.assign_newcomer`; 0 keeps none.
-      true_cluster: `[N]`, if known, by the clients' ids: adds the metric `separation_gap` `[K]` (Definition 2), in every
+      true_cluster: `[N]`, if known, by a client's id: adds the metric `separation_gap` `[K]` (Definition 2), in every
         round. Clients with -1, for example malicious ones, do not count.
       cohort: clients drawn in each round, as in `fedavg`; default: all. The server keeps every client's last update
         and its age. A cluster is examined once half of its clients have sent an update since its last change: by the
