@@ -143,6 +143,13 @@ def test_one_cluster_is_fedavg_and_no_merging_is_local_training():
     np.testing.assert_allclose(ours, models(alone), rtol=1e-5)
 
 
+def test_padding_clients_change_no_row_that_clients_are_served():
+    clients, key = regression(0), jax.random.key(0)
+    algorithm = jfcl.stocfl(LINEAR, TWO, init_params=START)
+    few, more = (algorithm.serve(algorithm.init(key, part), None).to for part in (clients, padded(clients)))
+    assert few.tolist() == more[:12].tolist()
+
+
 @pytest.mark.slow
 def test_what_clients_are_served_is_computed_by_one_program():
     algorithm = jfcl.stocfl(LINEAR, TWO, init_params=START)
@@ -160,8 +167,8 @@ def test_clients_beyond_the_capacity_wait_with_the_common_model():
     state, metrics = rollout(algorithm, clients, key=jax.random.key(0), num_rounds=3)
     assert metrics["capacity_reached"].tolist() == [3, 3, 3] and metrics["clusters_found"].tolist() == [2, 2, 2]
     served = algorithm.serve(state, None)
-    assert np.asarray(served.to).tolist() == [0, 1, 2] * 3  # row 2 is the common model
-    np.testing.assert_array_equal(served.models["w"][2], state.memory.common.params["w"][0])
+    assert np.asarray(served.to).tolist() == [1, 2, 0] * 3  # row 0 is the common model
+    np.testing.assert_array_equal(served.models["w"][0], state.memory.common.params["w"][0])
     assert served.active.tolist() == [True, True, True]
 
     # They get, train and send the common model only.
@@ -179,11 +186,11 @@ def test_a_client_without_a_finite_update_is_observed_again():
     algorithm = jfcl.stocfl(LINEAR, TWO, merge_threshold=0.5, observe_epochs=SEE, init_params=START)
     state, metrics = rollout(algorithm, clients, key=jax.random.key(0), num_rounds=3)
     assert np.flatnonzero(state.unchanged == UNSEEN).tolist() == [4]
-    assert algorithm.serve(state, None).to[4] == 6  # the common model
+    assert algorithm.serve(state, None).to[4] == 0  # the common model
     assert metrics["clusters_found"].tolist() == [3, 3, 3] and metrics["capacity_reached"].tolist() == [0, 0, 0]
     assert metrics["bytes_up"].tolist() == [4 * D * n for n in (12 + 6 - 1, 12, 12)]
     assert all(np.isfinite(x).all() for x in jax.tree.leaves((state.params, state.memory)))
-    assert algorithm.adopt(state, clients).to.tolist()[4:] == [6, algorithm.serve(state, None).to[5]]
+    assert algorithm.adopt(state, clients).to.tolist()[4:] == [0, algorithm.serve(state, None).to[5]]
 
 
 @pytest.mark.slow
@@ -197,7 +204,7 @@ def test_newcomers_join_a_similar_cluster_or_get_the_common_model():
     )
     served = algorithm.serve(history.state, None)
     to = np.asarray(algorithm.adopt(history.state, newcomers).to)
-    assert to[:3].tolist() == np.asarray(served.to)[:3].tolist() and to[3] == 12
+    assert to[:3].tolist() == np.asarray(served.to)[:3].tolist() and to[3] == 0
     assert np.isfinite(history.records[-1]["newcomer_loss"])
 
 

@@ -159,13 +159,16 @@ def stocfl(
 
 @jax.jit  # one program, since evaluations call it by itself
 def _served(state: AveragingState, row: jax.Array | None = None) -> Served:
-    """Returns the models of the clusters in `row`, by default the clients' own; the common model, last, for -1."""
-    memory, k = state.memory, len(state.memory.size)
+    """Returns the models of the clusters in `row`, by default the clients' own; the common model, first, for -1.
+
+    It is the first, since there may be more rows of clusters where padding clients fill up the devices.
+    """
+    memory = state.memory
     if row is None:
         row = jnp.where(state.unchanged == UNSEEN, -1, state.cluster)
-    models = jax.tree.map(lambda p, c: jnp.concatenate([p, c]), state.params, memory.common.params)
-    to = jnp.where(row < 0, k, memory.into[jnp.maximum(row, 0)]).astype(jnp.int32)
-    return Served(models, to, active=jnp.append(memory.size > 0, True))
+    models = jax.tree.map(lambda c, p: jnp.concatenate([c, p]), memory.common.params, state.params)
+    to = jnp.where(row < 0, 0, memory.into[jnp.maximum(row, 0)] + 1).astype(jnp.int32)
+    return Served(models, to, active=jnp.insert(memory.size > 0, 0, True))
 
 
 def _assign(rules, observe, observe_epochs, threshold, omega, key, cohort: Cohort, state: AveragingState) -> Assignment:
