@@ -624,3 +624,11 @@ def test_factories_refuse(make, words):
 def test_init_refuses(algorithm, words):
     with pytest.raises(ValueError, match=words):
         algorithm.init(jax.random.key(0), regression())
+
+
+def test_ifca_refuses_to_rest_on_drifting_data():
+    clients, algorithm = regression(), jfcl.ifca(LINEAR, ONE, num_clusters=2, stable_rounds=2)
+    drifting = clients._replace(examples=clients.examples | {"step": np.zeros_like(clients.examples["y"], np.int32)})
+    algorithm.check(clients)
+    with pytest.raises(ValueError, match="stable_rounds must be left out for drifting data"):
+        algorithm.check(drifting)

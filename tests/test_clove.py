@@ -152,6 +152,23 @@ def test_the_first_round_divides_the_clients_at_random_and_a_stable_one_compares
     assert adjusted_rand_score(state.cluster, np.arange(12) % 3) == 1
 
 
+def test_stable_clients_are_compared_again_when_a_step_of_time_begins():
+    clients = regression(2, m=60)
+    algorithm = jfcl.clove(LINEAR, TWO, num_clusters=3, first="losses", stable_rounds=2, client_axis=jax.vmap)
+    step, state, compared = jax.jit(algorithm.step), None, []
+    for now, turn in enumerate((0, 1)):
+        x = clients.examples["x"]
+        y = np.einsum("nmd,nd->nm", x, TRUTH[(np.arange(12) + turn * (np.arange(12) < 6)) % 3])
+        examples = {"x": x, "y": np.float32(y), "step": np.full(y.shape, now, np.int32)}
+        today = clients._replace(examples=examples)
+        state = algorithm.init(jax.random.key(0), today) if state is None else state
+        for t in range(8):
+            state, metrics = step(jax.random.key(8 * now + t), state, today)
+            compared.append(int(metrics["compared"]))
+        assert adjusted_rand_score(state.cluster, (np.arange(12) + turn * (np.arange(12) < 6)) % 3) == 1
+    assert compared[7] == 0 and compared[8:10] == [1, 1] and compared[-1] == 0
+
+
 @pytest.mark.slow
 def test_newcomers_and_clients_that_never_took_part_get_the_model_of_lowest_loss():
     clients = regression(3)

@@ -9,10 +9,10 @@ import jax
 import jax.numpy as jnp
 
 from jfcl.core.checks import check
-from jfcl.core.clients import Cohort, random_order, server_key
+from jfcl.core.clients import Cohort, newest_step, random_order, server_key
 from jfcl.core.options import MOST_ADDED, OneOf, Range
 from jfcl.core.parameters import with_fixed
-from jfcl.core.types import Algorithm, Entries, Task
+from jfcl.core.types import Algorithm, Clients, Entries, Task
 from jfcl.kernels import least_cost_assignment
 from jfcl.methods.assigned import Assignment, assigned, embedded
 from jfcl.methods.averaging import Averaging, AveragingState, bytes_sent
@@ -52,7 +52,8 @@ def clove(
         `"losses"`, as in every round.
       square_root: compare the square roots of losses, as the paper's theory does.
       stable_rounds: while every client of a cohort has kept its cluster in its last `stable_rounds` rounds, clients get
-        their own model only, and are not clustered. Default: 3, as in the authors' code; None: never.
+        their own model only, and are not clustered. Of drifting data these are rounds of the newest step of time, so
+        that clients are clustered again when a step begins. Default: 3, as in the authors' code; None: never.
 
     Returns:
       `Algorithm` with an `AveragingState`, and the further metrics `clusters_found`, `compared` (1 in a round that
@@ -105,17 +106,31 @@ def clove(
             return cluster, untried if auto else (), jnp.zeros((), jnp.int32), jnp.zeros(())
 
         due = jnp.ones((), bool) if first == "losses" else state.round > 0
+        memory = step_begun(state.memory, cohort.clients, state.round)
         if stable_rounds is not None:
-            due &= jnp.where(size > 0, unchanged, jnp.iinfo(jnp.int32).max).min() < stable_rounds
+            kept = jnp.where(size > 0, unchanged, jnp.iinfo(jnp.int32).max).min()
+            due &= jnp.minimum(kept, state.round - memory[1]) < stable_rounds
         cluster, scores, nonfinite, compared = jax.lax.cond(due, compare, keep)
         used = rows_in_use(cluster, size > 0, k)
         metrics = {"clusters_found": used.sum().astype(jnp.int32), "compared": compared, "nonfinite_losses": nonfinite}
         metrics |= of_scores(scores)
         one_model, all_models = bytes_sent(rules, state.params, jnp.ones((), bool))
         costs = {"bytes_up": compared * 4.0 * k, "bytes_down": compared * (all_models - one_model)}
-        return Assignment(cluster, state.memory, metrics=metrics, **costs)
+        return Assignment(cluster, memory, metrics=metrics, **costs)
 
-    return assigned(rules, assign)._replace(entries=Entries(largest=("nonfinite_losses",), notes=notes))
+    def remember(key: jax.Array, clients: Clients, state: AveragingState) -> AveragingState:
+        return state._replace(memory=jnp.zeros(2, jnp.int32))
+
+    entries = Entries(largest=("nonfinite_losses",), notes=notes)
+    return assigned(rules, assign, remember=remember)._replace(entries=entries)
+
+
+def step_begun(memory: jax.Array, clients: Clients, now: jax.Array) -> jax.Array:
+    """Returns `[2]` int32, the newest step of time and the round in which it began, from the last ones, `memory`."""
+    if not isinstance(clients.examples, dict) or "step" not in clients.examples:  # data that do not drift
+        return memory
+    newest = newest_step(clients)
+    return jnp.where(newest > memory[0], jnp.stack([newest, now]), memory)
 
 
 @partial(jax.jit, static_argnames=("num_clusters", "auto", "square_root"))

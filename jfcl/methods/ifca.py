@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import zlib
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated, Unpack
 
 import jax
@@ -81,7 +82,7 @@ def ifca(
       ValueError: an option outside its range; `K` larger than the number of clients; more than one step with
         `"gradients"`; a shortcut that could begin while restarts are still compared; `min_share` above `1 / K` or
         with `init_params`; restarts, `min_share` or the shortcut with `dp`; `identity_augment` without an augmentation;
-        as in `jfcl.fedavg`.
+        as in `jfcl.fedavg`. `check` refuses the shortcut with drifting data.
 
     Example:
       >>> import jax, jfcl, numpy as np, optax
@@ -156,11 +157,20 @@ def ifca(
     choices = {"at_most_clients": True, "start": serve.choose, "choose": choose, "divide_by": divide_by}
     rules = Averaging(task, training, num_clusters, **choices, **options)
     algorithm = averaging(rules)._replace(serve=serve)
+    if stable_rounds is not None:
+        algorithm = algorithm._replace(check=partial(refuse_drift, stable_rounds))
     if min_share is not None:
         algorithm = with_balanced_start(algorithm, min_share=min_share, cohort=options["cohort"])
     if restarts == 1:
         return algorithm
     return with_restarts(algorithm, num_restarts=restarts, num_rounds=restart_rounds)
+
+
+def refuse_drift(stable_rounds: int, clients: Clients) -> None:
+    """Raises `ValueError` for drifting data, where clients would never compare the models again once all are stable."""
+    drifts = isinstance(clients.examples, dict) and "step" in clients.examples
+    accepted = "left out for drifting data: once all are stable, no client would compare the models again"
+    check(not drifts, "stable_rounds", stable_rounds, accepted)
 
 
 @dataclass(frozen=True)  # equal ones share programs; a tuple would equal those of other classes
