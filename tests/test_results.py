@@ -238,7 +238,7 @@ def test_a_run_that_stopped_between_evaluations_cannot_end_there(tmp_path):
     assert [row["round"] for row in simulate(out=tmp_path, eval_every=2, resume=True).records] == [2, 2, 4, 4]
 
 
-@pytest.mark.parametrize("name", ["accuracy", "round", "seed", "cluster", "newcomer_loss"])
+@pytest.mark.parametrize("name", ["accuracy", "round", "seed", "cluster", "newcomer_loss", "asked"])
 def test_metrics_with_the_names_of_results_are_refused(name):
     """A training accuracy would be shown as that on test examples; another round would make the records unreadable."""
 
@@ -255,7 +255,8 @@ def test_every_other_entry_of_a_record_is_such_a_name():
     shape = jax.eval_shape(ONE.step, KEYS[0], jax.eval_shape(ONE.init, KEYS[0], CLIENTS), CLIENTS)[1]
     others = {name for name in history.records[-1] if not name.startswith(evaluation.OF_NEWCOMERS)} - set(shape)
     names = set(evaluation.OF_RECORDS) | {"loss"}  # that of the test examples, in the place of the method's
-    assert others <= names and names - others == {"excluded", "perplexity", "loss", "clients", "step", "changed"}
+    elsewhere = {"excluded", "perplexity", "loss", "clients", "step", "changed", "asked", "dropped", "cut", "seen"}
+    assert others <= names and names - others == elsewhere
 
 
 def test_the_accuracy_of_newcomers_is_a_note_on_the_table(tmp_path):
@@ -343,7 +344,7 @@ def test_results_of_every_client_in_every_round(kind, tmp_path):
         return jfcl.simulate(IFCA, people, key=KEYS[0], **options)
 
     run(stop_after=3)
-    history = run()
+    history = run(metrics={"wrong": lambda outputs, batch, real: (outputs.argmax(-1) != batch["y"]).mean(where=real)})
     rows = list(csv.DictReader((tmp_path / "run" / "clients_by_round.csv").read_text().splitlines()))
     last = list(csv.DictReader((tmp_path / "run" / "clients.csv").read_text().splitlines()))
     assert [row for row in rows if row["round"] == "5"] == [{"round": "5"} | row for row in last]
@@ -352,4 +353,4 @@ def test_results_of_every_client_in_every_round(kind, tmp_path):
         assert len(mine) == len(last) / len({row["seed"] for row in last})
         assert np.mean([float(row["loss"]) for row in mine]) == pytest.approx(record["loss"], rel=1e-5)
         assert [int(row["cluster"]) for row in mine] == record["clients"]["cluster"] == record["cluster"]
-    assert {row["round"] for row in rows} == {"2", "4", "5"}
+    assert {(row["round"], row["wrong"] == "") for row in rows} == {("2", True), ("4", False), ("5", False)}

@@ -22,6 +22,7 @@ MOST_SILENT = 100  # so many participants in a row without a finite update, or a
 OF_RECORDS = ("seed", "round", "train_loss", "clusters_in_use", "cluster", "excluded", "accuracy", "perplexity")
 OF_RECORDS += ("pooled_accuracy", "worst_client_accuracy", "worst_decile_accuracy")
 OF_RECORDS += ("cluster_accuracy", "adjusted_rand", "nmi", "purity", "clients", "step", "changed")
+OF_RECORDS += ("asked", "dropped", "cut", "seen")  # of a population
 OF_NEWCOMERS, OF_NEXT = "newcomer_", "next_"
 OF_TABLES = ("client", "true_cluster", "malicious", "excluded_in_round")  # columns of clients.csv
 MOST_LISTED = 1000  # more would make metrics.jsonl unwieldy

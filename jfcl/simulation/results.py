@@ -133,10 +133,11 @@ def clients_csv(
         for s, results in enumerate(of_seeds):
             true = [of_steps[step] for of_steps in truth.values()]
             counts = [results["examples"], *true, results["cluster"], *(v[s] for v in extra.values())]
-            counts += [results[name] for name in served]
+            counts += [results.get(name, results["cluster"]) for name in served]
             for i, client in enumerate(ids):
                 integers = [int(values[i]) for values in counts]
-                yield [seeds[s], client, *integers, *[f"{results[name][i]:.6g}" for name in names]]
+                # A run may be resumed with further metrics.
+                yield [seeds[s], client, *integers, *[f"{results[n][i]:.6g}" if n in results else "" for n in names]]
 
     head = ["seed", "client", "examples", *truth, "cluster", *extra, *served, *names]
     of_last = [{name: values[s] for name, values in last.items() if values.ndim == 2} for s in range(len(seeds))]
