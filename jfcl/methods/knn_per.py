@@ -71,7 +71,7 @@ def knn_per(
         its validation examples.
       mixings: the candidates for `λ`.
       validation: the share of a client's training examples, its last ones, that choose its `λ`. FedAvg does not train
-        on them; they are neighbours once `λ` is chosen. Unused with `mixing`.
+        on them (of drifting data the newest); they are neighbours once `λ` is chosen. Unused with `mixing`.
       scale: of squared distances; default: the number of dimensions of the representation. (10 for the 10 outputs in
         the experiments of Federated-Clustering.)
       represent: `(params, x [B, ...]) -> [B, H]`; default: the inputs of the last dense layer where the task is made
