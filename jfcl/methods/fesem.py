@@ -35,7 +35,8 @@ def fesem(
 ) -> Algorithm:
     """Runs EM in parameter space: a client trains its cluster's model and joins the cluster nearest to the result.
 
-    E-step: `argmin_k ‖w_i − W_k‖`; M-step: `W_k` is the mean of its clients' `w_i`; then clients train from `W_k`.
+    E-step: `argmin_k ‖w_i − W_k‖`; M-step: `W_k` is the mean of its clients' `w_i`, by size unless `weights="equal"`
+    (the paper's plain mean); then clients train from `W_k`.
 
     Args:
       task, training: as in `jfcl.fedavg`.
