@@ -14,10 +14,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from still_method import still
+from still_method import Still, still
 
 import jfcl
-from jfcl.core import Algorithm, Clients
+from jfcl.core import Algorithm, Clients, Served
 from jfcl.mapping import jitted
 from jfcl.mapping.axis import chunked
 from jfcl.simulation import loop, progress, resident
@@ -551,6 +551,26 @@ def test_an_init_that_breaks_its_contract_is_refused(change, words):
     init = lambda key, clients: change(STILL.init(key, clients))  # noqa: E731
     with pytest.raises(ValueError, match=words):
         sim(algorithm=Algorithm(init, STILL.step, TASK))
+
+
+class Other(NamedTuple):
+    nets: dict
+    chosen: jax.Array
+    round: jax.Array
+
+
+def test_a_state_has_any_fields_where_a_method_says_what_it_serves():
+    def init(key, clients):
+        return Other(*STILL.init(key, clients))
+
+    def step(key, state, clients):
+        new, metrics = STILL.step(key, Still(*state), clients)
+        return Other(*new), metrics
+
+    def serve(state, clients):
+        return Served(state.nets, state.chosen)
+
+    assert sim(algorithm=Algorithm(init, step, TASK, serve=serve)).records == sim(algorithm=STILL).records
 
 
 def test_folders_are_never_overwritten(tmp_path):

@@ -175,7 +175,9 @@ def check_memory(
     # What a round needs beside.
     per_part = -(-n // parts)
     at_once = min(inner.size, per_part) if isinstance(inner, mapping.chunked) else per_part
-    model, example = size(state.params, 2), size(clients.examples, 1)  # of `[R, K, ...]` and `[N, ...]`
+    of_seed = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), state)
+    served = jax.eval_shape(lambda state: algorithm.serve(state, None).models, of_seed)
+    model, example = size(served, 1), size(clients.examples, 1)  # of `[K, ...]` and `[N, ...]`
     training = at_once * (model + example) if at_once > 1 or kind != "cpu" else 0
     if TEMPORARIES.get(kind, TEMPORARIES["gpu"]) * seeds_at_once * max(training, per_part * model) < free:
         return
