@@ -86,7 +86,8 @@ def local_training(
       keep: the part of the optimiser's state that a client keeps for its next round. `"nothing"` restarts momentum and
         schedules; `"schedule"` restarts momentum and continues a learning-rate schedule, if its count is a state of its
         own, unlike that of `optax.contrib.prodigy`; `"everything"` keeps the whole state of each client (`O(N D)`
-        memory). A schedule that continues counts every round, also those in which the client does not train; it begins
+        memory). A schedule that continues counts every round, also those in which the client does not train, and each
+        with the steps of the present one (with `num_epochs`, they change with the examples of drifting data); it begins
         again after rounds that are part of a method's `init`, as in `jfcl.one_shot`. Random keys in the state, as in
         that of `optax.add_noise`, are never kept: the noise of a client follows from the key of the run, and differs
         between rounds and clients.
