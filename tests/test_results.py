@@ -299,6 +299,11 @@ def test_seeds_that_end_at_other_rounds_count_alike():
     assert [row["loss"] for row in summarize_records(rows, 3)["per_seed"]] == [3.0]
 
 
+def test_rounds_after_the_last_one_that_all_seeds_have_reached_do_not_count():
+    rows = [{"seed": s, "round": t, "cluster_accuracy": a} for s, t, a in ((0, 1, 1.0), (1, 1, 0.5), (0, 2, 0.5))]
+    assert [row["rounds_to_recovery"] for row in summarize_records(rows, 1)["per_seed"]] == [1, None]
+
+
 def test_a_method_without_steps_has_no_speed(tmp_path):
     def step(key, state, clients):
         state, metrics = ONE.step(key, state, clients)

@@ -32,15 +32,18 @@ def summarize_records(
     """
     per_seed, by_seed = [], defaultdict(list)
     for record in records:
-        by_seed[record["seed"]].append(record)
-    for record in {r["seed"]: r for r in records if last is None or r["round"] == last}.values():
-        of_seed = by_seed[record["seed"]]
+        if last is None or record["round"] <= last:
+            by_seed[record["seed"]].append(record)
+    for seed, of_seed in by_seed.items():
+        record = of_seed[-1]
+        if last not in (None, record["round"]):
+            continue
         right = [r.get("cluster_accuracy") for r in of_seed]  # None where the true clusters are unknown
         recovered = None if None in right else rounds_to_recovery([r["round"] for r in of_seed], right)
         row = {name: record.get(name) for name in (*SEED_METRICS, *further)} | {"rounds_to_recovery": recovered}
         row |= {name: record.get(name) for name in BYTES}
         row |= {name: value for name, value in record.items() if name == "perplexity" or name.startswith("newcomer_")}
-        per_seed.append({"seed": record["seed"]} | row)
+        per_seed.append({"seed": seed} | row)
 
     columns = {name: [row.get(name) for row in per_seed] for name in per_seed[0] if name != "seed"}
     statistics = {"mean": lambda values: float(np.mean(values)), "std": deviation}
