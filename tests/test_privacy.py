@@ -25,6 +25,7 @@ from jfcl.experiments import Config, run
 from jfcl.experiments.options import all_options
 from jfcl.experiments.privacy import privacy_of, privacy_text
 from jfcl.robust import privacy
+from jfcl.simulation.folder import finite_or_none
 from jfcl.testing import check_algorithm, problem
 
 D = 3
@@ -71,7 +72,7 @@ def normals(round_key, num_clusters):
 
 
 def private_round(models, clip, present, clients, dp, expected, draws):
-    """A round of DP-FedAvg for K models in float64: the new models, the choices, and the next clipping norm."""
+    """A round of DP-FedAvg for K models in float64: new models, choices, the noise on means, the next clipping norm."""
     k = len(models)
     sums, sizes, inside = np.zeros_like(models), np.zeros(k), 0
     chosen = {}
@@ -85,7 +86,8 @@ def private_round(models, clip, present, clients, dp, expected, draws):
         inside += norm <= clip
     # The counts of several clusters and of adaptive clipping take a share of the budget: z_sums from Theorem 1.
     used = (1 / 4) ** 2 * (k > 1) + (1 / 10) ** 2 * (dp.quantile is not None)
-    sums += dp.noise / np.sqrt(1 - used) * clip * draws[0]
+    of_sums = dp.noise / np.sqrt(1 - used) * clip
+    sums += of_sums * draws[0]
     sizes = sizes + 4 * dp.noise * draws[1] if k > 1 else np.full(1, expected)
     new = models.copy()
     for j in range(k):
@@ -94,7 +96,7 @@ def private_round(models, clip, present, clients, dp, expected, draws):
     if dp.quantile is not None:
         share = 1 / 2 + (inside - len(present) / 2 + 5 * dp.noise * draws[2]) / expected
         clip = clip * np.exp(-dp.clip_rate * (share - dp.quantile))
-    return new, chosen, clip
+    return new, chosen, np.where(sizes >= dp.min_size, of_sums / sizes, np.nan), clip
 
 
 def stacked(params):
@@ -126,7 +128,8 @@ def test_is_dp_fedavg_and_adaptive_clipping_in_numpy(num_clusters, cohort, dp):
         assert len(present) == metrics["participants"] and 3 not in present
         draws, models = jax.tree.map(np.float64, normals(key, num_clusters)), stacked(state.params)
         np.testing.assert_allclose(metrics["clip"], clip, rtol=1e-5)
-        want, chosen, clip = private_round(models, clip, present, clients, dp, cohort or 8, draws)
+        want, chosen, noise, clip = private_round(models, clip, present, clients, dp, cohort or 8, draws)
+        np.testing.assert_allclose(metrics["noise"], noise, rtol=1e-5)
         np.testing.assert_allclose(stacked(new.params), want, rtol=1e-5, atol=1e-5)
         assert {i: int(new.cluster[i]) for i in present} == chosen
         absent = np.setdiff1d(np.arange(9), present)
@@ -138,6 +141,21 @@ def test_is_dp_fedavg_and_adaptive_clipping_in_numpy(num_clusters, cohort, dp):
         state = new
     assert (len(counts) > 1) == (cohort is not None and dp.sampling == "poisson")  # cohorts differ in size
     assert (unreleased > 0) == (num_clusters > 1)  # a small cluster keeps its model
+
+
+@pytest.mark.parametrize("divide_by", ["all", "participants"])
+def test_gradients_have_the_noise_of_what_divides_them(divide_by):
+    clients, key, dp = regression(), jax.random.key(5), GaussianDP(0.5, 0.05)
+    training = jfcl.local_training(optax.sgd(0.1), num_steps=1)
+    options = {"num_clusters": 2, "average": "gradients", "divide_by": divide_by}
+    algorithm = jfcl.ifca(TASK, training, dp=dp, **options)
+    state, metrics = jax.jit(algorithm.step)(key, jax.jit(algorithm.init)(jax.random.key(3), clients), clients)
+    counts = np.bincount(np.asarray(state.cluster)[clients.size > 0], minlength=2)
+    sizes = counts + 4 * 0.05 * np.asarray(normals(key, 2)[1])
+    is_released = sizes >= dp.min_size
+    divisor = 8 if divide_by == "all" else sizes[is_released].sum()
+    noise = 0.05 / np.sqrt(1 - 1 / 16) * 0.5 / divisor
+    np.testing.assert_allclose(metrics["noise"], np.where(is_released, noise, np.nan), rtol=1e-5)
 
 
 @pytest.mark.slow
@@ -435,21 +453,17 @@ PRIVATE = {"dp_clip": 0.5, "dp_noise": 2.0, "dp_quantile": 0.5, "dp_delta": 1e-3
 @needs_accountant
 def test_the_report_has_epsilon_and_the_noise_of_each_cluster():
     config = Config("ifca", num_models=3, **OPTIONS, **PRIVATE)
-    found = privacy_of(config, 6, 2, np.array([0, 0, 0, 1, 1, 1]), 0.25, count=3)
+    last = {"clip": 0.25, "noise": [0.1, None, 0.2]}
+    found = privacy_of(config, 6, 2, np.array([0, 0, 0, 1, 1, 2]), last)
     want = epsilon(GaussianDP(0.5, 2.0, quantile=0.5), num_clients=6, cohort=3, num_rounds=2, delta=1e-3)
     assert found["epsilon"] == want and found["delta"] == 1e-3 and found["sampling"] == "poisson"
     assert [row["epsilon"] for row in found["clusters"]] == [want] * 3
-    scale = 0.25 * 2.0 / math.sqrt(1 - 1 / 16 - 1 / 100)
-    np.testing.assert_allclose([row["noise"] for row in found["clusters"]], [scale / 1.5, scale / 1.5, scale])
-    assert f"epsilon {want:.3g} at delta 0.001 after 2 rounds" in privacy_text(found)
-    for divide_by, size in (("all", 6), ("participants", 3)):
-        config = Config("ifca", num_models=3, average="gradients", divide_by=divide_by, **OPTIONS, **PRIVATE)
-        found = privacy_of(config, 6, 2, np.array([0, 0, 0, 1, 1, 1]), 0.25, count=3)
-        np.testing.assert_allclose([row["noise"] for row in found["clusters"]], [scale / size] * 3)
-    config = Config("fedavg", population=9, cohort=6, dropout=0.5, dp_clip=0.5, dp_noise=2.0)
-    [one] = privacy_of(config, 9, 2, np.zeros(9, int), 0.5, count=1)["clusters"]
-    assert one["noise"] == pytest.approx(0.5 * 2.0 / 3)  # of the three that answer
-    clipped = privacy_of(Config("fedavg", dp_clip=0.5, **OPTIONS), 6, 2, np.zeros(6, int), 0.5, count=1)
+    assert [row["share"] for row in found["clusters"]] == pytest.approx([1 / 2, 1 / 3, 1 / 6])
+    np.testing.assert_array_equal([row["noise"] for row in found["clusters"]], [0.1, np.nan, 0.2])
+    text = privacy_text(finite_or_none(found))
+    assert f"epsilon {want:.3g} at delta 0.001 after 2 rounds" in text and "update: 0.1, –, 0.2; an" in text
+    clipped = Config("fedavg", dp_clip=0.5, **OPTIONS)
+    clipped = privacy_of(clipped, 6, 2, np.zeros(6, int), {"clip": 0.5, "noise": [0.0]})
     assert clipped["epsilon"] is clipped["delta"] is None and "not private" in privacy_text(clipped)
 
 
@@ -505,7 +519,8 @@ def test_the_page_states_the_epsilon_of_its_commands():
         args = vars(parse(shlex.split(command)[1:]))
         config = Config(**{name: args[name] for name in ("method", *all_options()) if name in args})
         count = config.population or config.clients
-        found = privacy_of(config, count, config.rounds, np.zeros(count, np.int32), config.dp_clip, count=1)
+        last = {"clip": config.dp_clip, "noise": [0.1]}
+        found = privacy_of(config, count, config.rounds, np.zeros(count, np.int32), last)
         assert f"{found['epsilon']:.3g}" == number, command
 
 

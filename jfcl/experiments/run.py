@@ -157,9 +157,8 @@ def summarize_run(config: Config, history: History, parts: Setup) -> dict[str, A
         summary |= {name: float(np.mean([recovery[name] for recovery in recoveries])) for name in recoveries[0]}
     if config.dp_clip is not None:
         clusters = np.asarray(history.clients["cluster"])[0]
-        clip = next(r for r in history.records if r["round"] == history.rounds).get("clip", config.dp_clip)
-        count = jax.tree.leaves(history.state.params)[0].shape[0 if config.of_population else 1]  # behind the seeds
-        summary["privacy"] = privacy_of(config, config.clients, history.rounds, clusters, clip, count=count)
+        last = next(r for r in history.records if r["round"] == history.rounds)
+        summary["privacy"] = privacy_of(config, config.clients, history.rounds, clusters, last)
     return finite_or_none(summary)
 
 

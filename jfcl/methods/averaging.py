@@ -150,8 +150,8 @@ def averaging(rules: Averaging) -> Algorithm:
 
     Returns:
       An `Algorithm` with the metrics `loss` `[N]`, `bytes_up`, `bytes_down`, `client_steps`, `participants` and
-      `nonfinite` (clients left out of the mean since their update held NaN or infinity), all `[]`; with `dp` also
-      `clip`, the clipping norm of the round, and `released`, the number of models that changed.
+      `nonfinite` (clients left out of the mean since their update held NaN or infinity), all `[]`; with `dp` also those
+      of `jfcl.robust.privacy.metrics`.
 
     Raises:
       ValueError: as from `checked`.
@@ -258,7 +258,7 @@ def step(rules: Averaging, key: jax.Array, state: AveragingState, clients: Clien
         arguments = rules.dp, server_key(cohort.key), clip
         clip = privacy.next_clip(*arguments, report.inside, usable & real, sent[0], expected)
         sent = privacy.release(*arguments, *sent, expected)
-    mean, changed, weight = mean_updates(rules, state.params, sent, clients)
+    mean, changed, weight, divisor = mean_updates(rules, state.params, sent, clients)
 
     # Update the server's models.
     loss = None
@@ -280,7 +280,7 @@ def step(rules: Averaging, key: jax.Array, state: AveragingState, clients: Clien
     up, down = bytes_sent(rules, state.params, report.compared)
     metrics = phases.round_metrics(real, report.loss, usable, report.num_steps, up, down)
     if rules.dp is not None:
-        metrics |= privacy.metrics(rules.dp, state.clip, weight)
+        metrics |= privacy.metrics(rules.dp, state.clip, weight, divisor)
     if rules.learn is not None:
         new, metrics = rules.learn(new, metrics, cohort, report, clients)
     return new, metrics | {"loss": phases.loss_of_all(cohort, metrics["loss"], num_clients(clients))}
@@ -313,7 +313,7 @@ def train_client(rules: Averaging, state: AveragingState, clients: Clients) -> C
     return client
 
 
-def mean_updates(rules: Averaging, params: PyTree, sent: tuple, clients: Clients) -> tuple[PyTree, PyTree, jax.Array]:
+def mean_updates(rules: Averaging, params: PyTree, sent: tuple, clients: Clients) -> tuple:
     """Returns the mean update of each cluster: weighted, over all clusters for shared parameters, or robust.
 
     Args:
@@ -322,8 +322,8 @@ def mean_updates(rules: Averaging, params: PyTree, sent: tuple, clients: Clients
       sent: `(sums [K, ...], weight [K])`, or the updates `(updates [C, ...], cluster [C], weight [C])`.
 
     Returns:
-      `(mean [K, ...], changed: a pytree of [K] bool, weight [K])`: the models that the mean changes, and the weight of
-      the clients in each.
+      `(mean [K, ...], changed: a pytree of [K] bool, weight [K], divisor [K])`: the models that the mean changes, the
+      weight of the clients in each, and by what their sums are divided, but for those of shared parameters.
     """
     sums, weight = sent if len(sent) == 2 else aggregate.add_updates(rules.client_axis, *sent, params)
     changed = jax.tree.map(lambda _: weight > 0, params)
@@ -331,7 +331,8 @@ def mean_updates(rules: Averaging, params: PyTree, sent: tuple, clients: Clients
         updates, cluster, counts = sent
         updates = trained_part(rules.task, updates)
         mean = aggregate.robust_cluster_mean(rules.aggregator, updates, cluster, counts > 0, rules.num_clusters)
-        return joined(mean, divided(rules.task.statistics, divide_rows(sums, weight, params))[1]), changed, weight
+        statistics = divided(rules.task.statistics, divide_rows(sums, weight, params))[1]
+        return joined(mean, statistics), changed, weight, weight
 
     def divide(of_cluster, total):
         """Returns the sums over the weight `of_cluster` `[K]`, those of shared parameters over all clients' `total`."""
@@ -342,11 +343,12 @@ def mean_updates(rules: Averaging, params: PyTree, sent: tuple, clients: Clients
 
     total = phases.weights_of(rules.weights, clients) if rules.divide_by == "all" else weight
     of_all = jnp.broadcast_to(total.sum(), weight.shape)
-    mean, changes = divide(weight if rules.divide_by == "cluster" else of_all, of_all)
+    divisor = weight if rules.divide_by == "cluster" else of_all
+    mean, changes = divide(divisor, of_all)
     if rules.task.statistics is not None and rules.divide_by != "cluster":  # a step is smaller, statistics are means
         statistics, _ = divide(weight, jnp.broadcast_to(weight.sum(), weight.shape))
         mean = joined(trained_part(rules.task, mean), divided(rules.task.statistics, statistics)[1])
-    return mean, changes, weight
+    return mean, changes, weight, divisor
 
 
 def bytes_sent(rules: Averaging, params: PyTree, compared: jax.Array) -> tuple[float, jax.Array]:

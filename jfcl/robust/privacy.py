@@ -229,10 +229,16 @@ def next_clip(
     return jnp.clip(clip * jnp.exp(-dp.clip_rate * (share - dp.quantile)), *CLIP_RANGE)
 
 
-def metrics(dp: GaussianDP, clip: Any, sizes: jax.Array) -> dict[str, jax.Array]:
-    """Returns the metrics of a private round, `[]`: its clipping norm, and the number of released sums."""
-    clip = jnp.asarray(clip_of(dp, clip), jnp.float32)
-    return {"clip": clip, "released": (sizes > 0).sum().astype(jnp.int32)}
+def metrics(dp: GaussianDP, clip: Any, sizes: jax.Array, divisor: jax.Array) -> dict[str, jax.Array]:
+    """Returns the metrics of a private round.
+
+    They are `clip` `[]`, its clipping norm, `released` `[]`, the number of released sums, and `noise` `[K]`, the
+    standard deviation of the noise on each coordinate of a mean, a sum over its `divisor` `[K]`; NaN where the sum is
+    not released.
+    """
+    clip, is_released = jnp.asarray(clip_of(dp, clip), jnp.float32), sizes > 0
+    noise = noise_of_sums(dp, len(sizes)) * clip / jnp.where(is_released, divisor, jnp.nan)
+    return {"clip": clip, "released": is_released.sum().astype(jnp.int32), "noise": noise.astype(jnp.float32)}
 
 
 def _keys(key: jax.Array, count: int) -> tuple[jax.Array, jax.Array, jax.Array]:
