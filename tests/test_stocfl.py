@@ -143,6 +143,14 @@ def test_one_cluster_is_fedavg_and_no_merging_is_local_training():
     np.testing.assert_allclose(ours, models(alone), rtol=1e-5)
 
 
+def test_a_cohort_of_one_merges_nothing():
+    clients, key = regression(0), jax.random.key(0)
+    algorithm = jfcl.stocfl(LINEAR, TWO, init_params=START, cohort=1, observe_epochs=SEE, client_axis=jax.vmap)
+    state, metrics = rollout(algorithm, clients, key=key, num_rounds=3)
+    seen = (state.unchanged != UNSEEN).sum()
+    assert metrics["merged"].tolist() == [0, 0, 0] and metrics["clusters_found"][-1] == seen > 1
+
+
 def test_padding_clients_change_no_row_that_clients_are_served():
     clients, key = regression(0), jax.random.key(0)
     algorithm = jfcl.stocfl(LINEAR, TWO, init_params=START)

@@ -254,7 +254,9 @@ def _unions(similar, stands, threshold, first, size, row):
         model = model.at[a].set(jnp.where((size[a] < size[b]) & (model[b] >= 0), model[b], model[a]))
         return place_of.at[count + i].set(a), jnp.where(root == b, a, root), size.at[a].add(size[b]), model
 
-    carry = jnp.concatenate([places, places[1:]]), places, size, model
-    with at_most(count - 1):
-        _, *unions = jax.lax.fori_loop(0, applies.sum(), union, carry)
+    unions = places, size, model
+    if count > 1:
+        with at_most(count - 1):
+            carry = jnp.concatenate([places, places[1:]]), *unions
+            _, *unions = jax.lax.fori_loop(0, applies.sum(), union, carry)
     return *unions, (applies & ~empty).sum()
