@@ -261,6 +261,8 @@ def test_writers_are_clients():
     ids[ids == 11] = np.where(np.arange((ids == 11).sum()) > 0, -1, 11)  # of one example none is left to test on
     alone = data._replace(writer={**data.writer, "train": ids})
     assert len(build(alone, partition="writer").train.size) == 11
+    everywhere = build(data, partition="writer", num_clusters=2, heterogeneity="rotation", reuse="cluster")
+    assert np.bincount(everywhere.writer).tolist() == [2] * 12  # in both clusters
 
 
 def test_split_hash_knows_every_decision():

@@ -92,7 +92,8 @@ def build(
 
     Args:
       dataset: a `Dataset`, or a name for `load(name, data_dir)`.
-      num_clients: `N`; `None` only with `partition="writer"`: one client per writer.
+      num_clients: `N`; `None` only with `partition="writer"`: one client per writer (with `reuse="cluster"`, in every
+        cluster).
       num_clusters: `K`, at most `N`; it need not divide `N`.
       heterogeneity: a name in `HETEROGENEITY`: how clusters differ. "none" is for one cluster, or for clusters that
         differ by their `distribution` of labels. Several names joined by "+" are applied in turn.
@@ -155,7 +156,7 @@ def build(
     pooled = pools.pool_dataset(dataset, rules, PARTITIONS, data_dir)
     dataset, transform = pooled.dataset, pools.transform_of(pooled)
     if num_clients is None:
-        num_clients = len(pools.clients_of(pooled))
+        num_clients = len(pools.clients_of(pooled)) * (num_clusters if reuse == "cluster" else 1)
         check_at_most_clients("num_clusters", num_clusters, num_clients)
     for name in (name for name, value in {"drift": drift, "mixture": mixture}.items() if value is not None):
         check(reuse != "cluster", "reuse", reuse, f"none (or auto) with {name}")

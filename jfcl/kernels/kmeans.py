@@ -50,7 +50,8 @@ def kmeans(
       mask: `[N]` bool: points that count. Inside `jit`, points with NaN or infinity do not.
 
     Returns:
-      `KMeans(centers [K, D], cluster [N] int32, inertia [])`.
+      `KMeans(centers [K, D], cluster [N] int32, inertia [])`. Points are assigned by distances with the error
+      of `squared_distances`: clusters that are narrow for their distance from most points are divided by rounding.
 
     Cost: `2 N K D` operations a step, twice; `N D` numbers of memory (the points around an origin among them). As many
     runs are made at once as have `2^20` distances and numbers of centres together.
