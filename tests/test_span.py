@@ -481,14 +481,24 @@ def test_ifca_ends_the_same_with_and_without(steps, client_axis, options):
             assert jnp.linalg.norm(a - b) <= 1e-3 * jnp.linalg.norm(b - s)
 
 
-def test_a_bias_with_a_rate_of_its_own_is_trained_beside_the_span():
-    """An optimiser may move biases otherwise than kernels, as `optax.multi_transform` does."""
+def biases(yes, no):
+    """The function of parameters that names biases `yes`, and others `no`."""
+    return lambda params: jax.tree_util.tree_map_with_path(
+        lambda path, _: yes if "bias" in str(path[-1]) else no, params
+    )
 
-    def label(params):
-        return jax.tree_util.tree_map_with_path(lambda path, _: "b" if "bias" in str(path[-1]) else "w", params)
 
-    params, start = MLP.init(jax.random.key(1)), dense_start(MLP)
-    apart = optax.multi_transform({"b": optax.sgd(0.3), "w": optax.sgd(0.1)}, label)
+@pytest.mark.parametrize(
+    "apart",
+    [
+        optax.multi_transform({"b": optax.sgd(0.3), "w": optax.sgd(0.1)}, biases("b", "w")),
+        optax.chain(optax.add_decayed_weights(0.5, mask=biases(True, False)), optax.sgd(0.1)),
+    ],
+    ids=["rate", "decay"],
+)
+def test_a_bias_that_moves_otherwise_than_the_kernel_is_trained_beside_the_span(apart):
+    """An optimiser may have another rate for biases, as `optax.multi_transform` does, or decay them alone."""
+    params, start = jax.tree.map(lambda p: p + 0.1, MLP.init(jax.random.key(1))), dense_start(MLP)
     assert span.in_span(start, optax.sgd(0.1), params) is start
     assert span.in_span(start, apart, params) == start._replace(bias=None)
     ends = [

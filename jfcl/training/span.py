@@ -197,7 +197,7 @@ def _try(optimizer: optax.GradientTransformation, ranks: PyTree, kernel: str, bi
     def back(tree):  # from A to W, and to the bias
         a = get_parameter(tree, kernel)
         if bias is not None:
-            tree = set_parameter(tree, bias, get_parameter(tree, bias) + a.sum(axis=0))
+            tree = set_parameter(tree, bias, a.sum(axis=0))  # it moves by nothing else, such as its decay
         return set_parameter(tree, kernel, np.tensordot(x.T, a, axes=1))
 
     def gradients(scale):  # of W, and of A
