@@ -22,6 +22,7 @@ from jfcl.mapping.axis import client_mesh, sharded
 from jfcl.mapping.placement import place
 from jfcl.methods import METHODS
 from jfcl.methods.options import factory as as_factory
+from jfcl.simulation.evaluation import unlike
 from jfcl.testing import check_algorithm, problem
 
 OPTIONS = {
@@ -98,6 +99,19 @@ def test_no_device_gathers_the_data_of_others(name):
     examples = {f"{n},{m},4", f"{n // 2},{m},4", f"{n},{m}"}
     assert not examples & set(moved) or name == "federated_clustering", moved
     assert "all-reduce" in text or "all-gather" in text or name == "local", "nothing is said between devices at all"
+
+
+@pytest.mark.parametrize("name", quick("fedsoft", "stocfl"))
+def test_types_stay_with_64_bits_enabled(name):
+    clients, _, task, training = problem(KIND.get(name, "regression"))
+    with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
+        algorithm, key = factory(name)(task, training), jax.eval_shape(lambda: jax.random.key(0))
+        state = jax.eval_shape(algorithm.init, key, clients)
+        new, _ = jax.eval_shape(algorithm.step, key, state, clients)
+        assert not unlike(new, state)
+        for serve in filter(None, (algorithm.serve, algorithm.adopt)):
+            served = jax.eval_shape(serve, state, clients)
+            assert served.to is None or served.to.dtype in (jnp.int32, jnp.float32)
 
 
 @pytest.mark.parametrize("name", quick("ifca"))

@@ -233,7 +233,7 @@ def _look(task: Task, compare: str, models: PyTree, active: jax.Array, examples:
 
     order = jnp.argsort(~active, stable=True)
     with at_most(k):
-        scores = jax.lax.fori_loop(0, active.sum(), score, jnp.zeros((k, m)))
+        scores = jax.lax.fori_loop(0, active.sum(), score, jnp.zeros((k, m), jnp.float32))
     values = jnp.concatenate([scores, jnp.stack([real, begins]).astype(jnp.float32)]).T
     sums = jax.ops.segment_sum(values, jnp.where(real, jnp.where(new, k, model), k + 1), k + 2)
     return sums[:k], (model, new, sums[k])
@@ -245,7 +245,9 @@ def _begin(rules: Averaging, limits: tuple, compare: str, eager: bool, state: Av
     look = partial(_look, rules.task, compare, state.params, cells.active)
     add = lambda total, sent: total + sent.sum(axis=0)  # noqa: E731
     data = clients.examples, jnp.asarray(clients.size), step, cells.step, cells.model
-    sums, (model, new, of_new) = mapping.map_reduce(rules.client_axis, look, add, jnp.zeros((k, k + 2)))(*data)
+    sums, (model, new, of_new) = mapping.map_reduce(rules.client_axis, look, add, jnp.zeros((k, k + 2), jnp.float32))(
+        *data
+    )
     of_new, cluster, last = on_every_device(rules.client_axis, (of_new, state.cluster, cells.score))
 
     # Find each client's best model for its new examples, and the clients that have drifted.

@@ -171,7 +171,7 @@ def _remember(grouping: Grouping, key: jax.Array, clients: Clients, state: Avera
     cohort = Cohort(take_clients(clients, rows), rows, train_key)
     shares = ()
     if grouping.migrate is not None:
-        shares = jnp.zeros((n, rules.task.num_classes)).at[rows].set(_shares(cohort.clients, rules.task))
+        shares = jnp.zeros((n, rules.task.num_classes), jnp.float32).at[rows].set(_shares(cohort.clients, rules.task))
     train = partial(_first_update, grouping, start)
     updates, usable = embedded(rules, train, cohort, phases.take_rows(cohort, personal))
     flat = ravel_clients(trained_part(rules.task, updates))
@@ -199,7 +199,7 @@ def _assign(grouping: Grouping, key: jax.Array, cohort: Cohort, state: Averaging
         change = jnp.abs(shares - before).sum(axis=1) / 2
         moved = (size > 0) & (unchanged != UNSEEN) & (change > grouping.migrate)
     is_cold = ((size > 0) & (unchanged == UNSEEN)) | moved
-    none = jnp.full((len(size), grouping.rules.num_clusters), NONE)
+    none = jnp.full((len(size), grouping.rules.num_clusters), NONE, jnp.float32)
     similar = embedded_again(grouping.rules, partial(_cosines, grouping, memory), cohort, is_cold, none, personal)
     joins = is_cold & (similar.max(axis=1) > NONE)
     cluster = jnp.where(joins, jnp.argmax(similar, axis=1).astype(jnp.int32), last)
@@ -220,7 +220,10 @@ def _adopt(grouping: Grouping, state: AveragingState, clients: Clients) -> Serve
     """Gives a cold start to clients that were not in training, with the mean of the personal parameters of members."""
     n, new, member = num_clients(clients), Cohort(clients, None, jax.random.key(0)), state.unchanged != UNSEEN
     personal = phases.personal_of_newcomers(state.personal, member | ~member.any(), n)
-    compare, none = partial(_cosines, grouping, state.memory), jnp.full((n, grouping.rules.num_clusters), NONE)
+    compare, none = (
+        partial(_cosines, grouping, state.memory),
+        jnp.full((n, grouping.rules.num_clusters), NONE, jnp.float32),
+    )
     similar = embedded_again(grouping.rules, compare, new, jnp.asarray(clients.size) > 0, none, personal)
     to = jnp.argmax(similar, axis=1).astype(jnp.int32)
     return Served(state.params, to, personal)

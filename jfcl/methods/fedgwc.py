@@ -163,7 +163,7 @@ def _learn(
     # Divide the clusters that are due, one after the other.
     limit = members.astype(jnp.int32) // c  # of the parts
     due = (calm >= jnp.maximum(jnp.round(real.sum() / c).astype(jnp.int32), 1)) & (limit > 1)
-    order, numbers = jnp.argsort(~due, stable=True), jnp.arange(k, dtype=jnp.int32)
+    order, numbers = jnp.argsort(~due, stable=True).astype(jnp.int32), jnp.arange(k, dtype=jnp.int32)
 
     def divide_next(j, carry):
         cluster, moves, num_used = carry

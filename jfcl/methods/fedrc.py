@@ -100,11 +100,11 @@ def label_shares(table: jax.Array, floor: float) -> jax.Array:
 
 def log_factor(floor: float, table: jax.Array, examples: Batch) -> jax.Array:
     """Returns `−log T[y, k]` of each of one client's examples, `[M, K]`."""
-    is_label = jax.nn.one_hot(examples["y"], len(table))
+    is_label = jax.nn.one_hot(examples["y"], len(table), dtype=table.dtype)
     return -jnp.matmul(is_label, jnp.log(label_shares(table, floor)), precision=jax.lax.Precision.HIGHEST)
 
 
 def count(table: jax.Array, q: jax.Array, examples: Batch, size: jax.Array) -> jax.Array:
     """Returns the shares of one client's examples by label and model, `[C, K]`, in the shape of `table`."""
-    is_label = jax.nn.one_hot(examples["y"], len(table))
+    is_label = jax.nn.one_hot(examples["y"], len(table), dtype=table.dtype)
     return jnp.matmul(is_label.T, q, precision=jax.lax.Precision.HIGHEST) / jnp.maximum(size, 1).astype(q.dtype)

@@ -194,7 +194,7 @@ def importance(share: jax.Array) -> jax.Array:
 def shares(task: Task, centres: PyTree, examples: PyTree, size: jax.Array) -> jax.Array:
     """Returns the shares `[K]` of one client's examples of which the loss is lowest under each centre."""
     best = example_losses(task, centres, examples, size).argmin(axis=1)
-    return means(jax.nn.one_hot(best, len(jax.tree.leaves(centres)[0])), size)
+    return means(jax.nn.one_hot(best, len(jax.tree.leaves(centres)[0]), dtype=jnp.float32), size)
 
 
 def drawn(key: jax.Array, weights: jax.Array, clients: Clients, count: int) -> jax.Array:

@@ -121,7 +121,7 @@ def stocfl(
         of_all = inner.init(rules._replace(init_params=anchor), key, clients)
         dim = ravel_clients(trained_part(task, of_all.params)).shape[1]
         rows, none = jnp.arange(k, dtype=jnp.int32), jnp.zeros(k, jnp.int32)
-        memory = Partition(anchor, of_all, jnp.zeros((n, dim)), rows, none, none)
+        memory = Partition(anchor, of_all, jnp.zeros((n, dim), jnp.float32), rows, none, none)
         return state._replace(unchanged=jnp.full(n, UNSEEN, jnp.int32), memory=memory)
 
     def step(key: jax.Array, state: AveragingState, clients: Clients):
@@ -141,7 +141,10 @@ def stocfl(
 
     def adopt(state: AveragingState, clients: Clients) -> Served:
         memory, k, n = state.memory, len(state.memory.size), num_clients(clients)
-        new, zeros = Cohort(clients, None, jax.random.key(0)), jnp.zeros((n, memory.seen.shape[1]))
+        new, zeros = (
+            Cohort(clients, None, jax.random.key(0)),
+            jnp.zeros_like(memory.seen, shape=(n, memory.seen.shape[1])),
+        )
         look = partial(observe, memory.anchor)
         updates = embedded_again(rules, look, new, jnp.asarray(clients.size) > 0, zeros)
         usable = jnp.isfinite(updates).all(axis=1)
