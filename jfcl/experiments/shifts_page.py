@@ -131,9 +131,11 @@ def _choices(ranks: Ranks) -> Table:
     for problem, scores in zip(ranks.problems, ranks.scores.tolist(), strict=True):
         each = {m: score for m, score in zip(ranks.methods, scores, strict=True) if m != BOUND}
         best = max(each, key=lambda m: each[m], default=BOUND)
-        accuracy, std = _over_cells([ranks.cells[s, best] for s in ranks.settings if s[:2] == problem])
+        cells = [ranks.cells[s, best] for s in ranks.settings if s[:2] == problem]
+        accuracy, std = _over_cells(cells)
         near = [m for m, score in each.items() if m != best and std is not None and score >= each[best] - std]
-        rows.append([" ".join(names_of(problem)), best, number(accuracy, std, 1, 100), ", ".join(near) or "–"])
+        text = _marked(number(accuracy, std, 1, 100), cells)
+        rows.append([" ".join(names_of(problem)), best, text, ", ".join(near) or "–"])
     caption = f"Means over strengths, with the standard deviation over seeds, without {BOUND}"
     heads = ["data and shift", "best", "accuracy %", "as good within a standard deviation"]
     return Table(f"choices-{ranks.mode}", heads, rows, caption, "text")
@@ -144,6 +146,22 @@ def _over_cells(cells: Sequence[Result]) -> tuple[float | None, float | None]:
     columns = [*zip(*(cell.over_seeds("accuracy") for cell in cells), strict=True)] or [(None,), (None,)]
     mean, std = (None if None in values else float(np.mean(values)) for values in columns)
     return mean, std
+
+
+def _share_ended(cells: Sequence[Result]) -> str:
+    """Returns how many runs of cells have results, of how many, where some have none."""
+    ended, runs = (sum(len(getattr(cell, name)) for cell in cells) for name in ("ended", "runs"))
+    return f"{ended}/{runs}" * (ended < runs)
+
+
+def _marked(text: str, cells: Sequence[Result]) -> str:
+    """Returns a text with `_share_ended` behind it."""
+    return f"{text} {_share_ended(cells)}".strip()
+
+
+def _labels(ranks: Ranks) -> dict[str, str]:
+    """Returns the ranked methods, marked by their runs, by their names."""
+    return {m: _marked(m, [ranks.cells[s, m] for s in ranks.settings]) for m in ranks.methods}
 
 
 def _ranks_table(ranks: Ranks) -> Table:
@@ -165,9 +183,12 @@ def _ranks_table(ranks: Ranks) -> Table:
 def _costs(ranks: Ranks, columns: dict[str, list[float | None]]) -> Table:
     """Returns the table of what is measured."""
     texts = [[COSTS[name][1](value) for value in values] for name, values in columns.items()]
-    rows = [[method, *row] for method, *row in zip(ranks.methods, *texts, strict=True)]
+    rows = [[label, *row] for label, *row in zip(_labels(ranks).values(), *texts, strict=True)]
     caption = "Means over the ranked settings in which it can be measured; a dash where a setting has no value."
     caption += " Rounds and bytes to 95 % are to that of a run's own final accuracy; seconds are with evaluations"
+    caption += ". 2/3: two of three runs have results, and the figures are theirs" * (
+        ranks.methods != [row[0] for row in rows]
+    )
     return Table(f"costs-{ranks.mode}", ["method", *(COSTS[name][0] for name in columns)], rows, caption)
 
 
@@ -192,11 +213,13 @@ def _rank_parts(ranks: Ranks) -> dict[str, Any]:
     arrays = {name: np.array(values, float)[chosen] for name, values in columns.items()}
     costs = {COSTS[name][0]: arrays[name] for name in ("bytes_to_95", "client_steps", "seconds") if name in arrays}
     if costs and "accuracy" in arrays:
-        names, accuracy = [methods[i] for i in chosen], 100 * arrays["accuracy"]
+        labels, accuracy = _labels(ranks), 100 * arrays["accuracy"]
         caption = f"Accuracy by cost, without {BOUND}. The line joins the methods that no other beats in both (Pareto)."
         caption += " A client step is one step of a client's optimiser. One that moves all models of a mixture counts"
         caption += " once, though it costs as much as one of each; models that are trained apart each have their own."
-        draw = partial(ranking.plot_costs, names, costs, accuracy, {*REFERENCES})
+        caption += " 2/3: two of three runs have results." * (methods != [*labels.values()])
+        named = {labels[method] for method in REFERENCES if method in labels}
+        draw = partial(ranking.plot_costs, [labels[methods[i]] for i in chosen], costs, accuracy, named)
         figures.append(figure(None, f"pareto-{mode}", draw, caption))
     tables = {"choices": _choices(ranks), "ranks": _ranks_table(ranks), "costs": _costs(ranks, columns)}
     return tables | {"figures": figures}
@@ -254,7 +277,9 @@ def _curves(cells: Sequence[Result], ranks: Ranks) -> list[Figure | None]:
     drawn = []
     for key, of in sorted(panels.items()):
         each = {
-            plots.label(m): [{"seed": r["seed"], "round": t, "accuracy": a} for r in of[m].ended for t, a in r["curve"]]
+            plots.label(_marked(m, [of[m]])): [
+                {"seed": r["seed"], "round": t, "accuracy": a} for r in of[m].ended for t, a in r["curve"]
+            ]
             for m in lines
             if m in of and of[m].ended
         }
@@ -357,5 +382,5 @@ def _tex(ranks: Ranks) -> list[str]:
 def _tex_cell(cells: Sequence[Result], over: tuple[float | None, float | None], is_best: bool) -> str:
     """Returns a cell of the table for LaTeX."""
     text = tex(number(*over, 1, 100))
-    ended, runs = (sum(len(getattr(cell, name)) for cell in cells) for name in ("ended", "runs"))
-    return (rf"\textbf{{{text}}}" if is_best else text) + (f" ({ended}/{runs})" if ended < runs else "")
+    share = _share_ended(cells)
+    return (rf"\textbf{{{text}}}" if is_best else text) + (f" ({share})" if share else "")
