@@ -364,11 +364,15 @@ def spoiled(**changes):
             {},
             "num_classes .* must be an integer, at least 1",
         ),
-        (lambda: tuple(tagged()), {}, "dataset must be a jfcl.data.Dataset, got 'tuple'"),
+        (
+            lambda: tuple(tagged()),
+            {},
+            "dataset must be a jfcl.data.Dataset .jfcl.data.from_frame makes .*, got 'tuple'",
+        ),
         (
             lambda: tagged()._replace(train={"x": np.ones((3, 2)), "y": np.ones((3, 2), int)}),
             {},
-            r"y must be a label for each input, integers.*got 'int64 .3, 2.'",
+            r"y must be a label for each input, integers \(y.argmax\(-1\) of one-hot rows.*got 'int64 .3, 2.'",
         ),
     ],
 )

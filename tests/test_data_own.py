@@ -63,11 +63,8 @@ def test_pairs_and_dictionaries_become_clients():
         ([(np.ma.array([[1.0], [2.0]], mask=[[0], [1]]), [0, 1])], "client 0: x: a masked array has missing values"),
         ([(np.full((2, 2), [1e39, -1e39]), [0, 1])], "client 0: x: 2 rows with numbers beyond float32"),
         ([([[1.0]], ["a"])], "client 0: y must be numbers; jfcl.data.from_frame numbers texts, .*, got 'texts'"),
-        (
-            [([[1.0]], [0]), (np.ones((0, 1)), np.ones(0, int))],
-            "client 1: x must be of at least one .*, got '0 examples'",
-        ),
-        ([([], [])], "client 0: x must be of at least one .clients without examples are left out., got"),
+        ([([[1.0]], [0]), (np.ones((0, 1)), np.ones(0, int))], "client 1: x must be of at least one example .*, got 0"),
+        ([([], [])], "client 0: x must be of at least one example .leave out clients without any., got 0"),
     ],
 )
 def test_from_arrays_refuses(clients, words):

@@ -277,6 +277,7 @@ def test_shares_counts_and_files_of_others_are_answered(tmp_path, capsys):
     (tmp_path / "x.yaml").write_text("lr: 0.1\n")
     (tmp_path / "x.toml").write_text("cohort = 0.1\n")
     for flags, said in [
+        (["--clusters", "auto"], "the hidden ones of the data; num_models is the number of models"),
         (["--cohort", "0.1"], "argument --cohort: invalid int value: '0.1' (a number of clients, not a share)"),
         (
             ["--config", str(tmp_path / "x.toml")],

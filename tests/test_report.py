@@ -514,11 +514,15 @@ def test_what_is_no_run_is_refused(copy, tmp_path, capsys):
     (tmp_path / "foreign").mkdir()
     (tmp_path / "foreign" / "config.json").write_text('{"name": "another program"}')
     (tmp_path / "file").write_text("x")
+    (tmp_path / "ranking" / "cells").mkdir(parents=True)
+    (tmp_path / "ranking" / "settings.json").write_text("{}")
     before, cfl = contents(tmp_path), str(copy / "cfl")
     cases = [
         ([str(tmp_path / "nowhere")], "holds no run: it is not there"),
         ([str(tmp_path / "file")], "holds no run: it is a file"),
         ([str(tmp_path / "empty")], "holds no run: config.json is missing"),
+        ([str(tmp_path / "ranking")], "holds a ranking of jfcl shifts, and no run"),
+        ([str(tmp_path)], f"config.json is missing; runs are in {tmp_path / 'foreign'}"),
         ([str(tmp_path / "foreign")], "was not made by jfcl: it has no versions"),
         ([cfl, str(tmp_path / "empty")], "holds no run"),
         ([cfl, "--out", str(tmp_path / "x.txt")], "out must be a file that ends in .html"),

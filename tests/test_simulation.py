@@ -633,7 +633,12 @@ def test_labels_that_the_model_does_not_know_are_refused_before_anything_is_writ
     task = jfcl.models.classification(jfcl.models.Linear(3), (4,), 3)
     algorithm = jfcl.fedavg(task, TRAINING)
     x = np.zeros((2, 3, 4), np.float32)
-    for y, words in [(np.full((2, 3), 3), "labels must lie in 0..2, got 3"), (np.ones((2, 3)), "of an integer type")]:
+    for y, words in [
+        (np.full((2, 3), 3), "labels must lie in 0..2, got 3"),
+        (np.ones((2, 3)), "of an integer type, as y.astype"),
+        (np.ones((2, 3, 3)), "of an integer type, as y.argmax"),
+        (np.ones((2, 3, 3), int), "one label for each vector of logits .* .y.argmax.-1. of one-hot rows., got"),
+    ]:
         clients = jfcl.Clients({"x": x, "y": y}, np.full(2, 3))
         with pytest.raises(ValueError, match=words):
             jfcl.simulate(algorithm, clients, key=jax.random.key(0), num_rounds=1, out=tmp_path / "run")

@@ -495,6 +495,7 @@ def test_options_of_a_table(tmp_path, capsys, monkeypatch):
     assert (config.clients, config.partition, config.heterogeneity) == (3, "writer", "none")
     for wrong, words in [
         (["--dataset", "none.csv", "--by", "user"], "dataset must be a file that exists, got 'none.csv'"),
+        (["--dataset", "none.csv", "--clients", "4"], "dataset must be a file that exists, got 'none.csv'"),
         (["--dataset", "shop.csv", "--by", "usr"], "unknown column for by 'usr': did you mean 'user'?"),
         (["--dataset", "shop.csv", "--by", "user", "--target", "lable"], "did you mean 'label'?"),
         (

@@ -151,7 +151,7 @@ def check_at_most_clients(argument: str, value: int | None, count: int) -> None:
 def check_labels(clients: Clients, num_classes: int, *, name: str = "clients") -> None:
     """Raises `ValueError` unless the labels `examples["y"]` of real examples are integers in `0..num_classes-1`."""
     y = np.asarray(clients.examples["y"])
-    accepted = "labels of an integer type, as y.astype(np.int32)"
+    accepted = f"labels of an integer type, as y.{'astype(np.int32)' if y.ndim == 2 else 'argmax(-1) of one-hot rows'}"
     check(np.issubdtype(y.dtype, np.integer), f'{name}.examples["y"]', y.dtype, accepted)
     real = np.asarray(mask(clients)).reshape(*y.shape[:2], *[1] * (y.ndim - 2))
     bad = ((y < 0) | (y >= num_classes)) & real

@@ -49,7 +49,8 @@ def normalised(dataset: Any, *, texts: bool = False) -> Dataset:
     What `Dataset` does not describe is refused, and numbers that JAX's types do not hold or tell apart. Inputs may be
     `texts`.
     """
-    check(isinstance(dataset, Dataset), "dataset", type(dataset).__name__, "a jfcl.data.Dataset")
+    accepted = "a jfcl.data.Dataset (jfcl.data.from_frame makes one of a table)"
+    check(isinstance(dataset, Dataset), "dataset", type(dataset).__name__, accepted)
     name, count, writer = f"data set {dataset.name!r}", dataset.num_classes, dataset.writer
     if count is not None:
         check_count(f"{name}: num_classes (None for a regression)", count)
@@ -104,7 +105,8 @@ def _checked(split: Any, where: str, num_classes: int | None, texts: bool) -> di
         if values.ndim <= 2 and (values.dtype.kind == "f" or (name == "inputs" and values.ndim == 1)):
             check_apart(f"{where}: {name}", values)
     if num_classes is not None:
-        accepted = "a label for each input, integers (y.astype(np.int32)); a regression has num_classes=None"
+        advice = "y.astype(np.int32)" if y.ndim == 1 else "y.argmax(-1) of one-hot rows"
+        accepted = f"a label for each input, integers ({advice}); a regression has num_classes=None"
         check(y.ndim == 1 and y.dtype.kind in "iu", f"{where}: y", f"{y.dtype} {list(y.shape)}", accepted)
         fits = y.min() >= 0 and y.max() < num_classes
         check(fits, f"{where}: labels", [int(y.min()), int(y.max())], f"in 0..{num_classes - 1}")

@@ -91,7 +91,7 @@ def plain(values: Any, where: str) -> Any:
     several = np.ndim(values) > 0 if isinstance(values, np.ndarray) else hasattr(values, "__iter__")
     check(several, where, values, "an array or a list with an entry for each example")
     rows = values if isinstance(values, np.ndarray) and values.dtype.kind in "biuf" else list(values)
-    check(len(rows) > 0, where, "0 examples", "of at least one (clients without examples are left out)")
+    check(len(rows) > 0, where, 0, "of at least one example (leave out clients without any)")
     if isinstance(rows, np.ndarray):
         return rows
     accepted = "numbers in the place of dates and times, such as the days since the first one (.dt.days) or the hour"

@@ -178,9 +178,12 @@ def load_params(folder: str | Path, part: str = "params") -> PyTree:
 
 def _instead(folder: Path) -> str:
     """Describes what a folder without `config.json` holds instead of a run."""
+    if (folder / "settings.json").exists():
+        return "holds a ranking of jfcl shifts, and no run"
     if (folder / "cells").exists():
         return f"holds a sweep, and no run; run the best: jfcl run --config {folder / 'best.toml'} --out DIR"
-    return "holds no run: config.json is missing"
+    within = sorted(str(path.parent) for path in folder.glob("*/config.json"))
+    return f"holds no run: config.json is missing{'; runs are in ' * bool(within)}{' '.join(within)}"
 
 
 def _columns(folder: Path, summary: dict[str, Any]) -> dict[str, np.ndarray]:

@@ -171,7 +171,7 @@ def load_dataset(config: Config, data_dir: str | None) -> tuple[data.Dataset, in
     if is_file(config.dataset):
         x = None if config.inputs is None else [column.strip() for column in config.inputs.split(",")]
         columns = {"by": config.by, "x": x, "y": config.target, "kind": config.kind}
-        with renamed({"x": "inputs", "y": "target"}):
+        with renamed({"frame": "dataset", "x": "inputs", "y": "target"}):
             dataset = data.from_frame(config.dataset, **columns, scale=True, name=Path(config.dataset).name)
     else:
         dataset = lookup.find_dataset(config.dataset, data_dir)

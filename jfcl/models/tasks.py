@@ -125,7 +125,7 @@ def cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
 
     Accelerators compare the classes with the label, since a gather is slow there. A label out of range gives NaN.
     """
-    wanted = f"{logits.shape[:-1]}, one label for each vector of logits {logits.shape}"
+    wanted = f"{logits.shape[:-1]}, one label for each vector of logits {logits.shape} (y.argmax(-1) of one-hot rows)"
     check(labels.shape == logits.shape[:-1], "the shape of the labels", labels.shape, wanted)
 
     if jnp.issubdtype(labels.dtype, jnp.integer) and labels.dtype.itemsize < 4:
