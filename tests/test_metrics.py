@@ -295,6 +295,10 @@ def test_a_model_without_a_leading_axis_is_refused():
         ({"newcomer_loss": jfcl.metrics.macro_f1}, "metrics must be other names than those of entries"),
         ({"true_cluster": jfcl.metrics.macro_f1}, "metrics must be other names than those of entries"),
         ({"f1": 3}, r"metrics\['f1'\] must be a function"),
+        (
+            {"two": lambda outputs, batch: 0.0},
+            r"metrics\['two'\] must be a function \(outputs, batch, real\) -> a number; ",
+        ),
         ({"F 1": jfcl.metrics.macro_f1}, "metrics must be names such as"),
         (jfcl.metrics.macro_f1, "metrics must be a dict of functions"),
         ({"table": jfcl.metrics.confusion_matrix}, r"metrics\['table'\] must be a function that returns one number"),

@@ -8,6 +8,7 @@ is NumPy on the host.
 
 from __future__ import annotations
 
+import inspect
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -104,7 +105,12 @@ def check_metrics(metrics: Mapping[str, Metric] | None) -> tuple[tuple[str, Metr
     for name, function in (metrics or {}).items():
         check(isinstance(name, str) and name.isidentifier(), "metrics", name, "names such as 'macro_f1'")
         check(name not in RESERVED, "metrics", name, f"other names than those of results: {', '.join(RESERVED)}")
-        check(callable(function), f"metrics[{name!r}]", function, "a function (outputs, batch, real) -> a number")
+        accepted = "a function (outputs, batch, real) -> a number"
+        check(callable(function), f"metrics[{name!r}]", function, accepted)
+        try:
+            inspect.signature(function).bind(*range(3))
+        except TypeError as error:
+            raise ValueError(f"metrics[{name!r}] must be {accepted}; {error}") from None
     return tuple(sorted((metrics or {}).items()))
 
 
