@@ -56,7 +56,8 @@ def summarize_records(
 def summarize_drift(records: list[dict[str, Any]]) -> dict[str, Any]:
     """Returns the entry `drift` of `summary.json`: the results of each seed by steps; nothing without drift.
 
-    `mean` and `std` over seeds are those of the means over steps before adapting, and of the rounds to recovery.
+    `mean` and `std` over seeds are those of the means over steps before adapting, and of the rounds to recovery, where
+    the accuracy recovers.
     """
     by_seed = defaultdict(list)
     for record in records:
