@@ -293,7 +293,7 @@ def mix_inputs(updates, params):
         optax.noisy_sgd(0.1, key=jax.random.key(0)),
         optax.lars(0.1),
         optax.radam(0.1),  # linear for the first five steps
-        optax.chain(optax.add_decayed_weights(optax.linear_schedule(0.0, 0.1, 9, transition_begin=9)), optax.sgd(0.1)),
+        optax.chain(optax.add_decayed_weights(optax.linear_schedule(0.0, 0.1, 9, 5000)), optax.sgd(0.1)),
         optax.masked(optax.sgd(0.1), {"other": True}),  # cannot be tried
         optax.set_to_zero(),  # nothing to be seen
     ],

@@ -33,7 +33,7 @@ from jfcl.training.losses import masked_mean
 # 13 cases (d 64 to 1,024, H 32 to 1,000, M 16 to 300, B 4 to 50): with it the costs below choose the faster way, or one
 # within 15 % of it. With one device for both cores the span is up to 1.8 times as fast where the costs are equal.
 PASS = 25
-COUNTED = (0, 30, 1000)  # steps done before a trial: RAdam's first few are linear, and a schedule may begin late
+COUNTED = (0, 30, 1000, 10**6)  # steps before a trial: RAdam's first few are linear, a schedule may begin late
 TOLERANCE = 1e-4  # of float32 rounding in a few steps on a few numbers, far below the effect of a non-linearity
 
 
@@ -160,7 +160,7 @@ def stays_in_span(
     With the path of a `bias`, also whether it moves `A` as it moves the bias `b_0 + 1^T A`. True of gradient descent,
     momentum, Nesterov, moving averages of gradients, and schedules; not of Adam, weight decay, or clipping. The trial
     is on arrays of a few random numbers in the shape of the tree `params`, with gradients of size 1e-8, 1 and 1e8 and
-    unrelated values of kernel and `A`, from fresh states with counters of steps at 0, 30 and 1000. A learning rate that
+    unrelated values of kernel and `A`, from fresh states with counters of steps as in `COUNTED`. A learning rate that
     is a tracer is 0.3 in it.
 
     Cost: tenths of a second for the first of a kind, since jax compiles its operations; 20 to 40 ms for the next. The
