@@ -203,6 +203,16 @@ def test_kill_minus_nine_and_resume(tmp_path):
     assert len(resumed.records) == len(whole.records) == done + 5
 
 
+def test_a_metric_of_as_many_models_as_there_are_clients_and_padding_is_whole():
+    def step(key, state, clients):
+        state, metrics = STILL.step(key, state, clients)
+        return state, metrics | {"of_models": jnp.arange(8.0), "of_clients": jnp.arange(8.0)[: len(clients.size)]}
+
+    axis = jfcl.sharded(jfcl.client_mesh(2))  # 7 clients and one that pads
+    record = sim(algorithm=STILL._replace(step=step), num_rounds=1, client_axis=axis).records[-1]
+    assert record["of_models"] == list(range(8)) and record["of_clients"] == list(range(7))
+
+
 @pytest.mark.slow
 def test_records_leave_out_the_clients_that_fill_up_devices():
     clients, _, task, training = problem("classification")

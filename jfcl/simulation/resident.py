@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import jax
@@ -21,6 +21,7 @@ from jfcl.mapping.jitted import RUNS_ONCE, jitted, strong
 from jfcl.simulation import evaluation
 from jfcl.simulation.evaluation import Assessment, Silence, Subjects, evaluate_rows, serving_part
 from jfcl.simulation.folder import Restored, RunFolder
+from jfcl.simulation.layout import metrics_of_clients
 from jfcl.simulation.loop import MOST_ROUNDS, Block, read_checkpoint
 from jfcl.simulation.progress import compile_ahead
 
@@ -349,11 +350,18 @@ class Resident:
         weights = None if held_out is None else held_out.pop("weights", None)
 
         # Padding clients are behind the others.
-        values = {name: v[:, :n] if v.shape[1:] == (padded,) else v for name, v in values.items()}
+        long = [name for name, v in values.items() if padded > n and v.shape[1:] == (padded,)]
+        values |= {name: values[name][:, :n] for name in long if name in self._metrics_of_clients}
         parts = cluster, held_out, served.excluded, upcoming, weights
         cluster, held_out, excluded, upcoming, weights = jax.tree.map(lambda x: x[:, :n], parts)
         newcomers = jax.tree.map(lambda x: x[:, : len(new)], newcomers)
         return Assessment(cluster, values, held_out, newcomers, excluded, upcoming, weights, self._size)
+
+    @cached_property
+    def _metrics_of_clients(self) -> tuple[str, ...]:
+        """The names of the metrics with a number for each client; others may have as many by chance."""
+        state = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), self.like)
+        return metrics_of_clients(self.method, partial(client_shapes, self._clients), self._n, state)
 
     def held_out(self, state: Any) -> dict[str, np.ndarray]:
         """Returns the results of the test clients, `[R, N]` each, also of rows that have diverged."""
