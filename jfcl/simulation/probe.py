@@ -118,6 +118,7 @@ def fastest(
         console.print(f"mapping: {cached}, as an earlier probe found ({file})")
         return candidates[cached]
 
+    console.print(f"mapping: compiling and timing a round with {', '.join(candidates)}")
     limit = memory.free_memory() - num_bytes(clients.examples)
     shapes = client_shapes(clients, hosts.total(num_clients(clients)))
     table = Table("mapping", title="mapping: a short probe", title_justify="left")
