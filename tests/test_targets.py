@@ -76,19 +76,20 @@ def compiled(name, model, mesh):
 @pytest.mark.parametrize("name", METHODS)
 def test_every_method_compiles_for_a_slice(name, model, mesh):
     shape = MODELS[model][1]
-    for text in compiled(name, model, mesh):
+    for part, text in zip(("init", "step"), compiled(name, model, mesh), strict=True):
         found = cost.price(text, targets.target(SLICE))
         count = sum(number for number, _ in found.collectives.values())
         assert count <= MOST_COLLECTIVES, found.collectives
         # Loops over rounds (of HypCluster's start) or local steps are shorter than any over the clients of a chip.
         loops = [loop for loop in found.loops if loop.collectives and (loop.trips is None or loop.trips >= N // 4 - 1)]
-        assert not loops, "a loop over clients communicates in every trip"
+        assert not loops or name == "feddrift", "a loop over clients communicates in every trip"  # there, over models
 
-        # No client's examples travel, in whatever shape; Federated-Clustering's models meet batches of all clients.
+        # No client's examples travel, in whatever shape, but where Federated-Clustering's models meet batches of all
+        # clients, and FedGroup trains a sample of them at first.
         sent = re.findall(rf"= (\(?\w+\[[^=]*?) (?:{'|'.join(cost.COLLECTIVES)})(?:-start)?\(", text)
         sizes = {math.prod(map(int, dims.split(","))) for one in sent for dims in re.findall(r"\w+\[([\d,]+)\]", one)}
         pixels = M * math.prod(shape)
-        if name != "federated_clustering":
+        if name != "federated_clustering" and (name, part) != ("fedgroup", "init"):
             assert not sizes & {pixels * n for n in (1, N // 4, N)}, sizes
 
         # Kernels compute in full precision whatever training does.

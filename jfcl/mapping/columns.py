@@ -54,3 +54,14 @@ def on_every_device(client_axis: mapping.Mapping, tree: PyTree) -> PyTree:
         return tree
     same = NamedSharding(client_axis.mesh, PartitionSpec())
     return jax.tree.map(lambda x: jax.lax.with_sharding_constraint(x, same), tree)
+
+
+def on_each_device(client_axis: mapping.Mapping, server: Callable[..., Any]) -> Callable[..., Any]:
+    """Maps small work of the server such that every device does all of it, on copies of the arguments.
+
+    The compiler would divide some array of clients, such as a mask, and send messages in every step of a loop.
+    """
+    if not isinstance(client_axis, mapping.sharded):
+        return server
+    same = PartitionSpec()
+    return jax.shard_map(server, mesh=client_axis.mesh, in_specs=same, out_specs=same, check_vma=False)

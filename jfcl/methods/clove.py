@@ -14,6 +14,7 @@ from jfcl.core.options import MOST_ADDED, OneOf, Range
 from jfcl.core.parameters import with_fixed
 from jfcl.core.types import Algorithm, Clients, Entries, Task
 from jfcl.kernels import least_cost_assignment
+from jfcl.mapping.columns import on_each_device
 from jfcl.methods.assigned import Assignment, assigned, embedded
 from jfcl.methods.averaging import Averaging, AveragingState, bytes_sent
 from jfcl.methods.number import MANY, Most, Number, clusters_of, of_scores
@@ -98,7 +99,8 @@ def clove(
 
         def compare():
             vectors = embedded(rules, losses, cohort, personal)
-            return *find(vectors, size > 0, last, server_key(cohort.key)), jnp.ones(())
+            found = on_each_device(rules.client_axis, find)(vectors, size > 0, last, server_key(cohort.key))
+            return *found, jnp.ones(())
 
         def keep():
             parts = jnp.argsort(random_order(server_key(cohort.key), cohort.clients)).astype(jnp.int32) % k

@@ -12,7 +12,7 @@ from jfcl.core import Algorithm, Clients, Cohort, Served, Task, check, client_id
 from jfcl.core.options import Interval, OneOf, Range, Real
 from jfcl.core.platforms import at_most
 from jfcl.kernels import spectral_clusters, squared_distances
-from jfcl.mapping.columns import on_every_device
+from jfcl.mapping.columns import on_each_device
 from jfcl.methods import averaging as inner
 from jfcl.methods import round as phases
 from jfcl.methods.averaging import Averaging, AveragingState, Report, averaging
@@ -137,23 +137,38 @@ def _learn(
     rules: Averaging, divide, tolerance, state: AveragingState, metrics, cohort: Cohort, report: Report, clients
 ):
     """Updates the rewards of the cohort, and divides the clusters in which they do not change any more."""
-    memory, k, c = state.memory, rules.num_clusters, len(cohort.clients.size)
-    small = report._replace(opt_state=(), personal=()), state.cluster, (cohort.clients.size, clients.size)
-    report, of_all, (size, sizes) = on_every_device(rules.client_axis, small)
-    real = sizes > 0
+    size, count = jnp.asarray(cohort.clients.size), len(cohort.clients.size)
     usable = (size > 0) & report.finite & jnp.isfinite(report.losses).all(axis=1)
     weight = phases.client_weight(rules.weights, size, phases.weights_by_id(rules.weights, client_ids(cohort.clients)))
-    row = jnp.where(usable, report.cluster, k)
-    reward = _rewards(report.losses, weight, row, k)
+    rows = jnp.arange(count) if cohort.rows is None else cohort.rows
+    renew = on_each_device(rules.client_axis, partial(_renewed, rules.num_clusters, divide, tolerance))
+    of_cohort = report.losses, report.cluster, usable, weight, rows
+    memory, cluster, moves, change = renew(state.memory, state.cluster, jnp.asarray(clients.size) > 0, *of_cohort)
+    params, server = jax.tree.map(lambda x: x[moves], (state.params, state.server))
+    unchanged = jnp.where(cluster == state.cluster, state.unchanged, 0)
+    new = {"params": params, "server": server, "cluster": cluster, "unchanged": unchanged, "memory": memory}
+    sent = metrics["bytes_up"] + metrics["participants"].astype(jnp.float32) * 4.0 * report.losses.shape[1]
+    return state._replace(**new), metrics | {"bytes_up": sent, "clusters_found": memory.made, "changes": change}
+
+
+def _renewed(k, divide, tolerance, memory: Interactions, of_all, real, losses, cluster, usable, weight, rows):
+    """Returns the `Interactions` after a round, the clusters of all clients, the old row of each model, and `change`.
+
+    Args:
+      memory: before the round.
+      of_all, real: `[N]`, the clusters of all clients, and which ones have examples.
+      losses, cluster, usable, weight, rows: `[C, S]` and `[C]`, of the cohort.
+    """
+    c, row = len(usable), jnp.where(usable, cluster, k)
+    reward = _rewards(losses, weight, row, k)
 
     # The running means, of every two clients of a cluster that were here together.
     members = jax.ops.segment_sum(real.astype(jnp.float32), of_all, k)
     count = jax.ops.segment_sum(usable.astype(jnp.float32), row, k + 1)[:k]
     share, met = count / jnp.maximum(members, 1), count > 1
-    rows = jnp.arange(c) if cohort.rows is None else cohort.rows
     place = jnp.ix_(rows, rows)
-    pairs = usable[:, None] & (row[:, None] == row[None, :]) & met[report.cluster][:, None]
-    step = share[report.cluster][:, None] * jnp.where(pairs, reward[:, None] - memory.rewards[place], 0.0)
+    pairs = usable[:, None] & (row[:, None] == row[None, :]) & met[cluster][:, None]
+    step = share[cluster][:, None] * jnp.where(pairs, reward[:, None] - memory.rewards[place], 0.0)
     rewards = memory.rewards.at[place].add(step)
     squares = jax.ops.segment_sum(jnp.square(step).sum(axis=1), row, k + 1)[:k] / jnp.maximum(count, 1) ** 2
     change = jnp.where(met, memory.change + share * (squares - memory.change), memory.change)
@@ -173,13 +188,10 @@ def _learn(
         return jnp.where(part > 0, num_used + part - 1, cluster), moves, last
 
     with at_most(k):
-        cluster, moves, num_used = jax.lax.fori_loop(0, due.sum(), divide_next, (of_all, numbers, memory.made))
-    params, server = jax.tree.map(lambda x: x[moves], (state.params, state.server))
-    begins, unchanged = due | (moves != numbers), jnp.where(cluster == of_all, state.unchanged, 0)
+        divided, moves, num_used = jax.lax.fori_loop(0, due.sum(), divide_next, (of_all, numbers, memory.made))
+    begins = due | (moves != numbers)
     memory = Interactions(rewards, jnp.where(begins, 1.0, change), jnp.where(begins, 0, calm), num_used)
-    new = {"params": params, "server": server, "cluster": cluster, "unchanged": unchanged, "memory": memory}
-    sent = metrics["bytes_up"] + metrics["participants"].astype(jnp.float32) * 4.0 * report.losses.shape[1]
-    return state._replace(**new), metrics | {"bytes_up": sent, "clusters_found": num_used, "changes": change}
+    return memory, divided, moves, change
 
 
 def _rewards(losses, weight, row, k):

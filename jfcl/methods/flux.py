@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jfcl.core import Algorithm, Clients, PyTree, Served, Task, check, mask
 from jfcl.core.options import MOST_REPEATED, Interval, Range, Real, Search
 from jfcl.kernels import cut, kmeans, knee, linkage_tree, squared_distances
-from jfcl.mapping.columns import on_every_device
+from jfcl.mapping.columns import on_each_device, on_every_device
 from jfcl.methods.averaging import Averaging, AveragingState, averaging
 from jfcl.methods.once import after_rounds, clustered_once, labels_of
 from jfcl.methods.options import AVERAGING, Options, factory
@@ -127,11 +127,17 @@ def flux(
         dim = jax.eval_shape(partial(_features, task, model), jax.tree.map(lambda x: x[0], clients.examples)).shape[1]
         projection = jnp.linalg.qr(jax.random.normal(projection_key, (dim, min(num_components, dim))))[0]
         moments = describe(model, projection, clients, labels)
-        real = mask(clients).any(axis=1) & jnp.isfinite(moments).all(axis=(1, 2))
-        moments = jnp.where(real[:, None, None], moments, 0.0)
+        cluster, described = on_each_device(client_axis, group)(moments, mask(clients).any(axis=1), cluster_key)
+        models = jax.tree.map(lambda p: jnp.broadcast_to(p, (k, *p.shape[1:])), state.params)
+        return cluster, models, state.personal, Descriptors(model, projection, *described)
+
+    def group(moments: jax.Array, real: jax.Array, key: jax.Array):
+        """Returns the cluster of each client, and the `Descriptors` from `least` on."""
+        real = real & jnp.isfinite(moments).all(axis=(1, 2))
+        counts = real[:, None, None]
+        moments = jnp.where(counts, moments, 0.0)
 
         # Scale each part to [0, 1] over clients and components.
-        counts = real[:, None, None]
         least = jnp.where(counts, moments, jnp.inf).min(axis=(0, 2))
         most = jnp.where(counts, moments, -jnp.inf).max(axis=(0, 2))
         span = jnp.where(most > least, most - least, 1.0)
@@ -140,15 +146,13 @@ def flux(
         # Cluster, and keep the means of the parts without labels.
         cluster, radius = _joined(points, real, k, radius_scale) if auto else (None, jnp.nan)
         if not auto:
-            cluster = jnp.maximum(kmeans(points, k, key=cluster_key, mask=real).cluster, 0)
+            cluster = jnp.maximum(kmeans(points, k, key=key, mask=real).cluster, 0)
         row = jnp.where(real, cluster, k)
         size = jax.ops.segment_sum(jnp.ones(len(row)), row, k + 1)[:k, None]
-        sums = jax.ops.segment_sum(points[:, : 2 * projection.shape[1]], row, k + 1)[:k]
+        sums = jax.ops.segment_sum(points[:, : 2 * moments.shape[2]], row, k + 1)[:k]
         centers = jnp.where(size > 0, sums / jnp.maximum(size, 1), jnp.inf)
-        models = jax.tree.map(lambda p: jnp.broadcast_to(p, (k, *p.shape[1:])), state.params)
         count = (size > 0).sum().astype(jnp.int32)
-        memory = Descriptors(model, projection, least[:2], span[:2], centers, count, jnp.asarray(radius, jnp.float32))
-        return cluster, models, state.personal, memory
+        return cluster, (least[:2], span[:2], centers, count, jnp.asarray(radius, jnp.float32))
 
     def sent(state: AveragingState) -> float:
         return 4.0 * 2 * (1 + labels) * state.memory.projection.shape[1]

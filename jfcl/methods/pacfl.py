@@ -11,7 +11,7 @@ from jfcl.core import Algorithm, Clients, Served, Task, check, mask
 from jfcl.core.options import Interval, OneOf, Range, Real, Search
 from jfcl.kernels import ANGLES, LINKAGES, cut, linkage_tree, principal_vectors, subspace_angles
 from jfcl.kernels.dendrogram import number_by_first
-from jfcl.mapping.columns import on_every_device
+from jfcl.mapping.columns import on_each_device, on_every_device
 from jfcl.methods.averaging import Averaging, AveragingState
 from jfcl.methods.once import clustered_once, clusters_in_use, labels_of
 from jfcl.methods.options import AVERAGING, SCOPES, Count, Options, factory
@@ -104,7 +104,13 @@ def pacfl(
         return on_every_device(client_axis, client_axis(client)(clients.examples, jnp.asarray(clients.size)))
 
     def find(key: jax.Array, clients: Clients):
-        bases, real = bases_of(clients), mask(clients).any(axis=1)
+        bases = bases_of(clients)
+        cluster, within, between = on_each_device(client_axis, group)(bases, mask(clients).any(axis=1))
+        models = initial_models(task, key, 1, options["init_params"])
+        models = jax.tree.map(lambda p: jnp.broadcast_to(p, (num_clusters, *p.shape[1:])), models)
+        return cluster, *initial_scopes(options["personal"], models, cluster), Subspaces(bases, within, between)
+
+    def group(bases: jax.Array, real: jax.Array):
         angles = subspace_angles(bases, measure=measure)
         tree = linkage_tree(angles, linkage, mask=real)
         cluster = cut(tree, num_clusters=num_clusters)
@@ -115,10 +121,7 @@ def pacfl(
         pairs = real[:, None] & real[None, :] & ~jnp.eye(len(real), dtype=bool)
         same = cluster[:, None] == cluster[None, :]
         within, between = (jnp.where(pairs & part, angles, jnp.nan) for part in (same, ~same))
-        models = initial_models(task, key, 1, options["init_params"])
-        models = jax.tree.map(lambda p: jnp.broadcast_to(p, (num_clusters, *p.shape[1:])), models)
-        memory = Subspaces(bases, jnp.nanmean(within), jnp.nanmean(between))
-        return cluster, *initial_scopes(options["personal"], models, cluster), memory
+        return cluster, jnp.nanmean(within), jnp.nanmean(between)
 
     def sent(state: AveragingState) -> jax.Array:
         vectors = (state.memory.bases != 0).any(axis=2).sum(axis=1)

@@ -16,6 +16,7 @@ from jfcl.core.parameters import num_bytes, trained_part
 from jfcl.core.platforms import at_most
 from jfcl.core.types import Algorithm, Clients, PyTree, Served, Task
 from jfcl.kernels import linkage_tree, pairwise_cosine
+from jfcl.mapping.columns import over_columns
 from jfcl.methods import averaging as inner
 from jfcl.methods import round as phases
 from jfcl.methods.assigned import UNSEEN, Assignment, embedded_again, update_of
@@ -185,15 +186,9 @@ def _assign(rules, observe, observe_epochs, threshold, omega, key, cohort: Cohor
     row = jnp.where((unchanged == UNSEEN) | (last < 0), -1, memory.into[jnp.maximum(last, 0)])
     first, size = (jnp.where(row >= 0, x[row], single) for x, single in ((memory.first, ids), (memory.size, 1)))
 
-    # A cluster stands at the place of its first client in the cohort.
+    merge = over_columns(rules.client_axis, partial(_unions, threshold))
+    place, stands, root, sizes, models, merged = merge(seen, usable, first, size, row)[1]
     places = jnp.arange(len(ids), dtype=jnp.int32)
-    same = usable[:, None] & usable[None, :] & (first[:, None] == first[None, :])
-    place = jnp.argmax(same, axis=1)
-    stands = usable & (place == places)
-    member = (same & stands[None, :]).astype(seen.dtype)
-    means = jnp.matmul(member.T, jnp.where(usable[:, None], seen, 0.0), precision=jax.lax.Precision.HIGHEST)
-    similar = pairwise_cosine(means / jnp.maximum(member.sum(axis=0), 1)[:, None], mask=stands)
-    root, sizes, models, merged = _unions(similar, stands, threshold, first, size, row)
     union = root[place]
 
     # The row of a union: that of its model, else the lowest that one of its clusters has, else the next free one.
@@ -234,16 +229,28 @@ def _assign(rules, observe, observe_epochs, threshold, omega, key, cohort: Cohor
     )
 
 
-def _unions(similar, stands, threshold, first, size, row):
+def _unions(threshold, seen, usable, first, size, row):
     """Merges clusters by falling similarity down to the threshold, transitively; the smaller id stays.
 
+    A cluster stands at the place of its first client in the cohort.
+
     Args:
-      similar: `[C, C]`; stands: `[C]` bool, the places with a cluster; first, size, row: `[C]`, of these.
+      threshold: of the similarity.
+      seen: `[C, D]`, the clients' first updates.
+      usable: `[C]` bool, those that are finite.
+      first, size, row: `[C]`, of their clusters: the least id, the number of clients, the row.
 
     Returns:
-      `(root [C], size [C], model [C], merged [])`: the place of the smallest id in the union of each place, and there
-      the number of its clients, and the row of the model that it starts from, -1 without one.
+      `((), (place [C], stands [C], root [C], size [C], model [C], merged []))`: where the cluster of a client stands,
+      the places with a cluster, the place of the smallest id in the union of each place, and there the number of its
+      clients, and the row of the model that it starts from, -1 without one.
     """
+    same = usable[:, None] & usable[None, :] & (first[:, None] == first[None, :])
+    place = jnp.argmax(same, axis=1)
+    stands = usable & (place == jnp.arange(len(usable), dtype=jnp.int32))
+    member = (same & stands[None, :]).astype(seen.dtype)
+    means = jnp.matmul(member.T, jnp.where(usable[:, None], seen, 0.0), precision=jax.lax.Precision.HIGHEST)
+    similar = pairwise_cosine(means / jnp.maximum(member.sum(axis=0), 1)[:, None], mask=stands)
     count, places = len(stands), jnp.arange(len(stands), dtype=jnp.int32)
     tree = linkage_tree(1.0 - similar, "single", mask=stands)
     empty = places[:-1] < count - stands.sum()  # merges of places without a cluster, which change none
@@ -262,4 +269,4 @@ def _unions(similar, stands, threshold, first, size, row):
         with at_most(count - 1):
             carry = jnp.concatenate([places, places[1:]]), *unions
             _, *unions = jax.lax.fori_loop(0, applies.sum(), union, carry)
-    return *unions, (applies & ~empty).sum()
+    return (), (place, stands, *unions, (applies & ~empty).sum())

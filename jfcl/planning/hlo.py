@@ -199,8 +199,9 @@ def source(program: Program, instruction: Instruction) -> str:
 
 
 def is_kernel(program: Program, instruction: Instruction) -> bool:
-    """Returns whether an instruction comes from `jfcl.kernels`."""
-    return any(name.startswith("kernels.") for name in _functions(program, instruction))
+    """Returns whether an instruction comes from `jfcl.kernels`; methods call `if_rare` of its `base`, too."""
+    names = (name for name in _functions(program, instruction) if not name.startswith("kernels.base."))
+    return any(name.startswith("kernels.") for name in names)
 
 
 def _functions(program: Program, instruction: Instruction) -> tuple[str, ...]:
