@@ -209,6 +209,13 @@ METHODS = {
     "one_shot init": partial(jfcl.one_shot, num_clusters=2, local_rounds=2),
     "fesem": partial(jfcl.fesem, num_clusters=2),
     "flhc init": partial(jfcl.flhc, num_clusters=2, rounds_before=0),
+    "clove": partial(jfcl.clove, num_clusters=2),
+    "cfl_gp": partial(jfcl.cfl_gp, num_clusters=2),
+    "stocfl": jfcl.stocfl,
+    "fedgwc": jfcl.fedgwc,
+    "pacfl init": partial(jfcl.pacfl, num_clusters=2, by_label=False),
+    "flux init": partial(jfcl.flux, num_clusters=2, by_label=False, rounds_before=1),
+    "fedgroup init": partial(jfcl.fedgroup, num_clusters=2),
 }
 
 
@@ -219,12 +226,19 @@ QUICK = ("cfl", "federated_clustering")  # of the default run
     "byzantine_cfl",
     "cfl",
     "cfl by gradients",
+    "cfl_gp",
+    "clove",
     "ditto",
+    "fedgroup init",
+    "fedgwc",
     "fesem",
     "flhc init",
+    "flux init",
     "momentum_clustering",
     "myopic_clustering",
     "one_shot init",
+    "pacfl init",
+    "stocfl",
 )
 @pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in METHODS])
 def test_devices_talk_a_few_times_a_round_and_never_in_a_loop(name):
