@@ -1,5 +1,6 @@
 """FedDrift against a loop of its steps in float64, its degenerate case, its capacity, and what it refuses."""
 
+import sys
 from functools import partial
 
 import jax
@@ -243,6 +244,15 @@ def test_without_a_free_model_clients_keep_the_best_and_newcomers_get_one_that_e
     zeros = two_steps([0, 0])[1]  # as the model that has not begun would predict
     history = jfcl.simulate(algorithm, phases[0], key=jax.random.key(0), num_rounds=1, newcomers=zeros)
     assert history.records[-1]["newcomer_loss"] == 1
+
+
+def test_padding_clients_bring_no_further_models(monkeypatch):
+    monkeypatch.setattr(sys.modules["jfcl.methods.feddrift"], "MODELS", 1)
+    phases = [padded(clients) for clients in two_steps([1, 5], [1, 9])]
+    algorithm = jfcl.feddrift(BIAS, EXACT, drift_threshold=1.0, compare="loss", start="each", client_axis=jax.vmap)
+    state, metrics = run(algorithm, phases, rounds=1)
+    assert [int(metrics[-1][name]) for name in ("drifted", "capacity_reached", "models")] == [2, 1, 3]
+    assert not state.memory.active[3:].any()
 
 
 @pytest.mark.slow

@@ -128,7 +128,7 @@ def feddrift(
     check(compare == "loss" or task.correct is not None, "compare", compare, accepted)
     rules = checked(Averaging(task, training, 1, train=train_owned, **options))
     limits = drift_threshold, drift_threshold if merge_threshold is None else merge_threshold
-    begin = partial(_begin, rules, limits, compare, eager)
+    begin = partial(_begin, rules, limits, compare, eager, start == "each" and max_models is None)
 
     def init(key: jax.Array, clients: Clients) -> AveragingState:
         n, size = num_clients(clients), jnp.asarray(clients.size)
@@ -239,8 +239,11 @@ def _look(task: Task, compare: str, models: PyTree, active: jax.Array, examples:
     return sums[:k], (model, new, sums[k])
 
 
-def _begin(rules: Averaging, limits: tuple, compare: str, eager: bool, state: AveragingState, clients: Clients, step):
-    """Returns `(state, events)` at the beginning of a time step: which clients have drifted, and which models merge."""
+def _begin(rules: Averaging, limits, compare, eager, grows, state: AveragingState, clients: Clients, step):
+    """Returns `(state, events)` at the beginning of a time step: which clients have drifted, and which models merge.
+
+    `grows`: the number of rows grows with that of clients; those for padding clients are not used.
+    """
     cells, k = state.memory, len(state.memory.active)
     look = partial(_look, rules.task, compare, state.params, cells.active)
     add = lambda total, sent: total + sent.sum(axis=0)  # noqa: E731
@@ -260,10 +263,12 @@ def _begin(rules: Averaging, limits: tuple, compare: str, eager: bool, state: Av
 
     # Give drifted clients free rows, in turn; a new model is a copy of the best one.
     rows = jnp.arange(k, dtype=jnp.int32)
-    turn = (cells.taken + rows) % k
-    free = turn[jnp.argsort(cells.active[turn], stable=True)]
+    count_rows = k - (jnp.asarray(clients.size) == 0).sum() if grows else k
+    turn = jnp.where(rows < count_rows, (cells.taken + rows) % count_rows, rows)
+    used = cells.active | (rows >= count_rows)
+    free = turn[jnp.argsort(used[turn], stable=True)]
     rank = jnp.zeros_like(chosen) if eager else jnp.cumsum(drifted).astype(jnp.int32) - 1
-    fits = drifted & (rank < k - cells.active.sum())
+    fits = drifted & (rank < (~used).sum())
     target = jnp.where(fits, free[jnp.minimum(rank, k - 1)], chosen)
     place, copied = jnp.where(fits, target, k), chosen[jnp.argmax(drifted)] if eager else chosen
     created = jnp.zeros(k, bool).at[place].set(True, mode="drop")
