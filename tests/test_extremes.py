@@ -116,6 +116,23 @@ def test_means_of_float64_losses_stay_so():
         assert [mean.dtype for mean in means] == ["float64"] * 2
 
 
+def test_kernels_of_float64_are_as_exact():
+    z = np.random.default_rng(0).normal(size=(7, 2))
+    share = np.minimum(1, 0.5 / np.linalg.norm(z, axis=1))[:, None]
+    with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
+        rotation, x = kernels.orthonormal("rotation", jax.random.key(0), 2), jnp.asarray(z)
+        pairs = [
+            (kernels.mean(x), z.mean(axis=0)),
+            (kernels.bucketing(x, bucket_size=7, key=jax.random.key(0))[0][0], z.mean(axis=0)),
+            (kernels.clip_norms(x, radius=0.5)[0], share * z),
+            (kernels.centered_clip(x, radius=0.5), (share * z).mean(axis=0)),
+            (kernels.threshold_clustering(x, x[:1], radius=1e3, num_rounds=1)[0], z.mean(axis=0)),
+            (rotation.invert(rotation.apply(x)), z),
+        ]
+    for found, expected in pairs:
+        np.testing.assert_allclose(found, expected, rtol=1e-13)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
 def test_kernels_of_sixteen_bits_add_up_in_more(dtype):

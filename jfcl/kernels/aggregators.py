@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from jfcl.core.checks import check, check_choice
 from jfcl.kernels import robust
-from jfcl.kernels.base import PyTree, check_values, check_whole, like
+from jfcl.kernels.base import PyTree, check_values, check_whole, like, sum_dtype
 from jfcl.kernels.blocks import squared_norms, usable_rows
 from jfcl.kernels.distances import squared_row_distances
 from jfcl.kernels.robust import combine, counted, lowest, minority, shares
@@ -43,7 +43,7 @@ def clip_norms(updates: PyTree, *, radius: Any, mask: jax.Array | None = None) -
        [0.3 0.4]]
     """
     rows, usable = counted(updates, mask)
-    radius = jnp.asarray(radius, jnp.float32)
+    radius = jnp.asarray(radius, sum_dtype(*rows))
     check(radius.shape in ((), usable.shape), "radius", radius.shape, f"a number, or of shape {usable.shape}")
     check_values("radius", radius, lambda radius: radius >= 0, "at least 0, and not NaN")
     return like(updates, _shorten(rows, usable, radius)), usable
@@ -126,7 +126,7 @@ def bucketing(
     bucket = jnp.zeros(count, jnp.int32).at[order].set(jnp.arange(count, dtype=jnp.int32) // bucket_size)
     num_buckets = -(-count // bucket_size)
     members = bucket[None, :] == jnp.arange(num_buckets, dtype=jnp.int32)[:, None]
-    mixing = jax.vmap(shares, (0, None))(members.astype(jnp.float32), usable)
+    mixing = jax.vmap(shares, (0, None))(members.astype(sum_dtype(*rows)), usable)
     return like(updates, combine(rows, mixing, usable)), (mixing > 0).any(axis=1)
 
 

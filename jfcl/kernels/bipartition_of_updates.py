@@ -40,8 +40,9 @@ def bipartition_of_updates(
       block_size: the number of clients in a block; similarities of two blocks are computed at once; default 1024.
 
     Returns:
-      `Bipartition(side [N] bool, cross_similarity [])`, with the rule of `optimal_bipartition` for similarities that
-      are equal to within rounding. Inside `jit`, rows with NaN or infinity have similarity -1 to all others.
+      `Bipartition(side [N] bool, cross_similarity [] float32)`, with the rule of `optimal_bipartition` for similarities
+      that are equal to within rounding, of float64 updates too. Inside `jit`, rows with NaN or infinity have similarity
+      -1 to all others.
 
     Cost: one pass over all pairs, `2 N² D` operations at the speed of the matrix product, and usually less than one
     more where clusters are well separated (at worst `log2 N` more). Memory beside the updates: `O(N)`, 64 candidates of

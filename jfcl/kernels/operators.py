@@ -70,7 +70,7 @@ def _hadamard(x: jax.Array) -> jax.Array:
     batch = x.shape[:-1]
     y = x.reshape(*batch, *factors)
     for axis, size in enumerate(factors, start=len(batch)):
-        matrix = jnp.asarray(hadamard(size) / math.sqrt(size), jnp.float32).astype(x.dtype)
+        matrix = jnp.asarray(hadamard(size) / math.sqrt(size), x.dtype)
         y = jnp.moveaxis(jnp.tensordot(y, matrix, (axis, 0), precision=HIGHEST), -1, axis)
     return y.reshape(x.shape)
 

@@ -35,14 +35,15 @@ def combine(rows: list[jax.Array], weights: jax.Array, usable: jax.Array) -> lis
     return [weighted_sum(x, weights, usable) for x in rows]
 
 
-def check_weights(weights: jax.Array | None, count: int) -> jax.Array:
-    """Returns `[N]` float32 weights, ones for `None`."""
+def check_weights(weights: jax.Array | None, rows: list[jax.Array]) -> jax.Array:
+    """Returns `[N]` weights in the type of sums over `rows`, ones for `None`."""
+    count, dtype = len(rows[0]), sum_dtype(*rows)
     if weights is None:
-        return jnp.ones(count, jnp.float32)
+        return jnp.ones(count, dtype)
     weights = jnp.asarray(weights)
     check(weights.shape == (count,), "weights", weights.shape, f"of shape ({count},)")
     check_values("weights", weights, lambda weights: (weights >= 0) & jnp.isfinite(weights), "at least 0 and finite")
-    return weights.astype(jnp.float32)
+    return weights.astype(dtype)
 
 
 def shares(weights: jax.Array, usable: jax.Array) -> jax.Array:
@@ -70,7 +71,7 @@ def mean(updates: PyTree, *, weights: jax.Array | None = None, mask: jax.Array |
       [2.0]
     """
     rows, usable = counted(updates, mask)
-    return like(updates, combine(rows, shares(check_weights(weights, len(usable)), usable), usable))
+    return like(updates, combine(rows, shares(check_weights(weights, rows), usable), usable))
 
 
 def by_columns(fn: Callable[[jax.Array], jax.Array], rows: list[jax.Array], block: int = 512) -> list[jax.Array]:

@@ -124,7 +124,7 @@ def _least_spread(rows, usable, left_out, f):
         return jnp.where(members.sum() == usable.sum() - f, value, jnp.inf)
 
     best = left_out[jnp.argmin(jax.lax.map(spread, left_out, batch_size=256))]
-    return combine(rows, shares(without(best).astype(jnp.float32), usable), usable)
+    return combine(rows, shares(without(best).astype(products.points.dtype), usable), usable)
 
 
 def monna(updates: PyTree, *, num_malicious: int, trusted: int = 0, mask: jax.Array | None = None) -> PyTree:
@@ -201,7 +201,7 @@ def _divided(rows, usable, f, key, *, num_draws, num_coordinates):
 
     times = jax.lax.map(left_out, jax.random.split(key, 1 if all_fit else num_draws)).sum(axis=0)
     chosen = usable & (times == jnp.where(usable, times, num_draws).min())
-    return combine(rows, shares(chosen.astype(jnp.float32), usable), usable)
+    return combine(rows, shares(chosen.astype(sum_dtype(*rows)), usable), usable)
 
 
 def _some_columns(rows: list[jax.Array], key: jax.Array, count: int) -> jax.Array:
@@ -234,7 +234,7 @@ def clipped_clustering(updates: PyTree, *, radius: Any = None, mask: jax.Array |
     if radius is not None:
         check_positive("radius", radius)
     rows, usable = counted(updates, mask)
-    return like(updates, _similar(rows, usable, None if radius is None else jnp.asarray(radius, jnp.float32)))
+    return like(updates, _similar(rows, usable, None if radius is None else jnp.asarray(radius, sum_dtype(*rows))))
 
 
 @jax.jit

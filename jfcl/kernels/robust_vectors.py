@@ -142,8 +142,8 @@ def geometric_median(
     check(num_iters is None or num_iters >= 1, "num_iters", num_iters, "at least 1")
     check(smoothing > 0, "smoothing", smoothing, "above 0")
     rows, usable = counted(updates, mask)
-    least = jnp.asarray(smoothing, jnp.float32)
-    return like(updates, _weiszfeld(rows, usable, check_weights(weights, len(usable)), least, num_iters))
+    least = jnp.asarray(smoothing, sum_dtype(*rows))
+    return like(updates, _weiszfeld(rows, usable, check_weights(weights, rows), least, num_iters))
 
 
 @partial(jax.jit, static_argnames="num_iters")
@@ -248,8 +248,8 @@ def centered_clip(
         if is_computable(start):
             check(all(jnp.isfinite(c).all() for c in start), "center", "NaN or infinity", "finite")
     run = _clip_by_products if products_are_cheaper(len(usable), num_iters) else _clip
-    limit = jnp.asarray(radius, jnp.float32)
-    return like(updates, run(rows, usable, start, limit, check_weights(weights, len(usable)), num_iters=num_iters))
+    limit = jnp.asarray(radius, sum_dtype(*rows))
+    return like(updates, run(rows, usable, start, limit, check_weights(weights, rows), num_iters=num_iters))
 
 
 def products_are_cheaper(count: int, num_iters: int) -> bool:

@@ -85,7 +85,7 @@ def threshold_clustering(
         form = "gram" if gram_is_cheaper(len(mask), num_centers, num_rounds) else "direct"
     run = _gram if form == "gram" else _direct
     usable = mask & blocks.finite_rows(rows)
-    ends = run(rows, starts, limits, check_weights(weights, len(mask)), usable, rule=rule)
+    ends = run(rows, starts, limits, check_weights(weights, rows), usable, rule=rule)
     return like(points, [blocks.usable_rows(v, usable) for v in ends] if starts is None else ends)
 
 
