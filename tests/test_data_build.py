@@ -393,6 +393,13 @@ def test_images_must_be_scaled_first():
         build(Dataset("t", images, None, 1, None, ""), num_clients=1)
 
 
+def test_images_of_bytes_as_floats_are_a_warning():
+    x, y = np.random.default_rng(0).integers(0, 256, (40, 4, 4, 1)).astype(np.float32), np.arange(40) % 2
+    with pytest.warns(UserWarning, match=r"whole numbers up to 25\d, which hardly train; give x / 255"):
+        build(Dataset("a", {"x": x, "y": y}, None, 2, None, ""), num_clients=4)
+    build(Dataset("a", {"x": x / 255, "y": y}, None, 2, None, ""), num_clients=4)
+
+
 def test_rotation_of_what_is_not_square():
     data = tagged()
     wide = data._replace(train={"x": data.train["x"][:, :3], "y": data.train["y"]})
