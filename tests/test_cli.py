@@ -930,3 +930,16 @@ def test_the_cpu_has_a_device_for_every_core_by_default(monkeypatch, options, wa
 def test_clients_that_join_a_population_start_without_warm_rounds():
     options = ["--population", "12", "--cohort", "4", "--rounds", "2", "--local-steps", "1", "--model", "linear"]
     assert cli.main(["run", "hypcluster", *options, "--clusters", "2", "--warm-rounds", "1", "--quiet"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("method", "options", "remedies"),
+    [
+        ("ifca", {}, "--restarts, --init-from"),
+        ("hypcluster", {}, "--warm-rounds, --init-from"),
+        ("clove", {"num_models": "auto"}, "another --num-models, --init-from"),
+        ("stocfl", {}, "another --merge-threshold, --init-from"),
+    ],
+)
+def test_what_helps_where_clusters_are_not_found_is_an_option_of_the_method(method, options, remedies):
+    assert commands._remedies(Config(method, **options)) == f"{remedies} or more --rounds can help"

@@ -19,10 +19,12 @@ from jfcl import mapping
 from jfcl.analysis import plots
 from jfcl.cli import tables
 from jfcl.core import check, check_choice, platform
+from jfcl.core.names import flag_of
 from jfcl.core.options import Range, options_of
 from jfcl.experiments import bench, comparison, plan, report, run, sweeps, trackers
 from jfcl.experiments.config import Config, default_precision, read_config
-from jfcl.experiments.options import all_options
+from jfcl.experiments.lookup import find_method
+from jfcl.experiments.options import all_options, takes
 from jfcl.experiments.privacy import privacy_text
 from jfcl.experiments.shifts import FILES as RANKING_FILES
 from jfcl.experiments.shifts import shifts
@@ -32,7 +34,6 @@ from jfcl.simulation.folder import write_json
 from jfcl.simulation.progress import DivergedError, progress_bar
 
 EITHER = (("seed", "seeds"), ("local_steps", "local_epochs"), ("radius", "quantile"))  # of which one is given
-REMEDY = "--restarts, --warm-rounds or --init-from, where the method has them, and more --rounds can help"
 DEMO = {"fedavg": {}, "local": {}, "ifca": {"restarts": 5, "restart_rounds": 5}, "oracle": {}}
 
 
@@ -123,7 +124,15 @@ def command_run(args: argparse.Namespace, console: Console) -> None:
         for note in (notes := comparison.clusters_notes(summary, history.clients["cluster"], parts.true_cluster)):
             console.print(f"note: {note}")
         if notes:
-            console.print(REMEDY)
+            console.print(_remedies(config))
+
+
+def _remedies(config: Config) -> str:
+    """Returns what can help where a method has not found the true clusters."""
+    number = find_method(config.method).finds_number_by or ("num_models" if config.num_models == "auto" else None)
+    others = [] if number is None else [f"another {flag_of(number)}"]
+    others += [flag_of(name) for name in ("restarts", "warm_rounds", "init_from") if takes(config.method, name)]
+    return f"{', '.join(others)} or more --rounds can help"
 
 
 @contextlib.contextmanager
