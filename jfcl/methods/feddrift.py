@@ -248,9 +248,8 @@ def _begin(rules: Averaging, limits, compare, eager, grows, state: AveragingStat
     look = partial(_look, rules.task, compare, state.params, cells.active)
     add = lambda total, sent: total + sent.sum(axis=0)  # noqa: E731
     data = clients.examples, jnp.asarray(clients.size), step, cells.step, cells.model
-    sums, (model, new, of_new) = mapping.map_reduce(rules.client_axis, look, add, jnp.zeros((k, k + 2), jnp.float32))(
-        *data
-    )
+    look_all = mapping.map_reduce(rules.client_axis, look, add, jnp.zeros((k, k + 2), jnp.float32))
+    sums, (model, new, of_new) = look_all(*data)
     of_new, cluster, last = on_every_device(rules.client_axis, (of_new, state.cluster, cells.score))
 
     # Find each client's best model for its new examples, and the clients that have drifted.

@@ -222,10 +222,8 @@ def _adopt(grouping: Grouping, state: AveragingState, clients: Clients) -> Serve
     """Gives a cold start to clients that were not in training, with the mean of the personal parameters of members."""
     n, new, member = num_clients(clients), Cohort(clients, None, jax.random.key(0)), state.unchanged != UNSEEN
     personal = phases.personal_of_newcomers(state.personal, member | ~member.any(), n)
-    compare, none = (
-        partial(_cosines, grouping, state.memory),
-        jnp.full((n, grouping.rules.num_clusters), NONE, jnp.float32),
-    )
+    compare = partial(_cosines, grouping, state.memory)
+    none = jnp.full((n, grouping.rules.num_clusters), NONE, jnp.float32)
     similar = embedded_again(grouping.rules, compare, new, jnp.asarray(clients.size) > 0, none, personal)
     to = jnp.argmax(similar, axis=1).astype(jnp.int32)
     return Served(state.params, to, personal)

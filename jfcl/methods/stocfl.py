@@ -142,10 +142,7 @@ def stocfl(
 
     def adopt(state: AveragingState, clients: Clients) -> Served:
         memory, k, n = state.memory, len(state.memory.size), num_clients(clients)
-        new, zeros = (
-            Cohort(clients, None, jax.random.key(0)),
-            jnp.zeros_like(memory.seen, shape=(n, memory.seen.shape[1])),
-        )
+        new, zeros = Cohort(clients, None, jax.random.key(0)), jnp.zeros((n, memory.seen.shape[1]), jnp.float32)
         look = partial(observe, memory.anchor)
         updates = embedded_again(rules, look, new, jnp.asarray(clients.size) > 0, zeros)
         usable = jnp.isfinite(updates).all(axis=1)
