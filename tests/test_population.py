@@ -30,6 +30,8 @@ from jfcl.testing import count_compilations, problem
 
 CLIENTS, CLUSTER, TASK, TRAINING = problem()
 STORE = ClientStore.from_clients(CLIENTS, cluster=CLUSTER)
+DRIFTING = CLIENTS._replace(examples=CLIENTS.examples | {"step": np.zeros(CLIENTS.examples["x"].shape[:2], np.int32)})
+DRIFTING = ClientStore.from_clients(DRIFTING)
 KEY = jax.random.key(3)
 EVERYTHING = jfcl.local_training(optax.sgd(0.05, momentum=0.9), num_steps=2, keep="everything")
 ONE_STEP = EVERYTHING._replace(num_steps=1)
@@ -713,6 +715,7 @@ ATTACKED = jfcl.fedavg(TASK, TRAINING, adversary=jfcl.Adversary(jfcl.attacks.zer
         ({"evaluate": [2], "test_clients": UNTESTED}, "evaluate must be clients of which one at least has test"),
         ({"test_clients": OTHER}, "test_clients must be of examples with the shapes and types"),
         ({"store": OTHER}, r"algorithm must be of a model for the store's examples, x float32 \(9,\)"),
+        ({"store": DRIFTING, "test_clients": None}, "examples of the store must be without the steps of drifting data"),
         ({"resume": True}, "out must be the folder"),
         ({"seeds": ["x"]}, "seeds must be different integers"),
         ({"config": {"cohorts": "mine"}}, "config must be without these names, which identify the run"),

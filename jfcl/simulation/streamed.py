@@ -332,6 +332,8 @@ def _check_population(population: Population, algorithm: Algorithm) -> None:
     for name, part in (("clients", store), ("test_clients", store if tests is None else tests)):
         check(isinstance(part, ClientStore), name, type(part).__name__, accepted)
     check_options(Population, population._asdict())
+    accepted = "without the steps of drifting data, which are all on the device"
+    check("step" not in store.fields, "examples of the store", sorted(store.fields), accepted)
     check_count("cohort", population.cohort, most=len(store))
     asked, accepted = population.asked, "such that the {} clients drawn are among the {} there are"
     check(asked <= len(store), "stragglers", population.stragglers, accepted.format(asked, len(store)))
