@@ -136,7 +136,7 @@ def _choices(ranks: Ranks) -> Table:
         near = [m for m, score in each.items() if m != best and std is not None and score >= each[best] - std]
         text = _marked(number(accuracy, std, 1, 100), cells)
         rows.append([" ".join(names_of(problem)), best, text, ", ".join(near) or "–"])
-    caption = f"Means over strengths, with the standard deviation over seeds, without {BOUND}"
+    caption = f"Means over strengths of accuracies and of their standard deviations over seeds, without {BOUND}"
     heads = ["data and shift", "best", "accuracy %", "as good within a standard deviation"]
     return Table(f"choices-{ranks.mode}", heads, rows, caption, "text")
 
@@ -371,8 +371,8 @@ def _tex(ranks: Ranks) -> list[str]:
         rows = zip(map(tex, ranks.rows), *columns, (rank_of.get(m, "--") for m in ranks.rows), strict=True)
         heads = ["method", *(tex(shift.replace("_", " ")) for shift in settings), "mean rank"]
         comments = [
-            f"{tex(data)}, {MODES[ranks.mode]}: accuracy in %, mean over strengths, with the standard deviation over",
-            "seeds; in brackets the runs with results, where some have none; mean ranks are over all data.",
+            f"{tex(data)}, {MODES[ranks.mode]}: accuracy in % and its standard deviation over seeds, means over",
+            "strengths; in brackets the runs with results, where some have none; mean ranks are over all data.",
             r"Needs \usepackage{booktabs}.",
         ]
         lines += tex_table(comments, heads, rows)
