@@ -207,9 +207,9 @@ def test_of_kinds_that_occur_once_one_stays_in_training():
     assert len(train) == 1 and len(test) == 2
 
 
-@pytest.mark.parametrize("partition", ["label", "dirichlet"])
-def test_test_labels_follow_the_clients_training_labels(partition):
-    fed = build(load("digits"), num_clients=10, partition=partition, alpha=0.2, test_fraction=0.3, seed=1)
+@pytest.mark.parametrize("options", [{"partition": "label"}, {"partition": "dirichlet", "alpha": 0.2}])
+def test_test_labels_follow_the_clients_training_labels(options):
+    fed = build(load("digits"), num_clients=10, test_fraction=0.3, seed=1, **options)
     shared = 0
     for i in range(10):
         train = np.bincount(fed.train.examples["y"][i, : fed.train.size[i]], minlength=10)
@@ -614,6 +614,12 @@ def test_remedies_for_too_few_examples_help(tmp_path):
                 make(data, **options, **{option: 4})
 
 
+@pytest.mark.parametrize("options", [{"alpha": 0.1}, {"partition": "label", "alpha": 0.1}, {"sigma": np.ones(2)}])
+def test_options_of_other_partitions_are_refused(options):
+    with pytest.raises(ValueError, match=r"(alpha|sigma) must be left out with partition '(iid|label)': it is of "):
+        build("digits", num_clients=4, **options)
+
+
 def test_unequal_clients_that_exceed_memory(monkeypatch, tmp_path):
     monkeypatch.setattr("jfcl.core.stacking.free_host_memory", lambda: 2**27)
     sizes = [20_000] + [10] * 399
@@ -638,7 +644,8 @@ def test_remedies_for_labels_without_test_examples_help(partition, official):
     x = np.arange(len(y), dtype=np.float32)[:, None]
     test = {"x": x[:30], "y": y[:30]} if official else None
     data = Dataset("rare", {"x": x, "y": y}, test, 5, None, "")
-    options = {"num_clients": 10, "partition": partition, "alpha": 0.05, "labels_per_client": 1}
+    options = {"num_clients": 10, "partition": partition}
+    options |= {"alpha": 0.05} if partition == "dirichlet" else {"labels_per_client": 1}
     refused, remedies = 0, set()
     for seed in range(20):
         try:
@@ -648,7 +655,7 @@ def test_remedies_for_labels_without_test_examples_help(partition, official):
             assert re.search(r": 3, 4; leave their examples out|leave out the examples of labels 3, 4", str(error))
             fewer = data._replace(train={name: values[y < 3] for name, values in data.train.items()})
             build(fewer, **options, seed=seed)
-            build(data, **options | {"partition": "iid"}, seed=seed)
+            build(data, num_clients=10, seed=seed)
             if found := re.search(r"set min_size=(\d)", str(error)):
                 remedies.add(int(found[1]))
                 build(data, **options | {"min_size": int(found[1])}, seed=seed)

@@ -140,9 +140,9 @@ def build(
 
     Raises:
       ValueError: an unknown name; more clusters than clients; several clusters that do not differ; too few examples;
-        labels out of range; NaN; a heterogeneity or partition the data set does not support; a drift with another
-        number of clients or clusters, or with fewer examples of a client than steps; a mixture that is not positive;
-        either of them with clusters that select examples, `reuse="cluster"` or newcomers.
+        labels out of range; NaN; a heterogeneity or partition the data set does not support; an option of another
+        partition; a drift with another number of clients or clusters, or with fewer examples of a client than steps; a
+        mixture that is not positive; either of them with clusters that select examples, `reuse="cluster"` or newcomers.
 
     Example:
       >>> fed = build("digits", num_clients=40, num_clusters=4, heterogeneity="rotation")

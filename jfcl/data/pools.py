@@ -110,6 +110,12 @@ def pool_dataset(dataset: Dataset | str, rules: Rules, partitions: Iterable[str]
         check(names, "mixture", rules.mixture, accepted)
         check_transforms(rules, "mixture")
     check_choice("partition", partition, partitions)
+    takes = {name: inspect.signature(make).parameters for name, (make, _) in PARTITIONS.items()}
+    for option in ("labels_per_client", "alpha", "exponent", "sigma", "num_groups", "min_size"):
+        value, default = getattr(rules, option), Rules._field_defaults[option]
+        takers = ", ".join(name for name, arguments in takes.items() if option in arguments)
+        fits = option in takes[partition] or np.array_equal(value, default)
+        check(fits, option, value, f"left out with partition {partition!r}: it is of {takers}")
     fits = rules.distribution is None or partition == "distribution"
     check(fits, "distribution", rules.distribution, f"left out for {partition!r}")
     if isinstance(dataset, str):
@@ -130,9 +136,9 @@ def pool_dataset(dataset: Dataset | str, rules: Rules, partitions: Iterable[str]
     for what in (partition, *names):
         fits = dataset.num_classes is not None or what not in (*OF_LABELS, *OF_CLASSES)
         check(fits, "dataset", dataset.name, f"a classification data set for {what!r}, which goes by single labels")
-    takes, size = inspect.signature(PARTITIONS[partition][0]).parameters, rules.examples_per_client
+    size = rules.examples_per_client
     for option in ("min_size", "labels_per_client"):
-        fits = size is None or getattr(rules, option) <= size or option not in takes
+        fits = size is None or getattr(rules, option) <= size or option not in takes[partition]
         check(fits, option, getattr(rules, option), f"at most {size}, the examples_per_client")
     if partition == "distribution":
         table = as_distribution(rules.distribution, rules.num_clients, dataset.num_classes)
