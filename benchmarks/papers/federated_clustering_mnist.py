@@ -10,7 +10,7 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from itertools import product
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +23,7 @@ from jfcl import data, mapping, methods, models
 from jfcl.core import Adversary, Algorithm, Clients, PyTree, Task, check_choice, client_keys, num_bytes, stack_clients
 from jfcl.data import HETEROGENEITY
 from jfcl.methods.federated_clustering import gradient, model_keys
-from jfcl.methods.personal import initial_state
+from jfcl.methods.personal import PersonalState, initial_state
 from jfcl.methods.round import round_metrics
 from jfcl.robust import attacks
 from jfcl.simulation.loop import rollout
@@ -72,16 +72,6 @@ def likelihood_task(column: str) -> Task:
     return task._replace(init=init, cost=cost, dense_start=None)  # the layers as the code computes them
 
 
-class CodesDitto(NamedTuple):
-    """As Ditto's: `common` is the initial model. `client` are the clients' momenta."""
-
-    params: PyTree
-    cluster: jax.Array
-    round: jax.Array
-    client: PyTree
-    common: PyTree
-
-
 def ditto_of_the_code(task: Task, training: LocalTraining, lr: float, lam: float = 1.0) -> Algorithm:
     """Ditto as the authors' code has it: the model `w` that personal models are pulled to stays the initial one.
 
@@ -90,11 +80,11 @@ def ditto_of_the_code(task: Task, training: LocalTraining, lr: float, lam: float
     `v_i ← v_i − η (m_i + λ (v_i − w))`.
     """
 
-    def init(key: jax.Array, clients: Clients) -> CodesDitto:
-        start = initial_state(task, training, key, clients, None)
-        return CodesDitto(*start, jax.tree.map(lambda p: p[0], start.params))
+    def init(key: jax.Array, clients: Clients) -> PersonalState:
+        state = initial_state(task, training, key, clients, None)
+        return state._replace(common=jax.tree.map(lambda p: p[0], state.params))
 
-    def step(key: jax.Array, state: CodesDitto, clients: Clients):
+    def step(key: jax.Array, state: PersonalState, clients: Clients):
         def client(key, v, momentum, examples, size):
             loss, g = gradient(task, v, *draw_batch(task, training, key, examples, size), model_keys(task, key))
             m, momentum = training.optimizer.update(g, momentum, v)
@@ -105,7 +95,7 @@ def ditto_of_the_code(task: Task, training: LocalTraining, lr: float, lam: float
         )
         model = num_bytes(state.common)
         metrics = round_metrics(clients.size > 0, loss, jnp.isfinite(loss), 1, model, model)
-        return CodesDitto(params, state.cluster, state.round + 1, momenta, state.common), metrics
+        return state._replace(params=params, round=state.round + 1, client=momenta), metrics
 
     return Algorithm(init, step, task)
 
