@@ -322,7 +322,7 @@ def spoiled(**changes):
         (tagged, {"heterogeneity": "rotatoin"}, "unknown heterogeneity 'rotatoin': did you mean 'rotation'?"),
         (tagged, {"partition": "dirichlett"}, "unknown partition 'dirichlett': did you mean 'dirichlet'?"),
         (tagged, {"reuse": "always"}, "unknown reuse"),
-        (tagged, {"distribution": np.ones((6, CLASSES))}, "distribution must be left out for 'iid'"),
+        (tagged, {"distribution": np.ones((6, CLASSES))}, "distribution must be left out with partition 'iid'"),
         (lambda: "digist", {}, "unknown dataset 'digist': did you mean 'digits'?"),
         (lambda: "digist", {"num_clients": None}, "unknown dataset 'digist': did you mean 'digits'?"),
         (lambda: "digits", {"num_clients": None}, "num_clients must be an integer"),

@@ -579,6 +579,6 @@ def test_own_metrics_are_recorded_beside_those_of_the_library(tmp_path, monkeypa
     capsys.readouterr()
     for wrong, words in {
         "macro_f2": "did you mean 'macro_f1'",
-        "json:dumps": "a function of (outputs, batch, real)",
+        "json:dumps": "a function (outputs, batch, real)",
     }.items():
         assert cli.main([*run, "--metrics", wrong]) == 2 and words in " ".join(capsys.readouterr().err.split())

@@ -109,7 +109,7 @@ def check_metrics(metrics: Mapping[str, Metric] | None) -> tuple[tuple[str, Metr
         check(callable(function), f"metrics[{name!r}]", function, accepted)
         try:
             inspect.signature(function).bind(*range(3))
-        except TypeError as error:
+        except (TypeError, ValueError) as error:  # the latter of builtins, whose signature is unknown
             raise ValueError(f"metrics[{name!r}] must be {accepted}; {error}") from None
     return tuple(sorted((metrics or {}).items()))
 

@@ -45,11 +45,15 @@ def mask(clients: Clients) -> jax.Array:
     return jnp.arange(max_examples(clients))[None, :] < jnp.asarray(clients.size)[:, None]
 
 
+def drifts(clients: Clients) -> bool:
+    """Returns whether the examples are of data that drift: they have their steps of time (see `jfcl.data.Drift`)."""
+    return isinstance(clients.examples, dict) and "step" in clients.examples
+
+
 def newest_step(clients: Clients) -> jax.Array:
-    """Returns `[]` int32, the newest step of time among the real examples of drifting data (see `jfcl.data.Drift`)."""
-    steps = clients.examples.get("step") if isinstance(clients.examples, dict) else None
-    check(steps is not None, "clients", list(clients.examples), "with the array 'step' of drifting data")
-    return jnp.where(mask(clients), jnp.asarray(steps, jnp.int32), jnp.int32(0)).max()
+    """Returns `[]` int32, the newest step of time among the real examples of drifting data."""
+    check(drifts(clients), "clients", list(clients.examples), "with the array 'step' of drifting data")
+    return jnp.where(mask(clients), jnp.asarray(clients.examples["step"], jnp.int32), jnp.int32(0)).max()
 
 
 def client_keys(key: jax.Array, clients: Clients) -> jax.Array:

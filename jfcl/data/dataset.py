@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -90,10 +89,6 @@ def _checked(split: Any, where: str, num_classes: int | None, texts: bool) -> di
         is_first = x.ndim == 4 and x.shape[1] <= 4 < min(x.shape[2:])
         accepted = "[n, H, W, C], with channels last: np.moveaxis(x, 1, -1) moves them (volumes have a fifth axis)"
         check(not is_first, f"{where}: images", list(x.shape), accepted)
-        some = x[:100]
-        if x.ndim > 2 and some.min() >= 0 and 32 < some.max() <= 255 and (some == np.rint(some)).all():
-            text = f"{where}: images of whole numbers up to {some.max():g}, which hardly train; give x / 255"
-            warnings.warn(text, stacklevel=4)
     else:
         accepted = "numbers; jfcl.data.tokenize turns texts into ids, jfcl.data.from_frame images of PIL into arrays"
         check(texts and x.dtype == object, f"{where}: inputs", str(x.dtype), accepted)

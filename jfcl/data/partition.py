@@ -9,6 +9,7 @@ integers, for `np.random.default_rng`.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from typing import Any
 
@@ -410,3 +411,13 @@ OF_LABELS = ("stratified", "label", "pathological", "dirichlet", "distribution",
 # Those that decide on sizes alone.
 OF_SIZES = ("power_law", "quantity", "lognormal")
 OF_ONE_DIVISION = ("writer", "distribution")  # not for populations, which divide a data set repeatedly
+
+
+def partitions_with(option: str) -> tuple[str, ...]:
+    """Returns the partitions that take an option.
+
+    Example:
+      >>> partitions_with("alpha")
+      ('dirichlet', 'quantity', 'label_groups')
+    """
+    return tuple(name for name, (make, _) in PARTITIONS.items() if option in inspect.signature(make).parameters)

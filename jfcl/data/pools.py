@@ -12,6 +12,7 @@ data, under any transformation.
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Callable, Iterable
 from typing import Annotated, Any, NamedTuple
 
@@ -22,7 +23,7 @@ from jfcl.core import Clients, check, check_at_most_clients, check_choice, check
 from jfcl.core.options import Interval, Range, check_options
 from jfcl.data.dataset import Dataset, labels_of, normalised
 from jfcl.data.heterogeneity import HETEROGENEITY, OF_CLASSES, OF_PLANE, SELECTIVE, VARIANTS, shifts_of
-from jfcl.data.partition import OF_LABELS, OF_SIZES, PARTITIONS, as_distribution, by_sizes, parts_of
+from jfcl.data.partition import OF_LABELS, OF_SIZES, PARTITIONS, as_distribution, by_sizes, partitions_with, parts_of
 from jfcl.data.sources import load
 
 # One stream of random numbers per decision, `default_rng([seed, stream, ...])`: no decision shifts another.
@@ -110,14 +111,10 @@ def pool_dataset(dataset: Dataset | str, rules: Rules, partitions: Iterable[str]
         check(names, "mixture", rules.mixture, accepted)
         check_transforms(rules, "mixture")
     check_choice("partition", partition, partitions)
-    takes = {name: inspect.signature(make).parameters for name, (make, _) in PARTITIONS.items()}
-    for option in ("labels_per_client", "alpha", "exponent", "sigma", "num_groups", "min_size"):
-        value, default = getattr(rules, option), Rules._field_defaults[option]
-        takers = ", ".join(name for name, arguments in takes.items() if option in arguments)
-        fits = option in takes[partition] or np.array_equal(value, default)
-        check(fits, option, value, f"left out with partition {partition!r}: it is of {takers}")
-    fits = rules.distribution is None or partition == "distribution"
-    check(fits, "distribution", rules.distribution, f"left out for {partition!r}")
+    for option in ("labels_per_client", "alpha", "exponent", "sigma", "num_groups", "min_size", "distribution"):
+        value, takers = getattr(rules, option), partitions_with(option)
+        fits = partition in takers or np.array_equal(value, Rules._field_defaults[option])
+        check(fits, option, value, f"left out with partition {partition!r}: it is of {', '.join(takers)}")
     if isinstance(dataset, str):
         dataset = load(dataset, data_dir)
     if rules.num_clients is not None or partition != "writer":
@@ -128,6 +125,10 @@ def pool_dataset(dataset: Dataset | str, rules: Rules, partitions: Iterable[str]
     accepted = f"given for num_clusters={rules.num_clusters}, one of {shifts}: with 'none' the clusters do not differ"
     check(differ, "heterogeneity", heterogeneity, accepted)
     dataset = with_channels(normalised(dataset), rules.shifts)
+    some = dataset.train["x"][:100]
+    if some.ndim > 2 and some.min() >= 0 and 32 < some.max() <= 255 and (some == np.rint(some)).all():
+        text = f"images of whole numbers up to {some.max():g}, which hardly train; give x / 255"
+        warnings.warn(f"data set {dataset.name!r}: {text}", stacklevel=3)
     if partition == "writer":
         accepted = f"another one for {dataset.name!r}, without writer ids (Dataset.writer; by= of jfcl.data.from_frame)"
         check(dataset.writer is not None, "partition", partition, accepted)
@@ -138,7 +139,7 @@ def pool_dataset(dataset: Dataset | str, rules: Rules, partitions: Iterable[str]
         check(fits, "dataset", dataset.name, f"a classification data set for {what!r}, which goes by single labels")
     size = rules.examples_per_client
     for option in ("min_size", "labels_per_client"):
-        fits = size is None or getattr(rules, option) <= size or option not in takes[partition]
+        fits = size is None or getattr(rules, option) <= size or partition not in partitions_with(option)
         check(fits, option, getattr(rules, option), f"at most {size}, the examples_per_client")
     if partition == "distribution":
         table = as_distribution(rules.distribution, rules.num_clients, dataset.num_classes)

@@ -7,12 +7,12 @@ Those of a method are declared in its factory (`jfcl.core.options`). Command-lin
 from __future__ import annotations
 
 import functools
-import inspect
 from typing import Annotated, Literal
 
 from jfcl import data, models
 from jfcl.core.options import MOST_REPEATED, Interval, Named, Needs, OneOf, Option, Range, Real, Search, options_of
 from jfcl.data.heterogeneity import shifts_of
+from jfcl.data.partition import partitions_with
 from jfcl.data.targets import KINDS
 from jfcl.experiments import lookup
 from jfcl.experiments.lookup import find_method, is_import_path
@@ -28,8 +28,8 @@ from jfcl.training.local import KEEP
 # Names of JAX. On a CPU all of them compute in float32 (measured with jax 0.10.2: the errors of one product are equal).
 PRECISIONS = {"default": None, "float32": "float32", "tf32": "tensorfloat32", "bfloat16": "BF16_BF16_F32"}
 OF_PARTITION = {  # option: the partitions that take it
-    name: tuple(p for p, (make, _) in data.PARTITIONS.items() if name in inspect.signature(make).parameters)
-    for name in ("alpha", "exponent", "sigma", "num_groups", "labels_per_client", "distribution")
+    option: partitions_with(option)
+    for option in ("alpha", "exponent", "sigma", "num_groups", "labels_per_client", "distribution")
 }
 MAPPINGS = ("vmap", "chunked", "sharded", "pmap", "auto")
 MONITORED = ("accuracy", "worst_client_accuracy", "loss", "train_loss")

@@ -56,7 +56,7 @@ def on_every_device(client_axis: mapping.Mapping, tree: PyTree) -> PyTree:
     return jax.tree.map(lambda x: jax.lax.with_sharding_constraint(x, same), tree)
 
 
-def on_each_device(client_axis: mapping.Mapping, server: Callable[..., Any]) -> Callable[..., Any]:
+def on_copies(client_axis: mapping.Mapping, server: Callable[..., Any]) -> Callable[..., Any]:
     """Maps small work of the server such that every device does all of it, on copies of the arguments.
 
     The compiler would divide some array of clients, such as a mask, and send messages in every step of a loop.

@@ -313,7 +313,9 @@ def train_client(rules: Averaging, state: AveragingState, clients: Clients) -> C
     return client
 
 
-def mean_updates(rules: Averaging, params: PyTree, sent: tuple, clients: Clients) -> tuple:
+def mean_updates(
+    rules: Averaging, params: PyTree, sent: tuple, clients: Clients
+) -> tuple[PyTree, PyTree, jax.Array, jax.Array]:
     """Returns the mean update of each cluster: weighted, over all clusters for shared parameters, or robust.
 
     Args:

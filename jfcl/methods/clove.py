@@ -9,12 +9,12 @@ import jax
 import jax.numpy as jnp
 
 from jfcl.core.checks import check
-from jfcl.core.clients import Cohort, newest_step, random_order, server_key
+from jfcl.core.clients import Cohort, drifts, newest_step, random_order, server_key
 from jfcl.core.options import MOST_ADDED, OneOf, Range
 from jfcl.core.parameters import with_fixed
 from jfcl.core.types import Algorithm, Clients, Entries, Task
 from jfcl.kernels import least_cost_assignment
-from jfcl.mapping.columns import on_each_device
+from jfcl.mapping.columns import on_copies
 from jfcl.methods.assigned import Assignment, assigned, embedded
 from jfcl.methods.averaging import Averaging, AveragingState, bytes_sent
 from jfcl.methods.number import MANY, Most, Number, clusters_of, of_scores
@@ -99,7 +99,7 @@ def clove(
 
         def compare():
             vectors = embedded(rules, losses, cohort, personal)
-            found = on_each_device(rules.client_axis, find)(vectors, size > 0, last, server_key(cohort.key))
+            found = on_copies(rules.client_axis, find)(vectors, size > 0, last, server_key(cohort.key))
             return *found, jnp.ones(())
 
         def keep():
@@ -129,7 +129,7 @@ def clove(
 
 def step_begun(memory: jax.Array, clients: Clients, now: jax.Array) -> jax.Array:
     """Returns `[2]` int32, the newest step of time and the round in which it began, from the last ones, `memory`."""
-    if not isinstance(clients.examples, dict) or "step" not in clients.examples:  # data that do not drift
+    if not drifts(clients):
         return memory
     newest = newest_step(clients)
     return jnp.where(newest > memory[0], jnp.stack([newest, now]), memory)

@@ -11,7 +11,7 @@ import numpy as np
 
 from jfcl import mapping
 from jfcl.core.checks import INT32_MAX, check
-from jfcl.core.clients import client_keys, mask, num_clients
+from jfcl.core.clients import client_keys, drifts, mask, num_clients
 from jfcl.core.options import Interval, OneOf, Range, Real, Search
 from jfcl.core.parameters import num_bytes
 from jfcl.core.platforms import at_most
@@ -191,9 +191,8 @@ def check_steps(clients: Clients) -> None:
 
 def steps_of(clients: Clients) -> jax.Array:
     """Returns the time steps `[N, M]` int32 of the examples, -1 for padding; data without steps are of one step."""
-    real = mask(clients)
-    has_steps = isinstance(clients.examples, dict) and STEP in clients.examples
-    return jnp.where(real, jnp.asarray(clients.examples[STEP]) if has_steps else 0, -1).astype(jnp.int32)
+    steps = jnp.asarray(clients.examples[STEP]) if drifts(clients) else 0
+    return jnp.where(mask(clients), steps, -1).astype(jnp.int32)
 
 
 def optimizers(rules: Averaging, params: PyTree, count: int) -> PyTree:

@@ -17,7 +17,7 @@ from jfcl.core.parameters import is_finite, num_bytes, path_flags, trained_part
 from jfcl.core.types import Algorithm, Clients, PyTree, Served, Task
 from jfcl.kernels import cut, cut_by_silhouette, linkage_tree, pairwise_cosine, principal_vectors, profile_distances
 from jfcl.kernels.base import rows_of
-from jfcl.mapping.columns import on_each_device
+from jfcl.mapping.columns import on_copies
 from jfcl.methods import round as phases
 from jfcl.methods.assigned import UNSEEN, Assignment, assigned, embedded, embedded_again
 from jfcl.methods.averaging import Averaging, AveragingState, state_of
@@ -177,7 +177,7 @@ def _remember(grouping: Grouping, key: jax.Array, clients: Clients, state: Avera
     updates, usable = embedded(rules, train, cohort, phases.take_rows(cohort, personal))
     flat = ravel_clients(trained_part(rules.task, updates))
     group = partial(_groups, num_clusters=k, auto=grouping.auto, measure=grouping.measure)
-    group, scores = on_each_device(rules.client_axis, group)(flat, means_key, usable)
+    group, scores = on_copies(rules.client_axis, group)(flat, means_key, usable)
 
     # A group without clients starts at the mean of all.
     counts, in_order = usable.astype(jnp.float32), mapping.chunked(1)

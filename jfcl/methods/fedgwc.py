@@ -12,7 +12,7 @@ from jfcl.core import Algorithm, Clients, Cohort, Served, Task, check, client_id
 from jfcl.core.options import Interval, OneOf, Range, Real
 from jfcl.core.platforms import at_most
 from jfcl.kernels import spectral_clusters, squared_distances
-from jfcl.mapping.columns import on_each_device
+from jfcl.mapping.columns import on_copies
 from jfcl.methods import averaging as inner
 from jfcl.methods import round as phases
 from jfcl.methods.averaging import Averaging, AveragingState, Report, averaging
@@ -137,11 +137,11 @@ def _learn(
     rules: Averaging, divide, tolerance, state: AveragingState, metrics, cohort: Cohort, report: Report, clients
 ):
     """Updates the rewards of the cohort, and divides the clusters in which they do not change any more."""
-    size, count = jnp.asarray(cohort.clients.size), len(cohort.clients.size)
+    size = jnp.asarray(cohort.clients.size)
     usable = (size > 0) & report.finite & jnp.isfinite(report.losses).all(axis=1)
     weight = phases.client_weight(rules.weights, size, phases.weights_by_id(rules.weights, client_ids(cohort.clients)))
-    rows = jnp.arange(count) if cohort.rows is None else cohort.rows
-    renew = on_each_device(rules.client_axis, partial(_renewed, rules.num_clusters, divide, tolerance))
+    rows = jnp.arange(len(size)) if cohort.rows is None else cohort.rows
+    renew = on_copies(rules.client_axis, partial(_renewed, rules.num_clusters, divide, tolerance))
     of_cohort = report.losses, report.cluster, usable, weight, rows
     memory, cluster, moves, change = renew(state.memory, state.cluster, jnp.asarray(clients.size) > 0, *of_cohort)
     params, server = jax.tree.map(lambda x: x[moves], (state.params, state.server))

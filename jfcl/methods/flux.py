@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jfcl.core import Algorithm, Clients, PyTree, Served, Task, check, mask
 from jfcl.core.options import MOST_REPEATED, Interval, Range, Real, Search
 from jfcl.kernels import cut, kmeans, knee, linkage_tree, squared_distances
-from jfcl.mapping.columns import on_each_device, on_every_device
+from jfcl.mapping.columns import on_copies
 from jfcl.methods.averaging import Averaging, AveragingState, averaging
 from jfcl.methods.once import after_rounds, clustered_once, labels_of
 from jfcl.methods.options import AVERAGING, Options, factory
@@ -114,7 +114,7 @@ def flux(
 
     def describe(model: PyTree, projection: jax.Array, clients: Clients, labels: int) -> jax.Array:
         client = partial(_moments, partial(_features, task), model, projection, labels)
-        return on_every_device(client_axis, client_axis(client)(clients.examples, jnp.asarray(clients.size)))
+        return client_axis(client)(clients.examples, jnp.asarray(clients.size))
 
     def find(key: jax.Array, clients: Clients):
         if by_label:
@@ -127,7 +127,7 @@ def flux(
         dim = jax.eval_shape(partial(_features, task, model), jax.tree.map(lambda x: x[0], clients.examples)).shape[1]
         projection = jnp.linalg.qr(jax.random.normal(projection_key, (dim, min(num_components, dim))))[0]
         moments = describe(model, projection, clients, labels)
-        cluster, described = on_each_device(client_axis, group)(moments, mask(clients).any(axis=1), cluster_key)
+        cluster, described = on_copies(client_axis, group)(moments, mask(clients).any(axis=1), cluster_key)
         models = jax.tree.map(lambda p: jnp.broadcast_to(p, (k, *p.shape[1:])), state.params)
         return cluster, models, state.personal, Descriptors(model, projection, *described)
 

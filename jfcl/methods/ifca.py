@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from jfcl import mapping
 from jfcl.core.checks import check
+from jfcl.core.clients import drifts
 from jfcl.core.options import MOST_ADDED, MOST_REPEATED, Interval, Needs, OneOf, Range
 from jfcl.core.parameters import get_parameter, with_fixed
 from jfcl.core.types import Algorithm, Batch, Clients, PyTree, Served, Task, dense_start
@@ -168,9 +169,8 @@ def ifca(
 
 def refuse_drift(stable_rounds: int, clients: Clients) -> None:
     """Raises `ValueError` for drifting data, where clients would never compare the models again once all are stable."""
-    drifts = isinstance(clients.examples, dict) and "step" in clients.examples
     accepted = "left out for drifting data: once all are stable, no client would compare the models again"
-    check(not drifts, "stable_rounds", stable_rounds, accepted)
+    check(not drifts(clients), "stable_rounds", stable_rounds, accepted)
 
 
 @dataclass(frozen=True)  # equal ones share programs; a tuple would equal those of other classes

@@ -11,7 +11,7 @@ from jfcl.core import Algorithm, Clients, Served, Task, check, mask
 from jfcl.core.options import Interval, OneOf, Range, Real, Search
 from jfcl.kernels import ANGLES, LINKAGES, cut, linkage_tree, principal_vectors, subspace_angles
 from jfcl.kernels.dendrogram import number_by_first
-from jfcl.mapping.columns import on_each_device, on_every_device
+from jfcl.mapping.columns import on_copies, on_every_device
 from jfcl.methods.averaging import Averaging, AveragingState
 from jfcl.methods.once import clustered_once, clusters_in_use, labels_of
 from jfcl.methods.options import AVERAGING, SCOPES, Count, Options, factory
@@ -105,7 +105,7 @@ def pacfl(
 
     def find(key: jax.Array, clients: Clients):
         bases = bases_of(clients)
-        cluster, within, between = on_each_device(client_axis, group)(bases, mask(clients).any(axis=1))
+        cluster, within, between = on_copies(client_axis, group)(bases, mask(clients).any(axis=1))
         models = initial_models(task, key, 1, options["init_params"])
         models = jax.tree.map(lambda p: jnp.broadcast_to(p, (num_clusters, *p.shape[1:])), models)
         return cluster, *initial_scopes(options["personal"], models, cluster), Subspaces(bases, within, between)

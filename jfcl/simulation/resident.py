@@ -21,7 +21,6 @@ from jfcl.mapping.jitted import RUNS_ONCE, jitted, strong
 from jfcl.simulation import evaluation
 from jfcl.simulation.evaluation import Assessment, Silence, Subjects, evaluate_rows, serving_part
 from jfcl.simulation.folder import Restored, RunFolder
-from jfcl.simulation.layout import metrics_of_clients
 from jfcl.simulation.loop import MOST_ROUNDS, Block, read_checkpoint
 from jfcl.simulation.progress import compile_ahead
 
@@ -351,7 +350,7 @@ class Resident:
 
         # Padding clients are behind the others.
         long = [name for name, v in values.items() if padded > n and v.shape[1:] == (padded,)]
-        values |= {name: values[name][:, :n] for name in long if name in self._metrics_of_clients}
+        values = values | {name: values[name][:, :n] for name in long if name in self._metrics_of_clients}
         parts = cluster, held_out, served.excluded, upcoming, weights
         cluster, held_out, excluded, upcoming, weights = jax.tree.map(lambda x: x[:, :n], parts)
         newcomers = jax.tree.map(lambda x: x[:, : len(new)], newcomers)
@@ -359,9 +358,11 @@ class Resident:
 
     @cached_property
     def _metrics_of_clients(self) -> tuple[str, ...]:
-        """The names of the metrics with a number for each client; others may have as many by chance."""
+        """The names of the metrics with a number for each client; others may have as many as with padding clients."""
         state = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), self.like)
-        return metrics_of_clients(self.method, partial(client_shapes, self._clients), self._n, state)
+        clients, key = client_shapes(self._clients, self._n), jax.eval_shape(lambda: jax.random.key(0))
+        values = jax.eval_shape(self.method.step, key, state, clients)[1]
+        return tuple(name for name, v in values.items() if v.shape == (self._n,))
 
     def held_out(self, state: Any) -> dict[str, np.ndarray]:
         """Returns the results of the test clients, `[R, N]` each, also of rows that have diverged."""
