@@ -38,7 +38,7 @@ NAMES += [
     "plots/a.png.tmp",
 ]
 NAMES += ["checkpoints", "checkpoints/2", "checkpoints/2/about.json", "checkpoints/2/state.bin", "checkpoints/3.tmp"]
-NAMES += ["trackers.json", "client_rows", "client_rows/undo-00000002", "store", "tree.npz"]
+NAMES += ["trackers.json", "client_rows", "client_rows/rows.bin", "store", "tree.npz"]
 
 
 @pytest.fixture(scope="module")

@@ -1,24 +1,19 @@
 """The rows that a method keeps of every client of a population, on the host; those of a cohort go to the device.
 
 Small rows are in memory and part of every checkpoint. Large rows are a file, read through a memory map and changed in
-place by plain writes, so that a full disk is an error and not a signal. A journal keeps the rows that are overwritten
-after a checkpoint, so that a run that was killed can return to it:
-
-    rows.bin           `[N]` rows, one after the other; sparse: a client that never took part takes no room
-    undo-00000120      the contents, at the checkpoint of round 120, of all rows that have changed since
-
-Every record of the journal carries its SHA-256, every row a CRC-32 in the checkpoint; both are verified before a run is
-resumed.
+place by plain writes, so that a full disk is an error and not a signal. The file has two places for each client's row.
+A checkpoint says which one holds it, with the CRC-32 of every row, and until the next checkpoint changes go to the
+other place: a run that was killed finds the rows of its last checkpoint as they were. The file is sparse: a place that
+was never written takes no room. All rows are verified before a run is resumed.
 """
 
 from __future__ import annotations
 
-import hashlib
 import os
 import tempfile
 import weakref
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +28,6 @@ class ClientRows:
     """`[N, ...]` arrays; only the rows of clients that have taken part are meaningful.
 
     Attributes:
-      arrays: a list of `[N, ...]`, read-only by convention.
       seen: `[N]` bool: clients with a row that has been written.
       mapped: whether they are a file.
 
@@ -55,142 +49,109 @@ class ClientRows:
     ):
         """Makes the rows of `count` clients, in `folder` where they have more than `in_memory` bytes.
 
-        With `resume`, opens the file of a checkpoint, which must be whole; nothing is written before `restore`.
+        With `resume`, opens the file of a checkpoint, which must be whole; `restore` follows.
         """
         dtype = np.dtype([(f"{i}", r.dtype, r.shape) for i, r in enumerate(row)])  # a client's row, without gaps
         self.mapped = count * dtype.itemsize > in_memory
-        self.folder = folder if self.mapped else None
         self.seen = np.zeros(count, bool)
+        self._place, self._free = np.zeros((2, count), np.int8)  # of the present row, and of the next one
         self._crc = np.zeros(count if self.mapped else 0, np.uint32)  # of each client's row
-        self._journal: Path | None = None
         if not self.mapped:
-            self._table = np.zeros(count, dtype)
+            self._table = np.zeros((1, count), dtype)
         elif folder is not None:
-            self._open(folder, count, dtype, resume)
+            self._open(folder, (2, count), dtype, resume)
         else:  # unlinked at once: the system frees its room with the array, or at the end of the process
             with tempfile.TemporaryDirectory(prefix="jfcl-", ignore_cleanup_errors=True) as scratch:
-                self._open(Path(scratch), count, dtype, False)
-        self.arrays = [self._table[name] for name in dtype.names or ()]
+                self._open(Path(scratch), (2, count), dtype, False)
 
-    def _open(self, folder: Path, count: int, dtype: np.dtype, resume: bool) -> None:
-        self._file = folder / "rows.bin"
+    def _open(self, folder: Path, shape: tuple[int, int], dtype: np.dtype, resume: bool) -> None:
+        self._file, wanted = folder / "rows.bin", shape[0] * shape[1] * dtype.itemsize
         if not resume:
             folder.mkdir(parents=True, exist_ok=True)
             with files.new_file(self._file) as descriptor:
-                os.ftruncate(descriptor, count * dtype.itemsize)
+                os.ftruncate(descriptor, wanted)
+            files.sync(folder)
+            files.sync(folder.parent)
         try:
             self._descriptor = plain.open_plain(self._file, os.O_RDWR)
         except FileNotFoundError:
             raise ValueError(f"{self._file} is missing: the rows of the last checkpoint are lost") from None
         weakref.finalize(self, os.close, self._descriptor)
-        size, wanted = os.fstat(self._descriptor).st_size, count * dtype.itemsize
+        size = os.fstat(self._descriptor).st_size
         if size != wanted:
             raise ValueError(f"{self._file} was cut short or is damaged: it has {size} bytes, not {wanted}")
         with os.fdopen(self._descriptor, "rb", closefd=False) as file:
-            self._table = np.memmap(file, dtype, "r", shape=(count,)).view(np.ndarray)
+            self._table = np.memmap(file, dtype, "r", shape=shape).view(np.ndarray)
+
+    @property
+    def arrays(self) -> list[np.ndarray]:
+        """All rows, `[N, ...]` each; copies of those in a file."""
+        columns, every = range(len(self._table.dtype)), np.arange(len(self.seen))
+        return [self.column(i, every) if self.mapped else self._table[f"{i}"][0] for i in columns]
+
+    def column(self, i: int, ids: np.ndarray) -> np.ndarray:
+        """Returns one array of the rows of clients `ids`, `[C, ...]`."""
+        return self._table[f"{i}"][self._place[ids], ids]
 
     def take(self, ids: np.ndarray, fresh: Callable[[], Sequence[np.ndarray]]) -> list[np.ndarray]:
         """Returns the rows `[C, ...]` of clients `ids`; for clients never seen, those of `fresh()` `[C, ...]`."""
         new = ~self.seen[ids]
         if not new.any():
-            return [array[ids] for array in self.arrays]
+            return [self.column(i, ids) for i in range(len(self._table.dtype))]
         taken = [np.array(start) for start in fresh()]
-        for rows, array in zip(taken, self.arrays, strict=True):
-            rows[~new] = array[ids[~new]]
+        for i, rows in enumerate(taken):
+            rows[~new] = self.column(i, ids[~new])
         return taken
 
     def write(self, ids: np.ndarray, rows: Sequence[np.ndarray]) -> None:
         """Sets the rows of `ids`. The operation is idempotent."""
         table = np.zeros(len(ids), self._table.dtype)
-        for name, values in zip(table.dtype.names or (), rows, strict=True):
-            table[name] = values
-        if self._journal is not None:
-            old = ids[self.seen[ids]].astype(np.int64)
-            data = old.tobytes() + self._table[old].tobytes()
-            with files.opened(self._journal, os.O_WRONLY | os.O_APPEND) as descriptor:
-                files.write_all(descriptor, len(data).to_bytes(8, "little") + hashlib.sha256(data).digest() + data)
-                os.fsync(descriptor)  # complete and durable before the first row changes
-        self._put(ids, table)
-        self.seen[ids] = True
-
-    def _put(self, ids: np.ndarray, table: np.ndarray) -> None:
-        if not self.mapped:
-            self._table[ids] = table
-            return
-        with files.named(self._file):
-            for c, row in zip(ids.tolist(), _bytes(table), strict=True):
-                files.write_all(self._descriptor, row, c * row.nbytes)
-        self._crc[ids] = _checksums(table)
+        for i, values in enumerate(rows):
+            table[f"{i}"] = values
+        place = self._free[ids]
+        if self.mapped:
+            first = (place.astype(np.int64) * len(self.seen) + ids) * table.dtype.itemsize
+            with files.named(self._file):
+                for start, row in zip(first.tolist(), _bytes(table), strict=True):
+                    files.write_all(self._descriptor, row, start)
+            self._crc[ids] = _checksums(table)
+        else:
+            self._table[place, ids] = table
+        self._place[ids], self.seen[ids] = place, True
 
     def saved(self) -> dict[str, Any]:
         """Returns the part of a checkpoint that describes the rows."""
-        return {"seen": self.seen, "crc": self._crc, "rows": [] if self.mapped else self.arrays}
+        return {"seen": self.seen, "crc": self._crc, "rows": [self._place] if self.mapped else self.arrays}
 
-    def checkpointing(self, round_: int) -> None:
-        """Prepares a checkpoint of `round_`: its journal and its rows are on the disk before it is written."""
-        if self.folder is not None:
-            self._empty(self.folder / f"undo-{round_:08d}")
+    def checkpointing(self) -> None:
+        """Prepares a checkpoint: its rows are on the disk before it is written."""
+        if self.mapped:
             os.fsync(self._descriptor)
 
-    def checkpointed(self, round_: int) -> None:
-        """Begins a new journal, after a checkpoint of `round_` with `saved` was written."""
-        if self.folder is not None:
-            self._journal = self.folder / f"undo-{round_:08d}"
-            self._empty(self._journal)
-            for old in self.folder.glob("undo-*"):
-                if old != self._journal:
-                    old.unlink()
+    def checkpointed(self) -> None:
+        """Keeps the rows of a checkpoint with `saved` that was written: others go to the other place."""
+        if self.mapped:
+            self._free[:] = self.seen & (self._place == 0)
 
-    def _empty(self, journal: Path) -> None:
-        """Makes a journal, or empties one in place. If the disk fails the file stays: a checkpoint may need it."""
-        with files.opened(journal, os.O_WRONLY | os.O_CREAT | os.O_TRUNC) as descriptor:
-            os.fsync(descriptor)
-        files.sync(self.folder)
-
-    def restore(self, round_: int, saved: dict[str, Any]) -> None:
-        """Returns the rows to the checkpoint of `round_`.
+    def restore(self, saved: dict[str, Any]) -> None:
+        """Returns the rows to a checkpoint.
 
         Raises:
-          ValueError: the rows, with the journal applied, are not those of the checkpoint; nothing was changed.
+          ValueError: rows in the file are not those of the checkpoint; nothing was changed.
         """
-        changes = []
-        if self.folder is not None:
-            changes = self._changes(round_)
-            self._verify(changes, saved)
-        self.seen[:] = saved["seen"]
-        self._crc[:] = saved["crc"]
-        for array, values in zip(self.arrays, saved["rows"], strict=not self.mapped):
-            array[:] = values
-        for ids, table in changes:
-            self._put(ids, table)
-        if self.folder is not None:
-            os.fsync(self._descriptor)  # before the journal is removed
-            self.checkpointed(round_)
-
-    def _verify(self, changes: Sequence[tuple[np.ndarray, np.ndarray]], saved: dict[str, Any]) -> None:
-        before: dict[int, int] = {}  # checksums of the former contents of changed rows; the earliest record counts
-        for ids, table in changes:
-            before |= dict(zip(ids.tolist(), _checksums(table).tolist(), strict=True))
-        seen = np.flatnonzero(saved["seen"])
-        for start in range(0, len(seen), 4096):
-            ids = seen[start : start + 4096]
-            now = _checksums(self._table[ids]).tolist()
-            now = np.array([before.get(c, crc) for c, crc in zip(ids.tolist(), now, strict=True)])
-            wrong = ids[now != saved["crc"][ids]]
-            if len(wrong):
-                raise ValueError(f"{self.folder} is damaged: the row of client {wrong[0]} differs from its checksum")
-
-    def _changes(self, round_: int) -> list[tuple[np.ndarray, np.ndarray]]:
-        """Returns the ids and former rows of all changes since the checkpoint of `round_`, the latest first."""
-        journal = self.folder / f"undo-{round_:08d}"
-        if not journal.exists():
-            without = "without the folder checkpoints/ the run begins again"
-            raise ValueError(f"{journal} is missing: the rows of that checkpoint are lost; {without}")
-        dtype, changes = self._table.dtype, []
-        for data in _records(journal):
-            count = len(data) // (8 + dtype.itemsize)
-            changes.append((np.frombuffer(data, np.int64, count), np.frombuffer(data, dtype, count, 8 * count)))
-        return changes[::-1]
+        if self.mapped:
+            (place,), seen = saved["rows"], np.flatnonzero(saved["seen"])
+            for ids in np.array_split(seen, range(4096, len(seen), 4096)):
+                wrong = ids[_checksums(self._table[place[ids], ids]) != saved["crc"][ids]]
+                if len(wrong):
+                    what = f"the row of client {wrong[0]} differs from its checksum; without the folder checkpoints/"
+                    raise ValueError(f"{self._file} is damaged: {what} the run begins again")
+            self._place[:] = place
+        else:
+            for array, values in zip(self.arrays, saved["rows"], strict=True):
+                array[:] = values
+        self.seen[:], self._crc[:] = saved["seen"], saved["crc"]
+        self.checkpointed()
 
 
 def _bytes(table: np.ndarray) -> np.ndarray:
@@ -201,23 +162,3 @@ def _bytes(table: np.ndarray) -> np.ndarray:
 def _checksums(table: np.ndarray) -> np.ndarray:
     """Returns the CRC-32 of each row, `[C]` uint32."""
     return np.array([zlib.crc32(row) for row in _bytes(table)], np.uint32)
-
-
-def _records(journal: Path) -> Iterator[bytes]:
-    """Yields the records of a journal, without a last one that was cut short: its rows were not overwritten.
-
-    Raises:
-      ValueError: another record is damaged.
-    """
-    data, position = plain.read_bytes(journal), 0
-    while position + 40 <= len(data):
-        length = int.from_bytes(data[position : position + 8], "little")
-        digest, body = data[position + 8 : position + 40], data[position + 40 : position + 40 + length]
-        position += 40 + length
-        if position > len(data):
-            break
-        if hashlib.sha256(body).digest() != digest:
-            if position == len(data):
-                break
-            raise ValueError(f"{journal} is damaged: a record differs from its digest")
-        yield body

@@ -243,7 +243,7 @@ class RunFolder:
         if rounds[:1] == [round_]:
             return
         if client_rows is not None:
-            client_rows.checkpointing(round_)
+            client_rows.checkpointing()
         place = self._checkpoints / str(round_)
         scratch = place.with_name(place.name + files.SUFFIX)
         try:
@@ -267,7 +267,7 @@ class RunFolder:
         for old in rounds[1:]:
             files.remove_folder(place.with_name(str(old)))
         if client_rows is not None:
-            client_rows.checkpointed(round_)
+            client_rows.checkpointed()
 
     # ---- Reading ---------------------------------------------------------------------------------------------------
 

@@ -210,7 +210,7 @@ class Streamed:
         begun = {row["seed"] for row in restored.records}
         accepted = f"{', '.join(map(str, begun))}, the name in the records of {folder.path}"
         check(begun <= {*self._seeds}, "seeds", self._seeds, accepted)
-        self.client_rows.restore(restored.round, restored.state)
+        self.client_rows.restore(restored.state)
         return restored._replace(state=[jnp.asarray(x) for x in restored.state["common"]])
 
     def advance(self, state, first, count, silence) -> Block:
@@ -295,7 +295,7 @@ class Streamed:
         """Returns the ids `[R]`, ascending, of the clients with the latest updates besides `ids`."""
         rows, seen = self.client_rows, np.flatnonzero(self.client_rows.seen)
         when = np.zeros(len(rows.seen), np.int32)
-        when[seen] = rows.arrays[self._layout.last_updates][seen]  # those alone that have a row in the file
+        when[seen] = rows.column(self._layout.last_updates, seen)
         when[ids] = -1
         return np.sort(np.argpartition(-when, self._remember - 1)[: self._remember]).astype(np.int32)
 
