@@ -19,7 +19,7 @@ class Optimizer(NamedTuple):
     """An optimiser of the clients.
 
     Attributes:
-      make: `(learning_rate, momentum, weight_decay, mask) -> GradientTransformation`; `mask` selects what decays.
+      make: `(learning_rate, ...) -> GradientTransformation`, of optax.
       summary: one line for `jfcl list optimizers`.
       momentum: the default of `--momentum`; `None` where the optimiser takes none.
       decouples: whether its weight decay is multiplied by the learning rate alone (Loshchilov and Hutter 2019), and not
@@ -37,31 +37,16 @@ def _is_zero(value: Any) -> bool:
     return is_concrete(value) and value == 0
 
 
+NESTEROV = partial(optax.sgd, nesterov=True)
 OPTIMIZERS = {
-    "sgd": Optimizer(
-        lambda lr, m, *_: optax.sgd(lr, None if _is_zero(m) else m),
-        "gradient descent, with --momentum if it is given",
-        0.0,
-    ),
-    "momentum": Optimizer(lambda lr, m, *_: optax.sgd(lr, m), "gradient descent with momentum 0.9", 0.9),
-    "nesterov": Optimizer(
-        lambda lr, m, *_: optax.sgd(lr, m, nesterov=True), "with Nesterov's momentum 0.9 (Nesterov 1983)", 0.9
-    ),
-    "adam": Optimizer(lambda lr, *_: optax.adam(lr), "moments 0.9 and 0.999 (Kingma and Ba 2015)"),
-    "adamw": Optimizer(
-        lambda lr, _, decay, mask: optax.adamw(lr, weight_decay=decay, mask=mask),
-        "Adam with decoupled --weight-decay (Loshchilov and Hutter 2019)",
-        decouples=True,
-    ),
-    "rmsprop": Optimizer(lambda lr, *_: optax.rmsprop(lr), "divides by the root of the mean square (Hinton 2012)"),
-    "adagrad": Optimizer(
-        lambda lr, *_: optax.adagrad(lr), "divides by the root of the sum of squares (Duchi et al. 2011)"
-    ),
-    "lion": Optimizer(
-        lambda lr, _, decay, mask: optax.lion(lr, weight_decay=decay, mask=mask),
-        "signs of momenta, with decoupled --weight-decay (Chen et al. 2023)",
-        decouples=True,
-    ),
+    "sgd": Optimizer(optax.sgd, "gradient descent, with --momentum if it is given", 0.0),
+    "momentum": Optimizer(optax.sgd, "gradient descent with momentum 0.9", 0.9),
+    "nesterov": Optimizer(NESTEROV, "with Nesterov's momentum 0.9 (Nesterov 1983)", 0.9),
+    "adam": Optimizer(optax.adam, "moments 0.9 and 0.999 (Kingma and Ba 2015)"),
+    "adamw": Optimizer(optax.adamw, "Adam with decoupled --weight-decay (Loshchilov and Hutter 2019)", decouples=True),
+    "rmsprop": Optimizer(optax.rmsprop, "divides by the root of the mean square (Hinton 2012)"),
+    "adagrad": Optimizer(optax.adagrad, "divides by the root of the sum of squares (Duchi et al. 2011)"),
+    "lion": Optimizer(optax.lion, "signs of momenta, with decoupled --weight-decay (Chen et al. 2023)", decouples=True),
 }
 SCHEDULES = {
     "constant": "the same learning rate in every step",
@@ -92,10 +77,15 @@ def make_training(config: Any, largest: int) -> LocalTraining:
     optimizer, decay = OPTIMIZERS[config.optimizer], config.weight_decay
     mask = None if config.decay_only is None else partial(path_flags, starting_with(config.decay_only))
     parts = [] if config.clip_norm is None else [optax.clip_by_global_norm(config.clip_norm)]
-    if not (optimizer.decouples or _is_zero(decay)):
+    options = {}
+    if optimizer.decouples:
+        options = {"weight_decay": decay, "mask": mask}
+    elif not _is_zero(decay):
         parts.append(optax.add_decayed_weights(decay, mask))
-    momentum = optimizer.momentum if "momentum" in of_method or config.momentum is None else config.momentum
-    parts.append(optimizer.make(_learning_rate(config, training, largest), momentum, decay, mask))
+    if optimizer.momentum is not None:
+        momentum = optimizer.momentum if "momentum" in of_method or config.momentum is None else config.momentum
+        options["momentum"] = None if _is_zero(momentum) else momentum
+    parts.append(optimizer.make(_learning_rate(config, training, largest), **options))
     return training._replace(optimizer=optax.chain(*parts) if len(parts) > 1 else parts[0])
 
 
