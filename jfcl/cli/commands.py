@@ -83,7 +83,7 @@ def _find_devices(args: argparse.Namespace, config: Config) -> None:
 
 def given_options(args: argparse.Namespace) -> dict[str, Any]:
     """Returns the method, and the options in `--config` and in flags."""
-    options = read_config(args.config, args.method) if args.config else {}
+    options = {} if args.config is None else read_config(args.config, args.method)
     options |= {"method": args.method} if args.method else {}
     flags = _flags(args, options.get("method"))
     for group in EITHER:  # a flag also overrides what the file has in its place

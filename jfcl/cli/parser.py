@@ -14,7 +14,7 @@ from jfcl._version import __version__
 from jfcl.cli.commands import COMMANDS
 from jfcl.core import check_choice
 from jfcl.core.names import flag_of, note_on, option_hint
-from jfcl.core.options import Interval, OneOf, Option, first_sentence, is_text, options_of
+from jfcl.core.options import Interval, OneOf, Option, first_sentence, options_of
 from jfcl.experiments import bench, compare, report, run, run_sweep, shifts
 from jfcl.experiments.config import check_method_takes, read_config
 from jfcl.experiments.lookup import find_method, is_import_path
@@ -40,18 +40,8 @@ OF_RUNS = ("run", "plan", "sweep")
 WITH_BAR = (*OF_RUNS, "shifts", "bench")
 PLAIN = {"formatter_class": argparse.RawDescriptionHelpFormatter, "allow_abbrev": False}
 METAVARS = {int: "N", float: "X", str: "NAME"}
-METAVARS |= {"out": "DIR", "data_dir": "DIR", "config": "FILE", "coordinator": "HOST:PORT"}
+METAVARS |= {"out": "DIR", "data_dir": "DIR", "coordinator": "HOST:PORT"}
 MOST_CHOICES = 4  # in a metavar
-
-
-class Common:
-    """Options of `jfcl run`, `plan` and `sweep` that are no options of the run itself.
-
-    Attributes:
-      config: TOML file (or a run's config.json) with the names above; flags override it.
-    """
-
-    config: str | None = None
 
 
 class Processes:
@@ -72,29 +62,26 @@ class Processes:
 
 # The flags of a command beside the options of a run, by the titles of their groups: those of the keyword arguments of
 # its function, or of the attributes of a class.
-ARGUMENTS: dict[str, list[tuple[str, Callable]]] = {
-    "run": [
-        ("Files", run),
-        ("Files", Common),
-        ("Processes: the same command in each, on one machine or on several", Processes),
-    ],
-    "plan": [("Files", plan_run), ("Files", Common)],
-    "sweep": [("Sweep", run_sweep), ("Files", Common)],
-    "shifts": [("Ranking", shifts)],
-    "compare": [("Files", compare)],
-    "report": [("Files", report)],
-    "bench": [("Measurement", COMMANDS["bench"]), ("Setting", bench.sweep)],
-    "demo": [("Demo", COMMANDS["demo"])],
+ARGUMENTS: dict[str, dict[str, Callable]] = {
+    "run": {"Files": run, "Processes: the same command in each, on one machine or on several": Processes},
+    "plan": {"Files": plan_run},
+    "sweep": {"Sweep": run_sweep},
+    "shifts": {"Ranking": shifts},
+    "compare": {"Files": compare},
+    "report": {"Files": report},
+    "bench": {"Measurement": COMMANDS["bench"], "Setting": bench.sweep},
+    "demo": {"Demo": COMMANDS["demo"]},
 }
 _FOLDERS = "folders written by 'jfcl run --out' or jfcl.simulate(out=)"
 _TRACKED = f"send the records to {', '.join(TRACKERS)}; may be given several times"
 _GRID = "values of an option, such as lr=0.01,0.1; once for each option. All combinations are run"
-LISTS = {  # name, how often it may be given, type and name of a value, help
-    "run": [("--track", "append", str, "NAME", _TRACKED)],
-    "sweep": [("--grid", "append", str, "NAME=VALUES", _GRID)],
-    "compare": [("runs", "+", str, "DIR", _FOLDERS)],
-    "report": [("runs", "+", str, "DIR", _FOLDERS)],
-    "list": [("what", "?", str, "WHAT", "one of the lists, such as methods")],
+_CONFIG = "TOML file (or a run's config.json) with the names above; flags override it"
+LISTS = {  # name, how often it may be given, name of a value, help
+    "run": [("--track", "append", "NAME", _TRACKED)],
+    "sweep": [("--grid", "append", "NAME=VALUES", _GRID)],
+    "compare": [("runs", "+", "DIR", _FOLDERS)],
+    "report": [("runs", "+", "DIR", _FOLDERS)],
+    "list": [("what", "?", "WHAT", "one of the lists, such as methods")],
 }
 
 
@@ -140,7 +127,7 @@ def parse(argv: list[str]) -> argparse.Namespace | None:
     check_choice("command", command, COMMANDS)
     parser = parser_of(command, _method(texts) if command in OF_RUNS else None)
     args = parser.parse_args(texts, argparse.Namespace(command=command))
-    for _, declaration in ARGUMENTS.get(command, ()):
+    for declaration in ARGUMENTS.get(command, {}).values():
         for option in flags_of(declaration):
             if option.several and hasattr(args, option.name):
                 setattr(args, option.name, [*itertools.chain(*getattr(args, option.name))])
@@ -180,7 +167,7 @@ def _method(args: list[str]) -> str | None:
         return args[0]
     files = [text for flag, text in itertools.pairwise(args) if flag == "--config"]
     files += [text.partition("=")[2] for text in args if text.startswith("--config=")]
-    if files and is_text(files[-1]) and Path(files[-1]).is_file():  # the command reports a missing one
+    if files and Path(files[-1]).is_file():  # the command reports a missing one
         method = read_config(files[-1]).get("method")
         return method if is_import_path(method) else None
     return None
@@ -256,15 +243,17 @@ def _reader(option: Option) -> Any:
 def _add_others(parser: argparse.ArgumentParser, command: str) -> None:
     """Adds the arguments that are no options of a run."""
     groups: dict[str, Any] = {}
-    for title, declaration in ARGUMENTS.get(command, ()):
-        groups[title] = groups.get(title) or parser.add_argument_group(title)
+    for title, declaration in ARGUMENTS.get(command, {}).items():
+        groups[title] = parser.add_argument_group(title)
         _add(groups[title], flags_of(declaration), has_default=True)
+    first = next(iter(groups.values()), parser)
+    if command in OF_RUNS:
+        first.add_argument("--config", metavar="FILE", help=_CONFIG)
     if command in WITH_BAR:
-        group = groups.get("Files") or next(iter(groups.values()))
-        group.add_argument("--quiet", dest="progress", action="store_false", help="no progress bar")
-    for name, arity, kind, metavar, text in LISTS.get(command, ()):
+        first.add_argument("--quiet", dest="progress", action="store_false", help="no progress bar")
+    for name, arity, metavar, text in LISTS.get(command, ()):
         several = {"action": "append"} if arity == "append" else {"nargs": arity}
-        next(iter(groups.values()), parser).add_argument(name, type=kind, metavar=metavar, help=text, **several)
+        first.add_argument(name, metavar=metavar, help=text, **several)
 
 
 def _run_overview(parser: argparse.ArgumentParser) -> str:
