@@ -386,7 +386,6 @@ def test_damaged_runs_are_named(finished, tmp_path, capsys):
     for file, content, command in [
         ("config.json", "{x", ["run", "--config", "RUN/config.json"]),
         ("config.json", "[1, 2]", ["run", "--config", "RUN/config.json"]),
-        ("config.json", '{"method": "ifca", "lr": 1, "lr": 2}', ["run", "--config", "RUN/config.json"]),
         ("config.json", '{"method": "ifca", "rounds": 1, "num_rounds": 2}', ["run", "--config", "RUN/config.json"]),
         ("config.json", "{x", ["run", "ifca", *QUICK, "--out", "RUN", "--resume"]),
         ("summary.json", "{x", ["compare", "RUN"]),

@@ -12,7 +12,6 @@ import json
 import math
 import re
 import tomllib
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -212,33 +211,28 @@ def _check_together(config: Config) -> None:
         for needs in options[name].metadata if name in options else ():
             if isinstance(needs, Needs) and value != options[name].default:
                 check(needs.are_met(config.values), name, value, f"left out without {needs}")
-    # Options of which one is given.
-    both_seeds = config.seed is not None and config.seeds != 1
-    both_lengths = config.local_steps is not None and config.local_epochs is not None
-    for first, second, both in (("seed", "seeds", both_seeds), ("local_steps", "local_epochs", both_lengths)):
-        if both:
-            got = f"{getattr(config, first)} and {getattr(config, second)}"
+    # Options of which one is given, the second with another value than this.
+    for first, second, without in (("seed", "seeds", 1), ("local_steps", "local_epochs", None)):
+        if config.values[first] is not None and config.values[second] != without:
+            got = f"{config.values[first]} and {config.values[second]}"
             raise ValueError(f"Give {first} or {second}, not both (got {got}).")
     # The others.
     fits = config.num_models != "auto" or method.chooses_number
     check(fits, "num_models", config.num_models, f"a number: method {config.method} does not choose it")
-    of_method = set(method.options)
-    rules = [_of_population(config)] if config.of_population else []
-    rules += [_of_data(config), _of_training(config, of_method), _of_attack(config, of_method, method.sends)]
-    rules += [_of_privacy(config)] if config.dp_clip is not None else []
-    for fits, name, accepted in (rule for some in rules for rule in some):
-        check(fits, name, getattr(config, name), accepted)
+    for rules in (_of_population, _of_data, _of_training, _of_attack, _of_privacy):
+        for fits, name, accepted in rules(config):
+            check(fits, name, getattr(config, name), accepted)
 
 
 def _of_population(config: Config) -> Rules:
+    if not config.of_population:
+        return
     fits = "clients" not in config.given or config.clients == config.population
     yield fits, "clients", "left out with --population or --store, which have their own number"
-    yield config.reuse == "auto", "reuse", "left out with --population: data are dealt several times"
+    for name in ("reuse", "newcomer_examples", "drift", "tuning_clients"):
+        yield config.values[name] == common_options()[name].default, name, "left out with --population"
     yield config.seeds == 1, "seeds", "1 with --population: run it once for each --seed"
-    yield config.newcomer_examples is None, "newcomer_examples", "left out with --population"
-    yield config.drift is None, "drift", "left out with --population"
     yield config.partition not in OF_ONE_DIVISION, "partition", "another with --population"
-    yield config.tuning_clients == 0, "tuning_clients", "left out with --population"
     yield config.mapping != "auto", "mapping", "another with --population: the probe is of all clients"
 
 
@@ -260,7 +254,8 @@ def _of_data(config: Config) -> Rules:
             yield fits, name, f"at most the {config.clients} clients"
 
 
-def _of_training(config: Config, of_method: set[str]) -> Rules:
+def _of_training(config: Config) -> Rules:
+    of_method = find_method(config.method).options
     tried = config.restarts * config.restart_rounds if (config.restarts or 1) > 1 and config.restart_rounds else 1
     yield tried <= MOST_REPEATED, "restarts", f"at most {MOST_REPEATED}, times restart_rounds"
     name, momentum = config.optimizer, OPTIMIZERS[config.optimizer].momentum
@@ -272,7 +267,8 @@ def _of_training(config: Config, of_method: set[str]) -> Rules:
     yield config.keep != "nothing" or not counts, "keep", f"schedule or everything with {falls}, which counts steps"
 
 
-def _of_attack(config: Config, of_method: set[str], sends: bool) -> Rules:
+def _of_attack(config: Config) -> Rules:
+    method, taken = find_method(config.method), find_method(config.method).options
     if config.attack is not None:
         yield config.malicious > 0, "malicious", "above 0 with --attack"
         some = round(config.malicious * config.clients)
@@ -280,13 +276,12 @@ def _of_attack(config: Config, of_method: set[str], sends: bool) -> Rules:
         accepted = f"enough for one of the {config.clients} clients, and not for all"
         yield 0 < some < config.clients or not is_counted, "malicious", accepted
         # Local training sends no updates: an attack on them changes only which clients are evaluated.
-        attacked = "adversary" in of_method or not sends or is_on_data(config.attack)
+        attacked = "adversary" in taken or not method.sends or is_on_data(config.attack)
         on_data = ", ".join(attacks.DATA_ATTACKS)
         yield attacked, "attack", f"one on data ({on_data}, or of your own): {config.method} has no argument adversary"
-    taken = of_method
     if config.aggregator is not None:
         yield config.weights in (None, "equal"), "weights", "left out with --aggregator, which counts all clients alike"
-        taken = of_method | set(kernels.aggregator_options(find_aggregator(config.aggregator)))
+        taken = [*taken, *kernels.aggregator_options(find_aggregator(config.aggregator))]
     for name in ("radius", "bucket_size"):
         fits = getattr(config, name) is None or name in taken
         yield fits, name, "left out: neither method nor aggregator has one"
@@ -294,6 +289,8 @@ def _of_attack(config: Config, of_method: set[str], sends: bool) -> Rules:
 
 def _of_privacy(config: Config) -> Rules:
     """Yields what would void the guarantee, or what its accountant does not know."""
+    if config.dp_clip is None:
+        return
     why = "left out with --dp-clip: "
     yield not is_on_updates(config.attack), "attack", f"{why}the updates of hostile clients depend on those of others"
     yield config.aggregator is None, "aggregator", f"{why}the guarantee is that of a mean"
@@ -383,10 +380,9 @@ def read_config(path: str, method: str | None = None) -> dict[str, Any]:
     check(not yaml, where, "YAML", "TOML, a line such as lr = 0.1 for each option, or the config.json of a run")
     try:
         text = file.read_text(encoding="utf-8")
-        raw = json.loads(text, object_pairs_hook=_without_repetition) if is_json else tomllib.loads(text)
+        raw = (json if is_json else tomllib).loads(text)
     except (RecursionError, ValueError) as error:
-        deep = "it is nested too deeply; it must hold names and values"
-        raise ValueError(f"{where}: {deep if isinstance(error, RecursionError) else error}") from None
+        raise ValueError(f"{where}: {error}") from None
     if not isinstance(raw, dict):
         raise ValueError(f"{where}: it must hold names and values, got {type(raw).__name__}")
     if not is_json:
@@ -395,11 +391,3 @@ def read_config(path: str, method: str | None = None) -> dict[str, Any]:
     if "versions" in raw:  # the configuration of a run
         check_version(file.parent, raw["versions"])
     return from_saved(raw, where, method=method, text=text)
-
-
-def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Returns an object of a JSON file as a dict; raises `ValueError` for a name that occurs twice."""
-    twice = [name for name, count in Counter(name for name, _ in pairs).items() if count > 1]
-    if twice:
-        raise ValueError(f"{twice[0]} is given twice")
-    return dict(pairs)
