@@ -8,7 +8,6 @@ import shlex
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from functools import partial
 from pathlib import Path
@@ -32,7 +31,7 @@ from jfcl import cli, data, models
 from jfcl.core import Clients
 from jfcl.experiments import Config
 from jfcl.experiments.config import to_saved
-from jfcl.experiments.jobs import folder_of_programs, in_processes
+from jfcl.experiments.jobs import in_processes
 from jfcl.training.local import local_training
 
 CONFIG = Config("fedavg", clients=4, model="linear", rounds=2, examples_per_client=20)
@@ -149,30 +148,6 @@ def test_processes_share_a_folder_of_programs(tmp_path):
         jax.config.update("jax_compilation_cache_dir", None)
         [path] = {(tmp_path / name).read_text() for name in "ab"}
         assert path == folder or ("jfcl-programs-" in path and not Path(path).exists())
-
-
-def test_folders_of_programs_that_killed_processes_have_left_are_removed(tmp_path, monkeypatch):
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    left, held, other = (tmp_path / f"jfcl-programs-{name}" for name in ("1-a", "1-b", "1-c"))
-    for folder in (left, held, other):
-        folder.mkdir()
-        (folder / "program").touch()
-    (left / "lock").touch()  # as after kill -9; without this file another process is about to lock it
-    code = (
-        "import fcntl, sys; file = open(sys.argv[1], 'w'); fcntl.flock(file, fcntl.LOCK_EX); print(); sys.stdin.read()"
-    )
-    holder = [sys.executable, "-uc", code, str(held / "lock")]
-    with subprocess.Popen(holder, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
-        assert process.stdout.readline()
-        with folder_of_programs() as first, folder_of_programs() as second:
-            assert {path.name for path in tmp_path.iterdir()} >= {
-                held.name,
-                other.name,
-                *map(os.path.basename, (first, second)),
-            }
-            assert not left.exists()
-        assert {path.name for path in tmp_path.iterdir()} == {held.name, other.name}
-        process.stdin.close()
 
 
 @pytest.mark.slow

@@ -9,20 +9,18 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
-import shutil
 import signal
 import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from multiprocessing.connection import wait
-from pathlib import Path
 from typing import Any
 
 import jax
 
 from jfcl import mapping
-from jfcl.core import check, files, platform
+from jfcl.core import check, platform
 
 OF_CACHE = ("jax_enable_compilation_cache", "jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
 LEAST_COMPILATION = 0.1  # seconds, of a program that is kept for others
@@ -77,7 +75,8 @@ def in_processes(
     running = {}  # a process and its slot, by the object that tells of its end
     cache, opened = {name: getattr(jax.config, name) for name in OF_CACHE}, contextlib.ExitStack()
     if cache["jax_compilation_cache_dir"] is None:  # this process has no folder for programs
-        folder = opened.enter_context(folder_of_programs())
+        temporary = tempfile.TemporaryDirectory(prefix="jfcl-programs-", ignore_cleanup_errors=True)
+        folder = opened.enter_context(temporary)
         cache |= dict(zip(OF_CACHE[1:], (folder, LEAST_COMPILATION), strict=True))
     try:
         while waiting or running:
@@ -100,22 +99,6 @@ def in_processes(
         for process, _ in running.values():
             process.join()
         opened.close()
-
-
-@contextlib.contextmanager
-def folder_of_programs() -> Iterator[str]:
-    """Makes a temporary folder, and removes it at the end; removes first those that killed processes have left.
-
-    A folder is left where nobody holds its lock, which the operating system releases when a process ends in any way.
-    """
-    prefix, mine = "jfcl-programs-", f"jfcl-programs-{os.getpid()}-"
-    for lock in Path(tempfile.gettempdir()).glob(f"{prefix}*/lock"):
-        if files.fcntl is not None and not lock.parent.name.startswith(mine):
-            with contextlib.suppress(ValueError, OSError), files.lock(lock):  # ValueError: it is in use
-                shutil.rmtree(lock.parent, ignore_errors=True)
-    temporary = tempfile.TemporaryDirectory(prefix=mine, ignore_cleanup_errors=True)
-    with temporary as folder, files.lock(Path(folder) / "lock"):
-        yield folder
 
 
 def _check_status(process: multiprocessing.process.BaseProcess) -> None:
