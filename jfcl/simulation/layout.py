@@ -95,23 +95,19 @@ def layout_of(algorithm: Algorithm, init: Start, cohorts: Cohorts, count: int) -
     return Layout(structure, tuple(axes), personal, last_updates), state
 
 
-def depends_on_clients(init: Start, clients: Clients) -> list[bool]:
-    """Returns, by leaf of the state, whether `init` computes it from the clients rather than from its key alone."""
-    key = jax.eval_shape(lambda: jax.random.key(0))
-    traced = jax.make_jaxpr(init)(key, clients)
-    return _reached(traced.jaxpr, [False, *[True for _ in jax.tree.leaves(clients)]])
-
-
 def serves_rows(algorithm: Algorithm, layout: Layout, state: Any, clients: Clients | None) -> bool:
     """Returns whether what clients are served depends on rows of the state; all arguments are shapes."""
 
     def serve(common, rows, clients):
         return algorithm.serve(layout.together(common, rows), clients)
 
-    common, rows = layout.apart(state)
-    traced = jax.make_jaxpr(serve)(common, rows, clients)
-    before, after = (len(jax.tree.leaves(part)) for part in (common, clients))
-    return any(_reached(traced.jaxpr, [False] * before + [True] * len(rows) + [False] * after))
+    return any(depends(serve, (*layout.apart(state), clients), 1))
+
+
+def depends(function: Callable, arguments: Sequence, which: int) -> list[bool]:
+    """Returns, by leaf of the result, whether it is computed from the argument `which`; arguments are shapes."""
+    sources = [i == which for i, argument in enumerate(arguments) for _ in jax.tree.leaves(argument)]
+    return _reached(jax.make_jaxpr(function)(*arguments).jaxpr, sources)
 
 
 def _reached(jaxpr: Any, sources: list[bool]) -> list[bool]:
@@ -169,7 +165,7 @@ def check_cohorts(
         examples = ", ".join(f"{name} {x.dtype} {x.shape[2:]}" for name, x in clients.examples.items())
         raise ValueError(f"algorithm must be of a model for the store's examples, {examples}: {error}") from error
     if join is None:
-        learnt = depends_on_clients(algorithm.init, clients)
+        learnt = depends(algorithm.init, (key, clients), 1)
         if any(depends for depends, axis in zip(learnt, layout.axes, strict=True) if axis is None):
             raise ValueError(
                 "join must be given for this algorithm: its init learns models from the clients of the first cohort, so"
