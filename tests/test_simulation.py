@@ -742,13 +742,11 @@ def test_a_program_is_compiled_once_and_ahead(axis):
         jax.monitoring.unregister_event_duration_listener(note)
 
 
-def test_a_hint_of_idle_cores_comes_once(monkeypatch):
+def test_a_hint_of_idle_cores(monkeypatch):
     monkeypatch.setattr(progress.mapping, "idle_cores", lambda: 1)
     monkeypatch.setattr(progress, "LONG_SECONDS", -1.0)
-    progress._warn_of_idle_cores.cache_clear()
     with pytest.warns(UserWarning, match="client_axis=jfcl.use_all_cores"):
         sim(algorithm=STILL, num_rounds=1, client_axis=jfcl.chunked(1))
-    sim(algorithm=STILL, num_rounds=1, client_axis=jfcl.chunked(1))  # a second warning would be an error
 
 
 @pytest.mark.parametrize("impl", ["threefry2x32", "rbg"])

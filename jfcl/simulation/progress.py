@@ -210,15 +210,10 @@ def warn_once(warned: set, rows: list[dict[str, Any]], subjects: Subjects, *, is
 
 
 def warn_if_cores_are_idle(client_axis: mapping.Mapping, seconds: float) -> None:
-    """Warns, once in a process, after a run of more than `LONG_SECONDS` with one client at a time on one device."""
+    """Warns after a run of more than `LONG_SECONDS` with one client at a time on one device."""
     if seconds > LONG_SECONDS and isinstance(client_axis, mapping.chunked) and mapping.idle_cores():
-        _warn_of_idle_cores()
-
-
-@functools.cache
-def _warn_of_idle_cores() -> None:
-    remedy = "client_axis=jfcl.use_all_cores(), given to the method and to simulate, divides the clients among all"
-    warnings.warn(f"one of {mapping.num_cores()} cores trained most of the time; {remedy}", stacklevel=4)
+        remedy = "client_axis=jfcl.use_all_cores(), given to the method and to simulate, divides the clients among all"
+        warnings.warn(f"one of {mapping.num_cores()} cores trained most of the time; {remedy}", stacklevel=4)
 
 
 def warn_if_loss_is_high(records: list[dict[str, Any]], subjects: Subjects) -> None:
