@@ -133,15 +133,14 @@ def clients_csv(
     names = [name for name in ("accuracy", "loss", "perplexity") if name in last]
     names += [name for name in last if name not in RESERVED]
 
-    def lines(of_seeds: Sequence[dict[str, Any]], step: int) -> Iterator[list]:
+    def lines(of_seeds: Sequence[dict[str, Any]], step: int) -> Iterator[tuple]:
         for s, results in enumerate(of_seeds):
             true = [of_steps[step] for of_steps in truth.values()]
             counts = [results["examples"], *true, results["cluster"], *(v[s] for v in extra.values())]
             counts += [results.get(name, results["cluster"]) for name in served]
-            for i, client in enumerate(ids):
-                integers = [int(values[i]) for values in counts]
-                # A run may be resumed with further metrics.
-                yield [seeds[s], client, *integers, *[f"{results[n][i]:.6g}" if n in results else "" for n in names]]
+            # A run may be resumed with further metrics.
+            numbers = [[f"{x:.6g}" for x in results[n]] if n in results else [""] * len(ids) for n in names]
+            yield from zip([seeds[s]] * len(ids), ids, *(map(int, v) for v in counts), *numbers, strict=True)
 
     head = ["seed", "client", "examples", *truth, "cluster", *extra, *served, *names]
     of_last = [{name: values[s] for name, values in last.items() if values.ndim == 2} for s in range(len(seeds))]
