@@ -311,9 +311,6 @@ def test_what_may_be_several_things_is_refused(x, words):
     for read in (lambda: from_arrays([(x, y)]), lambda: from_torch([rows]), lambda: from_frame(frame)):
         with pytest.raises(ValueError, match=words):
             read()
-    if isinstance(x, list) and isinstance(x[0], Image.Image):
-        with pytest.raises(ValueError, match=r"channels_first must be left out: .*holds images of PIL"):
-            from_arrays([(x, y)], channels_first=True)
 
 
 def test_files_that_cannot_be_read(tmp_path):

@@ -146,7 +146,6 @@ def test_the_concepts_are_those_of_the_papers():
         ({"newcomer_examples": 3}, "newcomer_examples must be left out with drift"),
         ({"heterogeneity": "class"}, "heterogeneity must be one that transforms examples"),
         ({"drift_window": 0}, "drift_window must be an integer, at least 1"),
-        ({"drift": None, "drift_window": 1}, "drift_window must be left out without drift"),
     ],
 )
 def test_wrong_drift_is_refused(options, words):

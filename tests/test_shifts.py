@@ -295,14 +295,12 @@ def test_a_population_records_how_well_the_mixtures_are_found(method, tmp_path):
         ({"mixture": 0}, "mixture must be positive, got 0"),
         ({"mixture": np.inf}, "mixture must be finite"),
         ({"mixture": 1.0, "heterogeneity": "class"}, "with mixture clients keep those that they have, got 'class'"),
-        ({"mixture": 1.0, "heterogeneity": "none", "num_clusters": 1}, "mixture must be left out with het.* 'none'"),
         ({"mixture": 1.0, "reuse": "cluster"}, "reuse must be none .or auto. with mixture"),
         ({"mixture": 1.0, "newcomer_examples": 5}, "newcomer_examples must be left out with mixture"),
         ({"mixture": 1.0, "num_clients": 20, "examples_per_client": 100}, "must be at most 1438"),
         ({"strength": "half"}, "strength must be of type float, got 'half'"),
         ({"strength": 1.5}, r"strength must be in \[0, 1\], got 1.5"),
         ({"strength": -0.1}, r"strength must be in \[0, 1\], got -0.1"),
-        ({"heterogeneity": "none", "num_clusters": 1, "strength": 0.5}, "strength must be left out with het.* 'none'"),
         ({"heterogeneity": "rotation+"}, "unknown heterogeneity ''"),
         ({"heterogeneity": "rotation+rotation"}, "of different names"),
         ({"heterogeneity": "rotation+none"}, "'none' alone"),
@@ -339,8 +337,6 @@ def test_shifts_on_the_command_line():
     fed, _ = load_clients(config, None, jax.vmap)
     options = {"num_clients": 6, "num_clusters": 2, "heterogeneity": "colour+offset", "strength": 0.5}
     assert_same(fed.train, build("digits", **options).train)
-    with pytest.raises(ValueError, match="strength must be left out with heterogeneity 'none'"):
-        load_clients(Config("fedavg", heterogeneity="none", strength=0.5), None, jax.vmap)
     with pytest.raises(ValueError, match="did you mean 'colour'"):
         Config("fedavg", heterogeneity="color")
 

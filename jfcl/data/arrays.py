@@ -43,9 +43,6 @@ def from_arrays(clients: Iterable[Any], *, channels_first: bool | None = None) -
       >>> clients.examples["x"].shape, clients.examples["y"].tolist(), clients.size.tolist()
       ((2, 2, 3), [[0, 1], [1, 0]], [2, 1])
     """
-    is_one = isinstance(clients, dict) or _is_array(clients)
-    is_one = is_one or (isinstance(clients, tuple) and len(clients) == 2 and all(map(_is_array, clients)))
-    check(not is_one, "clients", type(clients), "a list with a pair (x, y) per client")
     return _stacked((_parts(f"client {i}", client) for i, client in enumerate(clients)), channels_first)
 
 
@@ -68,8 +65,8 @@ def from_torch(datasets: Iterable[Any], *, channels_first: bool | None = None) -
     """
 
     def parts(i, dataset):
-        sized = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__") and not isinstance(dataset, dict)
-        check(sized and not _is_array(dataset), f"client {i}", type(dataset), "a data set with len and rows (x, y)")
+        sized = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
+        check(sized, f"client {i}", type(dataset), "a data set with len and rows (x, y)")
         check(len(dataset) > 0, f"client {i}", "0 rows", "a data set with at least one")
         return _columns(f"client {i}", [_parts(f"client {i}, row {j}", dataset[j]) for j in range(len(dataset))])
 
@@ -133,7 +130,3 @@ def _client(where: str, x: np.ndarray, parts: dict[str, Any], moved: bool) -> di
         if len(leaf) != len(x):
             raise ValueError(f"{where}: {name} has {len(leaf)} entries for {len(x)} inputs; give one for each")
     return {"x": x, **arrays}
-
-
-def _is_array(value: Any) -> bool:
-    return hasattr(value, "__array__") or hasattr(value, "detach")

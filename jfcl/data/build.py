@@ -170,7 +170,6 @@ def build(
         pattern = check_pattern(drift, num_clients, num_clusters)
     if drift_window is not None:
         check_count("drift_window", drift_window)
-        check(drift is not None, "drift_window", drift_window, "left out without drift")
     needed, free = num_clients * (dataset.train["x"][:1].nbytes + 256), free_host_memory()  # 256: for its list of rows
     accepted = f"at most what memory holds, of which {free / 1e9:.1f} GB are free; use fewer clients, or generate_store"
     check(needed < free, "num_clients", num_clients, accepted)

@@ -179,13 +179,11 @@ def _choose(names: list[Any], by: Any, x: Any, y: Any, *, all_columns: bool) -> 
         check(value is None or columns, argument, value, "one column at least")
         for column in columns:
             check_choice(f"column for {argument}", column, names)
-        check(len(set(columns)) == len(columns), argument, columns, "of different columns")
     if y is None:
         ys = [name for name in TARGETS if name in names and name not in (by, *xs)]
         accepted = f"given (--target on the command line): the columns {ys} all have usual names of targets"
         check(xs or not all_columns or len(ys) < 2, "y", None, accepted)  # the others would be inputs
         ys = ys[:1]
-    check(by not in ys, "y", ys, "another column than by")
     if x is None:
         unused = [name for name in names if name not in (by, *ys)]
         xs = unused if all_columns else [name for name in INPUTS if name in unused][:1]

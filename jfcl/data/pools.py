@@ -105,10 +105,7 @@ def pool_dataset(dataset: Dataset | str, rules: Rules, partitions: Iterable[str]
     heterogeneity, partition = rules.heterogeneity, rules.partition
     check_options(Rules, rules._asdict())
     names = shifts_of(heterogeneity)
-    accepted = "left out with heterogeneity 'none', with which clusters do not differ"
-    check(names or rules.strength == 1, "strength", rules.strength, accepted)
     if rules.mixture is not None:
-        check(names, "mixture", rules.mixture, accepted)
         check_transforms(rules, "mixture")
     check_choice("partition", partition, partitions)
     for option in ("labels_per_client", "alpha", "exponent", "sigma", "num_groups", "min_size", "distribution"):
