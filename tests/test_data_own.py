@@ -130,6 +130,7 @@ def test_data_sets_of_pytorch():
         ([iter([])], {}, "client 0 must be a data set with len and rows"),
         (Rows([(np.ones(2), 0)]), {}, "client 0, row 0 must be a pair"),
         ([Rows([np.ones(2)])], {}, "client 0, row 0 must be a pair"),
+        ([Rows([(np.ones((5, 6), np.uint8), 0)])], {"channels_first": True}, "channels_first must be left out"),
         ([Rows([(np.ones(2), 0), (np.ones(3), 0)])], {}, r"client 0: x: row 1 has shape \(3,\), row 0 has \(2,\)"),
     ],
 )

@@ -118,6 +118,8 @@ def has_channels_first(shape: tuple[int, ...], where: str, channels_first: bool 
     It shows where one end of the three axes is 4 or less, and the other is not; otherwise `channels_first` must say it.
     """
     if len(shape) != 4:
+        accepted = f"left out: the examples of {where} have shape {list(shape[1:])}, not [C, H, W]"
+        check(not channels_first, "channels_first", channels_first, accepted)
         return False
     first, middle, last = shape[1:]
     is_first = first <= 4 < min(middle, last)

@@ -105,6 +105,9 @@ def pool_dataset(dataset: Dataset | str, rules: Rules, partitions: Iterable[str]
     heterogeneity, partition = rules.heterogeneity, rules.partition
     check_options(Rules, rules._asdict())
     names = shifts_of(heterogeneity)
+    for option, given in {"strength": rules.strength != 1, "mixture": rules.mixture is not None}.items():
+        accepted = "left out with heterogeneity 'none', with which clusters do not differ"
+        check(names or not given, option, getattr(rules, option), accepted)
     if rules.mixture is not None:
         check_transforms(rules, "mixture")
     check_choice("partition", partition, partitions)
