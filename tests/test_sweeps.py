@@ -270,7 +270,7 @@ def test_other_sweeps_are_refused_and_nothing_changes():
         ({"lr": []}, {}, "grid: lr must be a list of at least one value"),
         ({"lr": 0.1}, {}, "grid: lr must be a list of at least one value, got 0.1"),
         ({"lr": [0.1, 0.1]}, {}, "grid: lr must be given once, got 0.1"),
-        ({"lr": [float("nan")]}, {}, "grid: lr must be no NaN"),
+        ({"lr": [float("nan")]}, {}, "grid: lr must be numbers, texts or booleans, got nan"),
         ({"lr": [optax.sgd(0.1)]}, {}, "grid: lr must be numbers, texts or booleans"),
         ({"lr": [0.1], "weights": ["sizes"]}, {}, "unknown weights 'sizes': did you mean 'size'?"),
         ({"lr": [0.1], "num_clusters": [99]}, {}, "num_clusters must be at most"),

@@ -231,13 +231,11 @@ def check_grid(grid: Mapping[str, Sequence[Value]]) -> dict[str, list[Value]]:
         whole = isinstance(values, (Sequence, np.ndarray)) and not isinstance(values, str) and len(values) > 0
         check(whole, f"grid: {name}", values, "a list of at least one value")
         values = [value.item() if isinstance(value, (np.generic, jax.Array)) else value for value in values]
-        numbers = all(isinstance(value, (int, float)) and not isinstance(value, bool) for value in values)
-        if numbers and any(isinstance(value, float) for value in values):
+        if {*map(type, values)} == {int, float}:
             values = [float(value) for value in values]
         for i, value in enumerate(values):
-            check(isinstance(value, Value), f"grid: {name}", value, "numbers, texts or booleans")
-            check(value == value, f"grid: {name}", value, "no NaN")
-            twice = [(type(v), v) for v in values].index((type(value), value)) != i
+            check(isinstance(value, Value) and value == value, f"grid: {name}", value, "numbers, texts or booleans")
+            twice = any(type(value) is type(v) and value == v for v in values[:i])
             check(not twice, f"grid: {name}", value, "given once")
         checked[str(name)] = values
     count = int(np.prod([float(len(values)) for values in checked.values()]))
