@@ -38,7 +38,7 @@ def test_the_fastest_is_taken_and_remembered(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(memory, "needed_memory", lambda *_: 0)
     assert probe.fastest(make, clients, candidates, options="x") == jfcl.chunked(3) and len(asked) == 3
     printed = capsys.readouterr().err
-    assert printed.startswith("mapping: compiling and timing a round with ")
+    assert printed.startswith("mapping: a short probe, which compiles and times a round with ")
     assert "ms a client" in printed and "1e+03" in printed
     assert probe.fastest(make, clients, candidates, options="x") == jfcl.chunked(3) and len(asked) == 3
     assert "as an earlier probe found" in capsys.readouterr().err

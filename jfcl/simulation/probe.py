@@ -14,7 +14,6 @@ from typing import Any
 import jax
 import numpy as np
 from rich.console import Console
-from rich.table import Table
 
 from jfcl import mapping
 from jfcl.core import Algorithm, Clients, client_shapes, num_bytes, num_clients
@@ -118,12 +117,9 @@ def fastest(
         console.print(f"mapping: {cached}, as an earlier probe found ({file})")
         return candidates[cached]
 
-    console.print(f"mapping: compiling and timing a round with {', '.join(candidates)}")
+    console.print(f"mapping: a short probe, which compiles and times a round with {', '.join(candidates)}")
     limit = memory.free_memory() - num_bytes(clients.examples)
     shapes = client_shapes(clients, hosts.total(num_clients(clients)))
-    table = Table("mapping", title="mapping: a short probe", title_justify="left")
-    for head in ("ms a client and round", "MB of temporaries"):
-        table.add_column(head, justify="right")
     timings, needs = {}, {}
     few = enough_clients(candidates.values())
     for name, axis in candidates.items():
@@ -132,8 +128,8 @@ def fastest(
         fits = hosts.same_everywhere(needs[name] <= limit)
         if fits:
             timings[name] = seconds_per_client(algorithm, clients, axis, few)
-        table.add_row(name, f"{1000 * timings[name]:.3g}" if fits else "too much memory", f"{needs[name] / 1e6:,.1f}")
-    console.print(table)
+        spent = f"{1000 * timings[name]:.3g} ms a client and round" if fits else "too much memory"
+        console.print(f"  {name}: {spent}, {needs[name] / 1e6:,.1f} MB of temporaries")
     if not timings:
         least = min(needs.values()) / 1e9
         raise ValueError(f"memory: {limit / 1e9:.1f} GB are free, but a round needs {least:.1f} GB with every mapping")
