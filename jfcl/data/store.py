@@ -182,16 +182,15 @@ class ClientStore:
         """Raises `ValueError` for a file that does not have the SHA-256 in `store.json`; all files are read.
 
         Args:
-          progress: show a progress bar for large files.
+          progress: show a progress bar.
         """
         if self.path is None:
             return
         arrays = self.arrays | {"offsets": self.offsets, "rows": self.rows, "cluster": self.cluster}
         digests = {name: hashlib.sha256() for name in self.about["files"]}
         parts = [(name, first) for name in digests for first in range(0, len(arrays[name]), 65536)]
-        few = not progress or sum(arrays[name].nbytes for name in digests) < 2**28
-        parts = track(parts, f"verifying {self.path}", console=Console(stderr=True), transient=True, disable=few)
-        for name, first in parts:
+        bar = {"console": Console(stderr=True), "transient": True, "disable": not progress}
+        for name, first in track(parts, f"verifying {self.path}", **bar):
             part = np.ascontiguousarray(arrays[name][first : first + 65536])
             digests[name].update(part.reshape(-1).view(np.uint8))
         for name, digest in digests.items():
