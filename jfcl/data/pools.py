@@ -294,15 +294,10 @@ def divide_test(pooled: Pooled, parts: list[np.ndarray], group: int) -> list[np.
     tested = np.unique(test[pooled.test.rows])
     untested = [i for i, part in enumerate(parts) if not np.isin(train[part], tested).any()]
     if untested:
-        here = train[np.concatenate(parts)]
-        lost = np.setdiff1d(here, tested)
-        remedies = ["leave their examples out of the training data"] if np.isin(here, tested).any() else []
-        least = int(np.isin(here, lost).sum()) + 1  # so many examples are not all of these labels
-        if rules.partition == "dirichlet" and least * len(parts) <= len(here):
-            remedies.append(f"set min_size={least} of jfcl.data.build")
+        lost = np.setdiff1d(train[np.concatenate(parts)], tested)
         listed = ", ".join(map(str, lost[:8].tolist())) + ", ..." * (len(lost) > 8)
         what = f"client {untested[0]} has no test examples, since there are none of these labels: {listed}"
-        remedies = ", or ".join([*remedies, "use partition='iid'"])
+        remedies = "leave their examples out of the training data, or use partition='iid'"
         raise ValueError(f"partition {rules.partition!r}: {what}; {remedies}")
     return allot(pooled.test.rows, test, [train[part] for part in parts], seed=(rules.seed, ALLOT, group))
 
