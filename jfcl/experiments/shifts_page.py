@@ -67,11 +67,12 @@ def write_page(folder: str | Path) -> Path:
 
 
 def _heat(
-    name: str, caption: str, rows: dict[str, dict[Any, Result]], heads: dict[Any, tuple[str, str]], base: Any = None
+    name: str, rows: dict[str, dict[Any, Result]], heads: dict[Any, tuple[str, str]], base: dict[str, Result]
 ) -> Table:
     """Returns a table of accuracies, each shaded by how far it is below the best method of its column.
 
     Args:
+      name: of the table.
       rows: the cells of each row, by their columns.
       heads: of each column: the head of a group of columns, and its own.
       base: cells by the names of those that are compared with them: the change is shown.
@@ -80,9 +81,9 @@ def _heat(
     for column in heads:
         best = max((c[column].accuracy for c in rows.values() if column in c and c[column].can_be_best), default=0.0)
         for line, cells in zip(lines, rows.values(), strict=True):
-            line.append(_shown(cells[column], best, base or {}) if column in cells else Link("–"))
+            line.append(_shown(cells[column], best, base) if column in cells else Link("–"))
     groups = [*Counter(group for group, _ in heads.values()).items()]
-    return Table(name, ["method", *(head for _, head in heads.values())], lines, caption, "heat", groups)
+    return Table(name, ["method", *(head for _, head in heads.values())], lines, kind="heat", groups=groups)
 
 
 def _shown(cell: Result, best: float, base: dict[str, Result]) -> Link:
@@ -99,14 +100,13 @@ def _shown(cell: Result, best: float, base: dict[str, Result]) -> Link:
     return Link(f"{100 * value:.1f}{change}{cell.marks}", cell.name, f"g{shade}" + " best" * is_best)
 
 
-def _heats(ranks: Ranks) -> list[Table]:
+def _heats(ranks: Ranks) -> dict[str, Table]:
     """Returns a table of accuracies for each data set."""
-    tables = []
+    tables = {}
     for data in dict.fromkeys(setting[0] for setting in ranks.columns):
         heads = {s: (names_of(s)[1], names_of(s)[2]) for s in ranks.columns if s[0] == data}
         rows = {m: {s: ranks.cells[s, m] for s in heads if (s, m) in ranks.cells} for m in ranks.rows}
-        caption = f"{data}: accuracy in %, by shift and strength"
-        tables.append(_heat(f"heat-{ranks.mode}-{data}", caption, rows, heads))
+        tables[data] = _heat(f"heat-{ranks.mode}-{data}", rows, heads, {})
     return tables
 
 
@@ -121,8 +121,7 @@ def _condition(cells: Sequence[Result], field: str) -> Table | None:
         rows.setdefault(cell.method + ", unknown number" * (clusters == "auto"), {})[column] = cell
         if same := plain.get((cell.setting, cell.method, clusters)):
             base[cell.name] = same
-    caption = "Accuracy in %, and the change in percentage points from that of the same clients without the condition"
-    return _heat(field, caption, dict(sorted(rows.items())), heads, base) if rows else None
+    return _heat(field, dict(sorted(rows.items())), heads, base) if rows else None
 
 
 def _choices(ranks: Ranks) -> Table:
@@ -136,9 +135,8 @@ def _choices(ranks: Ranks) -> Table:
         near = [m for m, score in each.items() if m != best and std is not None and score >= each[best] - std]
         text = _marked(number(accuracy, std, 1, 100), cells)
         rows.append([" ".join(names_of(problem)), best, text, ", ".join(near) or "–"])
-    caption = f"Means over strengths of accuracies and of their standard deviations over seeds, without {BOUND}"
     heads = ["data and shift", "best", "accuracy %", "as good within a standard deviation"]
-    return Table(f"choices-{ranks.mode}", heads, rows, caption, "text")
+    return Table(f"choices-{ranks.mode}", heads, rows, kind="text")
 
 
 def _over_cells(cells: Sequence[Result]) -> tuple[float | None, float | None]:
@@ -166,63 +164,39 @@ def _labels(ranks: Ranks) -> dict[str, str]:
 
 def _ranks_table(ranks: Ranks) -> Table:
     """Returns the table of ranks, with the tests of neighbours."""
-    after = (
-        [f"{p:.3g}" for p in ranking.neighbours(ranks.scores)] if ranks.is_tested else ["–"] * (len(ranks.methods) - 1)
-    )
-    rows = [
-        [method, f"{mean:.2f}", f"{low:.2f} to {high:.2f}", p]
-        for method, mean, low, high, p in zip(
-            ranks.methods, ranks.mean, ranks.low, ranks.high, [*after, ""], strict=True
-        )
-    ]
-    caption = "Mean ranks over settings, 1 is the best, with bootstrap intervals; p of the signed-rank test against the"
-    caption += " next method, over pairs of a data set and a shift, after Holm's correction"
-    return Table(f"ranks-{ranks.mode}", ["method", "mean rank", "95 % interval", "p, next"], rows, caption)
-
-
-def _costs(ranks: Ranks, columns: dict[str, list[float | None]]) -> Table:
-    """Returns the table of what is measured."""
-    texts = [[COSTS[name][1](value) for value in values] for name, values in columns.items()]
-    rows = [[label, *row] for label, *row in zip(_labels(ranks).values(), *texts, strict=True)]
-    caption = "Means over the ranked settings in which it can be measured; a dash where a setting has no value."
-    caption += " Rounds and bytes to 95 % are to that of a run's own final accuracy; seconds are with evaluations"
-    caption += ". 2/3: two of three runs have results, and the figures are theirs" * (
-        ranks.methods != [row[0] for row in rows]
-    )
-    return Table(f"costs-{ranks.mode}", ["method", *(COSTS[name][0] for name in columns)], rows, caption)
+    after = ["–"] * (len(ranks.methods) - 1)
+    if ranks.is_tested:
+        after = [f"{p:.3g}" for p in ranking.neighbours(ranks.scores)]
+    columns = zip(ranks.methods, ranks.mean, ranks.low, ranks.high, [*after, ""], strict=True)
+    rows = [[method, f"{mean:.2f}", f"{low:.2f} to {high:.2f}", p] for method, mean, low, high, p in columns]
+    return Table(f"ranks-{ranks.mode}", ["method", "mean rank", "95 % interval", "p, next"], rows)
 
 
 def _rank_parts(ranks: Ranks) -> dict[str, Any]:
-    """Returns the tables and the pictures of the ranks and the costs."""
-    mode, methods = ranks.mode, ranks.methods
+    """Returns the tables and the pictures of the ranks and the costs; `few`: whether any method has failed runs."""
+    mode, methods, labels = ranks.mode, ranks.methods, _labels(ranks)
     columns = {name: ranks.over_settings(name) for name in COSTS}
     columns = {name: values for name, values in columns.items() if values != [None] * len(methods)}
+    texts = [[COSTS[name][1](value) for value in values] for name, values in columns.items()]
+    rows = [list(row) for row in zip(labels.values(), *texts, strict=True)]
+    costs = Table(f"costs-{mode}", ["method", *(COSTS[name][0] for name in columns)], rows)
     draw = partial(ranking.plot_ranks, methods, ranks.mean, ranks.low, ranks.high)
-    caption = "Mean ranks, with bootstrap intervals of 95 % over seeds and clients."
-    figures = [figure(None, f"intervals-{mode}", draw, caption)]
+    parts = {"choices": _choices(ranks), "ranks": _ranks_table(ranks), "costs": costs}
+    parts |= {"few": methods != [*labels.values()], "intervals": figure(None, f"intervals-{mode}", draw, "")}
     if ranks.is_tested:
         order = np.argsort(ranks.tested, kind="stable")
         names = [methods[i] for i in order]
         draw = partial(ranking.plot_difference, names, ranks.tested[order], ranks.difference)
-        caption = "Critical-difference diagram of the mean ranks over pairs of a data set and a shift: a bar joins"
-        caption += f" methods that differ by less than {ranks.difference:.2f}, which Nemenyi's test does not tell apart"
-        caption += " at 5 %."
-        figures.append(figure(None, f"difference-{mode}", draw, caption))
+        parts["difference"] = figure(None, f"difference-{mode}", draw, "")
     # The accuracy by cost, without the method that nobody can choose.
     chosen = [i for i, method in enumerate(methods) if method != BOUND]
     arrays = {name: np.array(values, float)[chosen] for name, values in columns.items()}
-    costs = {COSTS[name][0]: arrays[name] for name in ("bytes_to_95", "client_steps", "seconds") if name in arrays}
-    if costs and "accuracy" in arrays:
-        labels, accuracy = _labels(ranks), 100 * arrays["accuracy"]
-        caption = f"Accuracy by cost, without {BOUND}. The line joins the methods that no other beats in both (Pareto)."
-        caption += " A client step is one step of a client's optimiser. One that moves all models of a mixture counts"
-        caption += " once, though it costs as much as one of each; models that are trained apart each have their own."
-        caption += " 2/3: two of three runs have results." * (methods != [*labels.values()])
+    shown = {COSTS[name][0]: arrays[name] for name in ("bytes_to_95", "client_steps", "seconds") if name in arrays}
+    if shown and "accuracy" in arrays:
         named = {labels[method] for method in REFERENCES if method in labels}
-        draw = partial(ranking.plot_costs, [labels[methods[i]] for i in chosen], costs, accuracy, named)
-        figures.append(figure(None, f"pareto-{mode}", draw, caption))
-    tables = {"choices": _choices(ranks), "ranks": _ranks_table(ranks), "costs": _costs(ranks, columns)}
-    return tables | {"figures": figures}
+        points = [labels[methods[i]] for i in chosen], shown, 100 * arrays["accuracy"], named
+        parts["pareto"] = figure(None, f"pareto-{mode}", partial(ranking.plot_costs, *points), "")
+    return parts
 
 
 def _failures(cells: Sequence[Result]) -> Table:
@@ -230,23 +204,16 @@ def _failures(cells: Sequence[Result]) -> Table:
     rows = []
     for method in sorted({cell.method for cell in cells}):
         of = [cell for cell in cells if cell.method == method]
-        ends = Counter(run["status"] for cell in of for run in cell.runs)
-        accuracies = [run["accuracy"] for cell in of for run in cell.runs if run["status"] == "collapsed"]
+        runs = [(run, cell) for cell in of for run in cell.runs]
+        ends = Counter(run["status"] for run, _ in runs)
+        accuracies = [run["accuracy"] for run, _ in runs if run["status"] == "collapsed"]
         of_collapsed = f"{ends['collapsed']} ({PERCENT(np.mean(accuracies))} %)" if accuracies else "0"
-        reasons = [(run["reason"], cell) for cell in of for run in cell.runs if run["status"] != "ok"]
-        reasons += [(cell.reason, cell) for cell in of if cell.status == "cannot"]
-        first = Link(str(reasons[0][0]), reasons[0][1].name) if reasons else Link("")
-        counts = [ends["ok"], of_collapsed, ends["diverged"], ends["failed"], sum(c.status == "cannot" for c in of)]
-        rows.append([method, *counts, first])
-    heads = [
-        "method",
-        "ended well",
-        "collapsed (their accuracy)",
-        *STATUSES[2:],
-        "cells that cannot run",
-        "first reason",
-    ]
-    return Table("failures", heads, rows, "Runs of all cells, also under other conditions", "reasons")
+        reasons = [Link(str(run["reason"]), cell.name) for run, cell in runs if run["status"] != "ok"]
+        cannot = [Link(str(cell.reason), cell.name) for cell in of if cell.status == "cannot"]
+        counts = [ends["ok"], of_collapsed, ends["diverged"], ends["failed"], len(cannot)]
+        rows.append([method, *counts, next(iter(reasons + cannot), Link(""))])
+    heads = ["method", "ended well", "collapsed (their accuracy)", *STATUSES[2:], "cells that cannot run"]
+    return Table("failures", [*heads, "first reason"], rows, kind="reasons")
 
 
 def _below_default(cells: Sequence[Result]) -> tuple[int, Table | None]:
