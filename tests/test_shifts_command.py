@@ -269,7 +269,7 @@ def test_a_run_that_fails_at_its_newcomers_has_no_results(monkeypatch):
 
 
 REFUSED = {
-    "methods must be at least one, got []": {"methods": []},
+    "methods must be at least one, each given once, got []": {"methods": []},
     "budget must be an integer, at least 1, got 0": {"budget": 0},
     "unknown method 'ifac': did you mean 'ifca'?": {"methods": ["ifac"]},
     "unknown shift 'rotatoin': did you mean 'rotation'?": {"shifts": ["rotatoin"]},

@@ -73,7 +73,7 @@ def shifts(
     *,
     methods: Annotated[Sequence[str] | None, SEVERAL] = None,
     shifts: Annotated[Sequence[str] | None, SEVERAL] = None,
-    strengths: Annotated[Sequence[float] | None, SEVERAL] = None,
+    strengths: Annotated[Sequence[float] | None, SEVERAL, Interval("[0, 1]")] = None,
     datasets: Annotated[Sequence[str], SEVERAL] = ("digits",),
     seeds: Annotated[int | None, Range(1, 10**4)] = None,
     budget: Annotated[int | None, Range(1, 10**4)] = None,
@@ -167,10 +167,8 @@ def shifts(
             def tick() -> None:
                 bar.update(line, completed=len(mine) - sum(not _file(folder, cell).exists() for cell in unfinished))
 
-            chains = {
-                chain[0].name: partial(run_chain, chain, setting, folder, data_dir)
-                for chain in chained(unfinished, jobs)
-            }
+            run = partial(run_chain, setting=setting, folder=folder, data_dir=data_dir)
+            chains = {chain[0].name: partial(run, chain) for chain in chained(unfinished, jobs)}
             for _ in processes.in_processes(chains, jobs, cores=1 if platform() == "cpu" else None, tick=tick):
                 tick()
         with _alone(folder):
@@ -191,8 +189,7 @@ def make_setting(options: dict[str, Any]) -> dict[str, Any]:
     """Returns what all cells share, after a check of names and numbers; loads the data sets."""
     named = {name: options[name] for name in ("methods", "shifts", "strengths", "datasets")}
     for name, values in named.items():
-        check(len(values) > 0, name, values, "at least one")
-        check(len({*values}) == len(values), name, values, "given once each")
+        check(0 < len({*values}) == len(values), name, values, "at least one, each given once")
     for name in named["methods"]:
         lookup.find_method(name)
     names = [*(name for name in HETEROGENEITY if name != "none"), *SHIFTS]
@@ -200,26 +197,19 @@ def make_setting(options: dict[str, Any]) -> dict[str, Any]:
         for one in name.split("+"):
             check_choice("shift", one, names)
         shifts_of(name)
-    for value in named["strengths"]:
-        is_share = isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value <= 1
-        check(is_share, "strengths", value, "in [0, 1]")
     for k in options["wrong_k"]:
-        is_other = type(k) is int and 0 < k <= options["clients"] and k != options["clusters"]
+        is_other = 0 < k <= options["clients"] and k != options["clusters"]
         check(is_other, "wrong_k", k, f"other numbers than {options['clusters']}, from 1 to that of the clients")
     of_runs = {name: options[name] for name in OF_RUNS if options[name] is not None}
     Config("fedavg", **of_runs)  # refuses what no cell could run
     if options["hostile"]:
         Config("fedavg", clients=options["clients"], attack=options["attack"], malicious=options["hostile"])
-    setting = {
-        "methods": [*ALWAYS, *(name for name in named["methods"] if name not in ALWAYS)],
-        "shifts": list(named["shifts"]),
-        "strengths": sorted(float(value) for value in named["strengths"]),
-        "datasets": list(named["datasets"]),
-        "of_runs": of_runs,
-        "of_data": {name: _of_data(name, of_runs, options) for name in named["datasets"]},
-    }
-    setting |= {name: options[name] for name in ("seeds", "budget", "hostile", "attack", "drift")}
-    return setting | {"wrong_k": [*options["wrong_k"]]}
+    setting = {name: options[name] for name in ("seeds", "budget", "hostile", "attack", "drift")}
+    setting |= {name: [*options[name]] for name in ("shifts", "datasets", "wrong_k")}
+    setting["methods"] = [*ALWAYS, *(name for name in named["methods"] if name not in ALWAYS)]
+    setting["strengths"] = sorted(map(float, named["strengths"]))
+    of_data = {name: _of_data(name, of_runs, options) for name in named["datasets"]}
+    return setting | {"of_runs": of_runs, "of_data": of_data}
 
 
 def _of_data(name: str, of_runs: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
