@@ -26,6 +26,19 @@ from jfcl.simulation.loop import ALL_DONE
 
 NAME = "report.html"
 WORST = 10  # clients in the table of the worst
+CURVES = {"accuracy": "accuracy", "loss": "train_loss"}  # pictures over rounds, and their metrics
+CURVES |= {"perplexity": "perplexity", "next_accuracy": "next_accuracy"}
+COSTS = {  # entries of a summary: head, text of a value
+    "num_rounds": ("rounds", str),
+    "num_clients": ("clients", "{:,.0f}".format),
+    "bytes_up": ("bytes up, all clients and rounds", size_text),
+    "bytes_down": ("bytes down, all clients and rounds", size_text),
+    "seconds": ("seconds, all seeds together", "{:,.1f}".format),
+    "compile_seconds": ("seconds of compilation", "{:,.1f}".format),
+    "rounds_per_second": ("rounds a second", "{:,.2f}".format),
+    "client_steps_per_second": ("client-steps a second", "{:,.0f}".format),
+    "device": ("device", str),
+}
 MOST_ROWS = 300  # of a matrix of similarities; larger ones are drawn from as many rows, evenly spaced
 
 
@@ -166,9 +179,12 @@ def _sentences(notes: Iterable[str]) -> str:
 
 
 def figure(
-    run: Results | None, name: str, draw: Callable[[], plots.Figure] | None, caption: str, label: str = ""
+    run: Results | None, name: str, draw: Callable[[], plots.Figure] | None, caption: str = "", label: str = ""
 ) -> Figure | None:
-    """Returns a figure: of a finished run the picture in `plots/`, otherwise a new one; None without either."""
+    """Returns a figure: of a finished run the picture in `plots/`, otherwise a new one; None without either.
+
+    Without a caption here, it has that of the template.
+    """
     png = (run and run.read_picture(name)) or (draw and plots.png(draw()))
     if not png:
         return None
@@ -195,46 +211,25 @@ def _curves(runs: dict[str, Results]) -> list[Figure]:
         return {name: rows for name, rows in records.items() if any(row.get(metric) is not None for row in rows)}
 
     figures = []
-    for name, metric, text in (
-        ("accuracy", "accuracy", "Accuracy on test examples, mean over clients."),
-        ("loss", "train_loss", "Loss of the local training."),
-        ("perplexity", "perplexity", "Perplexity on test examples."),
-        ("next_accuracy", "next_accuracy", "Accuracy on the test examples of the next step, before adapting."),
-    ):
+    for name, metric in CURVES.items():
         rows = with_values(metric)
-        caption = f"{text} The line is the mean over seeds, the band reaches from the lowest to the highest seed."
-        figures.append(figure(single, name, partial(plots.curves, rows, metric) if rows else None, caption))
+        figures.append(figure(single, name, partial(plots.curves, rows, metric) if rows else None))
     accuracies = {plots.label(name): run.clients.get("accuracy", np.empty(0)) for name, run in runs.items()}
     accuracies = {name: values for name, values in accuracies.items() if np.isfinite(values).any()}
     draw = partial(plots.client_accuracies, accuracies) if accuracies else None
-    caption = "Final accuracy of every client, sorted; the clients of all seeds together."
-    figures.append(figure(single, "clients", draw, caption))
-    evaluated = with_values("accuracy")
-    if len(evaluated) > 1:
-        caption = "Final accuracy: mean over clients, and of the worst client; with the sample standard deviation over"
-        figures.append(figure(None, "methods", partial(plots.bars, evaluated), f"{caption} seeds."))
+    figures.append(figure(single, "clients", draw))
+    if len(evaluated := with_values("accuracy")) > 1:
+        figures.append(figure(None, "methods", partial(plots.bars, evaluated)))
     return [drawn for drawn in figures if drawn]
 
 
 def _costs(runs: dict[str, Results]) -> Table:
     """Returns the table of bytes and seconds, a column for each run."""
-
-    def cells(name: str, text: Callable[[Any], str]) -> list[str]:
+    rows = []
+    for name, (head, text) in COSTS.items():
         values = [run.summary.get(name) for run in runs.values()]
-        return ["–" if value is None else text(value) for value in values]
-
-    rows = {
-        "rounds": cells("num_rounds", str),
-        "clients": cells("num_clients", "{:,.0f}".format),
-        "bytes up, all clients and rounds": cells("bytes_up", size_text),
-        "bytes down, all clients and rounds": cells("bytes_down", size_text),
-        "seconds, all seeds together": cells("seconds", "{:,.1f}".format),
-        "seconds of compilation": cells("compile_seconds", "{:,.1f}".format),
-        "rounds a second": cells("rounds_per_second", "{:,.2f}".format),
-        "client-steps a second": cells("client_steps_per_second", "{:,.0f}".format),
-        "device": cells("device", str),
-    }
-    return Table("costs", ["", *runs], [[name, *values] for name, values in rows.items()])
+        rows.append([head, *("–" if value is None else text(value) for value in values)])
+    return Table("costs", ["", *runs], rows)
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -244,14 +239,13 @@ def _costs(runs: dict[str, Results]) -> Table:
 def parts_of(run: Results, label: str) -> dict[str, Any]:
     """Returns what the page says of one run; `label`, empty for a single run, is the beginning of its parts' ids."""
     private = run.summary.get("privacy")
-    of_number = "Mean silhouette by the number of clusters, of the last round with any: mean and range of the seeds."
     return {
         "label": label,
         "results": run,
         "is_configured": is_configured(run.config),
         "privacy": [] if private is None else privacy_text(private).splitlines(),
         "clusters": _clusters(run, label),
-        "silhouettes": figure(run, "silhouettes", None, of_number, label),
+        "silhouettes": figure(run, "silhouettes", None, label=label),
         **_similarity_and_tree(run, label),
         "worst": _worst_clients(run, label),
         "seeds": _seeds(run, label),

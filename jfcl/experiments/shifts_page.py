@@ -182,12 +182,12 @@ def _rank_parts(ranks: Ranks) -> dict[str, Any]:
     costs = Table(f"costs-{mode}", ["method", *(COSTS[name][0] for name in columns)], rows)
     draw = partial(ranking.plot_ranks, methods, ranks.mean, ranks.low, ranks.high)
     parts = {"choices": _choices(ranks), "ranks": _ranks_table(ranks), "costs": costs}
-    parts |= {"few": methods != [*labels.values()], "intervals": figure(None, f"intervals-{mode}", draw, "")}
+    parts |= {"few": methods != [*labels.values()], "intervals": figure(None, f"intervals-{mode}", draw)}
     if ranks.is_tested:
         order = np.argsort(ranks.tested, kind="stable")
         names = [methods[i] for i in order]
         draw = partial(ranking.plot_difference, names, ranks.tested[order], ranks.difference)
-        parts["difference"] = figure(None, f"difference-{mode}", draw, "")
+        parts["difference"] = figure(None, f"difference-{mode}", draw)
     # The accuracy by cost, without the method that nobody can choose.
     chosen = [i for i, method in enumerate(methods) if method != BOUND]
     arrays = {name: np.array(values, float)[chosen] for name, values in columns.items()}
@@ -195,7 +195,7 @@ def _rank_parts(ranks: Ranks) -> dict[str, Any]:
     if shown and "accuracy" in arrays:
         named = {labels[method] for method in REFERENCES if method in labels}
         points = [labels[methods[i]] for i in chosen], shown, 100 * arrays["accuracy"], named
-        parts["pareto"] = figure(None, f"pareto-{mode}", partial(ranking.plot_costs, *points), "")
+        parts["pareto"] = figure(None, f"pareto-{mode}", partial(ranking.plot_costs, *points))
     return parts
 
 
