@@ -333,7 +333,6 @@ def test_the_command_stops_early_and_continues(tmp_path, capsys, monkeypatch):
         (["--patience", "0"], "patience must be an integer, at least 1, got 0"),
         (["--track", "tensorbord"], "did you mean 'tensorboard'?"),
         (["--track", "mlflow"], "pip install 'jfcl[mlflow]'"),
-        (["--track", "tensorboard", "--track", "tensorboard"], "track must be each tracker once"),
     ],
 )
 def test_the_command_refuses(flags, message, tmp_path, capsys, monkeypatch):

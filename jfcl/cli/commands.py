@@ -61,13 +61,6 @@ def _check_out(out: str) -> None:
     check(os.access(existing, os.W_OK | os.X_OK), "out", out, f"in a folder that can be written: {existing} cannot")
 
 
-def _unused(folder: str) -> Path:
-    """Returns `folder`, or the first of `folder-2`, `folder-3`, ... that does not exist."""
-    named = comparison.with_name(folder)
-    check(named.name, "out", folder, "a new folder")
-    return comparison.unused(named)
-
-
 def _find_devices(args: argparse.Namespace, config: Config) -> None:
     """Connects to the other processes and divides the CPU, where the options say so."""
     if args.coordinator is not None:
@@ -85,7 +78,8 @@ def given_options(args: argparse.Namespace) -> dict[str, Any]:
     """Returns the method, and the options in `--config` and in flags."""
     options = {} if args.config is None else read_config(args.config, args.method)
     options |= {"method": args.method} if args.method else {}
-    flags = _flags(args, options.get("method"))
+    schema = all_options(options.get("method"))
+    flags = {name: value for name, value in vars(args).items() if name in schema}
     for group in EITHER:  # a flag also overrides what the file has in its place
         if set(group) & set(flags):
             options = {name: value for name, value in options.items() if name not in group}
@@ -93,12 +87,6 @@ def given_options(args: argparse.Namespace) -> dict[str, Any]:
     if "method" not in options:
         raise ValueError("METHOD must be given, or stand in --config; 'jfcl list methods' shows them")
     return options
-
-
-def _flags(args: argparse.Namespace, method: str | None) -> dict[str, Any]:
-    """Returns the options of a `Config` that are given by flags."""
-    schema = all_options(method)
-    return {name: value for name, value in vars(args).items() if name in schema}
 
 
 def _arguments(function: Callable, args: argparse.Namespace) -> dict[str, Any]:
@@ -109,8 +97,7 @@ def _arguments(function: Callable, args: argparse.Namespace) -> dict[str, Any]:
 def command_run(args: argparse.Namespace, console: Console) -> None:
     """Runs one method and keeps its results in a folder."""
     config = Config(**given_options(args))
-    names = args.track or []
-    check(len({*names}) == len(names), "track", names, "each tracker once")
+    names = dict.fromkeys(args.track or ())
     check(args.out is not None or "tensorboard" not in names, "out", None, "given with --track tensorboard")
     callbacks = [trackers.tracker(name) for name in names]
     # Run.
@@ -168,8 +155,7 @@ def command_sweep(args: argparse.Namespace, console: Console) -> None:
     """Runs one method with all combinations of some options, and chooses the best on held-out examples."""
     # Read and check the options.
     options = given_options(args)
-    method = options["method"]
-    grid = sweeps.read_grid(args.grid, _flags(args, method), method)
+    grid = sweeps.read_grid(args.grid, options["method"])
     config = Config(**(options if "seed" in options else {"seeds": sweeps.SEEDS} | options))
     runs = config.seeds * math.prod(len(values) for values in grid.values())
     _start_devices(config.devices, min(mapping.num_cores(), runs))
@@ -275,7 +261,7 @@ def command_bench(
       devices: divide the CPU into this number of devices; see 'sharded(chunked(1))' among the mappings.
       out: folder for results.
     """
-    folder = _unused(out)
+    folder = comparison.unused(out)
     _start_devices(devices)
     with _bar("rounds", args.progress) as tick:
         benchmark = bench.sweep(**_arguments(bench.sweep, args), tick=tick)
@@ -297,7 +283,7 @@ def command_demo(
       seeds: number of seeds.
       rounds: rounds of each method.
     """
-    folder = _unused(out)
+    folder = comparison.unused(out)
     common = {"seeds": seeds, "rounds": rounds, "eval_every": 2}
     configs = [Config(method, **common, **options) for method, options in DEMO.items()]
     _start_devices(None, mapping.num_cores())

@@ -21,7 +21,7 @@ import jax
 from jfcl import kernels
 from jfcl.core import check, check_choice, platform, shown
 from jfcl.core.names import option_hint, renamed
-from jfcl.core.options import MOST_REPEATED, Needs, Option
+from jfcl.core.options import Needs, Option
 from jfcl.data.concepts import CONCEPTS
 from jfcl.data.drift import drift_pattern
 from jfcl.data.partition import OF_ONE_DIVISION
@@ -246,18 +246,10 @@ def _of_data(config: Config) -> Rules:
         yield config.rounds >= steps, "rounds", f"at least {steps}, one for each step of the drift"
         yield not config.track_gap, "track_gap", "left out with --drift: true clusters change"
         yield config.patience is None, "patience", "left out with --drift: the run would end before the last step"
-    table = config.partition != "distribution" or config.distribution is not None
-    yield table, "distribution", "the csv file of a table with --partition distribution"
-    if config.store is None or config.population is not None:  # else the store knows its number of clients
-        for name in ("clusters", "cohort"):
-            fits = getattr(config, name) is None or getattr(config, name) <= config.clients
-            yield fits, name, f"at most the {config.clients} clients"
 
 
 def _of_training(config: Config) -> Rules:
     of_method = find_method(config.method).options
-    tried = config.restarts * config.restart_rounds if (config.restarts or 1) > 1 and config.restart_rounds else 1
-    yield tried <= MOST_REPEATED, "restarts", f"at most {MOST_REPEATED}, times restart_rounds"
     name, momentum = config.optimizer, OPTIMIZERS[config.optimizer].momentum
     fits = "momentum" in of_method or momentum is not None or config.momentum is None
     yield fits, "momentum", f"left out with --optimizer {name}, which has its own"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
@@ -301,14 +300,14 @@ def names_of_method(config: Config, further: Iterable[str] = ()) -> dict[str, st
     return {"num_clusters": models, "init_params": "init_from", "shared": "share"}
 
 
-def _read_table(path: str) -> np.ndarray:
+def _read_table(path: str | None) -> np.ndarray | None:
     """Returns the numbers of a csv file without a header; raises `ValueError` for other files."""
+    if path is None:
+        return None
     try:
-        if not Path(path).is_file():
-            raise OSError("there is no such file")
-        with warnings.catch_warnings(action="error"):  # of an empty file
-            return np.loadtxt(path, delimiter=",", ndmin=2)
-    except (OSError, UserWarning, ValueError) as error:
+        with open(path, encoding="utf-8") as file:
+            return np.loadtxt(file, delimiter=",", ndmin=2)
+    except (OSError, ValueError) as error:
         accepted = "a csv file: a row of numbers per client, a column per label, no header"
         raise ValueError(f"distribution must be {accepted}, got {shown(path)}: {error}") from None
 

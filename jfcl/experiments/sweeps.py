@@ -34,16 +34,14 @@ SEEDS = 3  # of each cell, unless they are given
 FILES = ("sweep.json", "best.toml", "heatmap.png")
 
 
-def read_grid(texts: Sequence[str] | None, flags: dict[str, Any], method: str | None = None) -> dict[str, list[Any]]:
-    """Returns the values of every option in texts such as `"lr=0.01,0.1"`; `flags` are the options given by flags.
-
-    `method` is needed for options of a user's own.
+def read_grid(texts: Sequence[str] | None, method: str | None = None) -> dict[str, list[Any]]:
+    """Returns the values of every option in texts such as `"lr=0.01,0.1"`; `method`: for options of a user's own.
 
     Raises:
       ValueError: no text; another form; an unknown option, or one twice.
 
     Example:
-      >>> read_grid(["lr=0.01,0.1", "num_clusters=2,4"], {})
+      >>> read_grid(["lr=0.01,0.1", "num_clusters=2,4"])
       {'lr': [0.01, 0.1], 'num_models': [2, 4]}
     """
     check(texts, "grid", texts, "given: --grid NAME=VALUE,VALUE,..., such as --grid lr=0.01,0.1")
@@ -55,10 +53,7 @@ def read_grid(texts: Sequence[str] | None, flags: dict[str, Any], method: str | 
         name = "num_models" if name == "num_clusters" else name  # as the factories call it
         if name not in schema:
             raise ValueError(f"grid: unknown option {flag[:100]!r}{option_hint(name, schema)}")
-        accepted = f"an option that may differ between cells; give {flag_of(name)} for all of them"
-        check(name not in OF_ALL_CELLS, "grid", flag, accepted)
         check(name not in grid, "grid", flag, f"given once: {name} has two axes")
-        check(name not in flags, name, flags.get(name), "given once: as a flag, or in --grid")
         grid[name] = [_read_value(schema[name], value.strip()) for value in values.split(",")]
     return grid
 
@@ -116,14 +111,14 @@ def run_sweep(
     check(config.drift is None, "drift", config.drift, accepted)
     schema = all_options(config.method)
     for name in grid:
-        check(name in schema and name not in OF_ALL_CELLS, "grid", name, "an option that may differ between cells")
+        accepted = f"an option that may differ between cells; give {flag_of(name)} for all of them"
+        check(name in schema and name not in OF_ALL_CELLS, "grid", name, accepted)
     combinations = itertools.product(*check_grid(grid).values())
     cells = [dataclasses.replace(config, **dict(zip(grid, values, strict=True))) for values in combinations]
     value = (config.population, config.store)
     check(not config.of_population, "population, store", value, "left out: a sweep is of clients on the device")
     accepted = "vmap or chunked, or left out: a sweep divides its runs, not the clients, among the devices"
     check(config.mapping in (None, "vmap", "chunked"), "mapping", config.mapping, accepted)
-    check(config.patience is None, "patience", config.patience, "left out: a sweep judges the last round alone")
     if out is not None:
         check_folder(out, resume, "sweep")
 
