@@ -288,8 +288,7 @@ def page_of(cells: Sequence[Result], ranked: Sequence[Ranks], settings: dict[str
         title="Which method for which shift",
         version=__version__,
         titles=MODES,
-        num_cells=len(cells),
-        num_runs=sum(len(cell.runs) for cell in cells),
+        cells=cells,
         programs=sum(cell.programs or 0 for cell in cells),
         seconds=sum(cell.seconds or 0 for cell in cells),
         modes=modes,
@@ -299,11 +298,9 @@ def page_of(cells: Sequence[Result], ranked: Sequence[Ranks], settings: dict[str
         failures=_failures(cells),
         num_known=num_known,
         below=below,
-        datasets=sorted({cell.data for cell in cells}),
         seeds=_several({len(cell.runs) for cell in cells if cell.runs}, "seed"),
         trials=_several({len(cell.trials) for cell in cells if cell.trials}, "trial"),
         has_energy=any(run["joules"] is not None for cell in cells for run in cell.runs),
-        by_method={method: [c for c in cells if c.method == method] for method in sorted({c.method for c in cells})},
         settings=_flat(settings),
     )
     return f"{page}\n".encode(errors="replace")
