@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 from collections.abc import Callable, Iterable
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -312,12 +313,28 @@ def _read_table(path: str | None) -> np.ndarray | None:
         raise ValueError(f"distribution must be {accepted}, got {shown(path)}: {error}") from None
 
 
+def algorithms_of(
+    config: Config, federation: data.Federation, vocab_size: int | None, largest: int, client_axis: mapping.Mapping
+) -> Callable[..., Algorithm]:
+    """Returns the function of some options, which may be tracers, that makes the method with these and `config`."""
+
+    @functools.cache
+    def task(model: str) -> Task:
+        return make_task(dataclasses.replace(config, model=model), federation, vocab_size)
+
+    def make(**values: Any) -> Algorithm:
+        chosen = dataclasses.replace(config, **values)
+        return make_algorithm(chosen, task(chosen.model), make_training(chosen, largest), federation, client_axis)
+
+    return make
+
+
 def assemble(
     config: Config, federation: data.Federation, vocab_size: int | None, largest: int, client_axis: mapping.Mapping
 ) -> Setup:
     """Builds task, local training and algorithm for clients of which the largest has `largest` examples."""
     task, training = make_task(config, federation, vocab_size), make_training(config, largest)
-    make = partial(make_algorithm, config, task, training, federation)
+    make = functools.partial(make_algorithm, config, task, training, federation)
     if config.mapping == "auto":
         costless = ("mapping", "seed", "seeds", "data_seed", "rounds", "eval_every", "lr", "lr_decay", "init_from")
         costless += ("lr_end", "warmup", "step_rounds", "step_factor")
@@ -331,7 +348,7 @@ def load_clients(
 ) -> tuple[data.Federation, int | None]:
     """Returns this process's clients, after an attack on their data, and the size of the vocabulary of texts."""
     dataset, vocab_size = load_dataset(config, data_dir)
-    federation = make_federation(config, dataset, partial(mapping.own_rows, client_axis))
+    federation = make_federation(config, dataset, functools.partial(mapping.own_rows, client_axis))
     if config.attack is not None:
         federation = attack_data(config, federation)
     return federation, vocab_size

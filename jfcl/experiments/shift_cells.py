@@ -337,13 +337,7 @@ def _maker(config: Config, clients: Federation, traced: tuple[str, ...]) -> Call
     key = (json.dumps(values, default=str), traced, clients.input_shape, clients.num_classes, largest)
     key += (None if of_clusters is None else of_clusters.tobytes(),)
     if key not in _makers:
-        task, axis = setups.make_task(config, clients, None), mapping.auto()
-
-        def make(**values: Any) -> Algorithm:
-            of_values = dataclasses.replace(config, **values)
-            return setups.make_algorithm(of_values, task, setups.make_training(of_values, largest), clients, axis)
-
-        _makers[key] = make
+        _makers[key] = setups.algorithms_of(config, clients, None, largest, mapping.auto())
     return _makers[key]
 
 

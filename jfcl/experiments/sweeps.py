@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import itertools
 import json
 from collections.abc import Sequence
@@ -15,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jfcl import mapping
-from jfcl.core import Algorithm, Task, check, max_examples
+from jfcl.core import check, max_examples
 from jfcl.core.files import write_whole
 from jfcl.core.names import flag_of, option_hint, renamed
 from jfcl.core.options import Interval, OneOf, Option, Range, check_options
@@ -123,8 +122,7 @@ def run_sweep(
         check_folder(out, resume, "sweep")
 
     # Data, the same for all cells, and devices.
-    inner = mapping.auto() if config.chunk is None else mapping.chunked(config.chunk)
-    client_axis = jax.vmap if config.mapping == "vmap" else inner
+    client_axis = setups.mapping_of(dataclasses.replace(config, mapping=config.mapping or "chunked"))
     mesh = mapping.client_mesh(config.devices)
     row_axis = mapping.auto() if mesh.size == 1 else mapping.sharded(mesh, mapping.auto())
     federation, vocab_size = setups.load_clients(cells[0], data_dir, client_axis)
@@ -133,23 +131,14 @@ def run_sweep(
     train, held_out = hold_out(federation.train, holdout, seed=config.data_seed)
     attackers = setups.malicious_clients(config)  # as in the final test, they do not count
     held_out = held_out._replace(size=np.where(attackers, 0, held_out.size).astype(np.int32))
-    largest, seeds = max_examples(train), setups.seeds_of(config)
-
-    @functools.cache
-    def task(model: str) -> Task:
-        return setups.make_task(dataclasses.replace(config, model=model), federation, vocab_size)
-
-    def make(**values) -> Algorithm:  # of a cell; the values may be tracers
-        cell = dataclasses.replace(config, **values)
-        training = setups.make_training(cell, largest)
-        return setups.make_algorithm(cell, task(cell.model), training, federation, client_axis)
+    seeds = setups.seeds_of(config)
 
     # Run.
     setting = {name: value for name, value in to_saved(config, federation.split_hash).items() if name != "given"}
     named = renamed(setups.names_of_method(config, grid))
     with jax.default_matmul_precision(setups.matmul_precision(config.precision)), named:
         swept = sweep(
-            make,
+            setups.algorithms_of(config, federation, vocab_size, max_examples(train), client_axis),
             grid,
             train,
             key=jax.vmap(jax.random.key)(jnp.array(seeds, jnp.uint32)),
