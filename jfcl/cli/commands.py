@@ -135,8 +135,7 @@ def command_plan(args: argparse.Namespace, console: Console) -> None:
     config = Config(**given_options(args))
     check(args.out is None or not Path(args.out, "config.json").exists(), "out", args.out, "a folder without a run")
     targets.only_compile()
-    with _bar("compiling for a target", args.progress) as advance:
-        tick = lambda what, total: advance(f"compiled {what}", total)  # noqa: E731
+    with _bar("compiling for a target", args.progress) as tick:
         planned = plan.plan_run(config, args.chip, **_arguments(plan.plan_run, args), tick=tick)
     for table in tables.plan_tables(planned, config):
         console.print(table, "")

@@ -231,6 +231,8 @@ def _of_population(config: Config) -> Rules:
     yield fits, "clients", "left out with --population or --store, which have their own number"
     for name in ("reuse", "newcomer_examples", "drift", "tuning_clients"):
         yield config.values[name] == common_options()[name].default, name, "left out with --population"
+    if config.population is not None:  # else the store knows its number of clients
+        yield config.cohort <= config.clients, "cohort", f"at most the {config.clients} clients"
     yield config.seeds == 1, "seeds", "1 with --population: run it once for each --seed"
     yield config.partition not in OF_ONE_DIVISION, "partition", "another with --population"
     yield config.mapping != "auto", "mapping", "another with --population: the probe is of all clients"

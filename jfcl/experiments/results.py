@@ -108,7 +108,7 @@ def read_results(folder: str | Path, records: list[dict[str, Any]] | None = None
         clients = _columns(folder, summary) if "clients.csv" in summary["files"] else {}
         return Results(folder, config, summary, records, clients, True, checkpoints)
     records = RunFolder(folder).records() if (folder / "metrics.jsonl").exists() else []
-    summary = _so_far(config, records, _init_rounds(folder, checkpoints))
+    summary = _so_far(folder, config, records, checkpoints)
     return Results(folder, config, summary, records, {}, False, checkpoints)
 
 
@@ -200,8 +200,12 @@ def _columns(folder: Path, summary: dict[str, Any]) -> dict[str, np.ndarray]:
     return columns
 
 
-def _so_far(config: dict[str, Any], records: list[dict[str, Any]], init_rounds: int) -> dict[str, Any]:
+def _so_far(
+    folder: Path, config: dict[str, Any], records: list[dict[str, Any]], checkpoints: list[int]
+) -> dict[str, Any]:
     """Returns the entries of a summary, of the last round that all seeds have reached."""
+    # A checkpoint has the rounds of the method's start.
+    about = read_json(folder / "checkpoints" / str(checkpoints[0]) / "about.json") if checkpoints else {}
     seeds, rounds = {record["seed"] for record in records}, Counter(record["round"] for record in records)
     last = max((t for t, count in rounds.items() if count >= len(seeds)), default=0)
     clients = config.get("clients") if config.get("population") is None else config["population"]
@@ -212,7 +216,7 @@ def _so_far(config: dict[str, Any], records: list[dict[str, Any]], init_rounds: 
         "num_clients": clients if isinstance(clients, int) else None,
         "num_clusters": 1 if config.get("heterogeneity") == "none" else config.get("clusters"),
         "num_rounds": last,
-        "init_rounds": init_rounds,
+        "init_rounds": about.get("totals", {}).get("init_rounds", 0),
         "versions": config.get("versions"),
         "finds_clusters": several and not (method and method.by_client),
     }
@@ -220,11 +224,3 @@ def _so_far(config: dict[str, Any], records: list[dict[str, Any]], init_rounds: 
         return summary | {"per_seed": [], "mean": {"clusters_in_use": None}}
     summary |= finite_or_none(summarize_records(finite_or_none(records), last))
     return summary | {name: summary["mean"].get(name) for name in ("bytes_up", "bytes_down")}
-
-
-def _init_rounds(folder: Path, checkpoints: list[int]) -> int:
-    """Returns the rounds of the method's start, which a checkpoint has; 0 without one."""
-    if not checkpoints:
-        return 0
-    metadata = read_json(folder / "checkpoints" / str(checkpoints[0]) / "about.json")
-    return metadata.get("totals", {}).get("init_rounds", 0)
