@@ -306,8 +306,9 @@ def _read_table(path: str | None) -> np.ndarray | None:
     if path is None:
         return None
     try:
-        with open(path, encoding="utf-8") as file:
-            return np.loadtxt(file, delimiter=",", ndmin=2)
+        if not Path(path).is_file():  # a device may have no end
+            raise OSError("there is no such file")
+        return np.loadtxt(path, delimiter=",", ndmin=2)
     except (OSError, ValueError) as error:
         accepted = "a csv file: a row of numbers per client, a column per label, no header"
         raise ValueError(f"distribution must be {accepted}, got {shown(path)}: {error}") from None
