@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import math
 import signal
 import threading
 import time
 import warnings
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -32,40 +32,41 @@ class DivergedError(RuntimeError):
     """A model, or every update of a round, is no longer finite."""
 
 
-class CompileClock:
-    """A clock of compilation; `seconds`: time of tracing, lowering and compiling in this thread while it is open."""
+class _Compiled(threading.local):
+    """The time that this thread has spent with compilation: its seconds, and its last spans."""
 
-    _here = threading.local()  # `open`: the clocks of a thread
+    def __init__(self):
+        self.seconds, self.spans = 0.0, deque(maxlen=10_000)
 
-    def __enter__(self):
-        self.seconds, self._spans = 0.0, []
-        _listen_to_jax()
-        self._here.__dict__.setdefault("open", []).append(self)
-        return self
 
-    def __exit__(self, *_):
-        self._here.open.remove(self)
+_compiled = _Compiled()
 
-    @staticmethod
-    def listen(event: str, duration: float, **_):
-        """Adds the last `duration` seconds to the clocks that are open in this thread, for events of compilation."""
-        end = time.perf_counter()
-        for clock in getattr(CompileClock._here, "open", ()) if event.startswith(COMPILING) else ():
-            begin, spans = end - duration, clock._spans
-            # A function is traced inside another one: spans within this one are already counted.
-            while spans and spans[-1][0] >= begin:
-                inner = spans.pop()
-                clock.seconds -= inner[1] - inner[0]
-            begin = max(begin, spans[-1][1]) if spans else begin
-            spans.append((begin, end))
-            clock.seconds += end - begin
+
+def compile_seconds() -> float:
+    """Returns the time of tracing, lowering and compiling in this thread, from its first call on."""
+    _listen_to_jax()
+    return _compiled.seconds
+
+
+def note_compilation(event: str, duration: float, **_) -> None:
+    """Counts the last `duration` seconds of this thread, for an event of compilation."""
+    if event.startswith(COMPILING):
+        end, spans = time.perf_counter(), _compiled.spans
+        begin = end - duration
+        # A function is traced inside another one: spans within this one are already counted.
+        while spans and spans[-1][0] >= begin:
+            inner = spans.pop()
+            _compiled.seconds -= inner[1] - inner[0]
+        begin = max(begin, spans[-1][1]) if spans else begin
+        spans.append((begin, end))
+        _compiled.seconds += end - begin
 
 
 @functools.cache
 def _listen_to_jax() -> None:
-    # jax calls a list of listeners in the thread that compiles. One listener serves all clocks, and stays: the removal
+    # jax calls a list of listeners in the thread that compiles. One listener serves all runs, and stays: the removal
     # of one from the list would make jax skip the listener of another thread.
-    jax.monitoring.register_event_duration_secs_listener(CompileClock.listen)
+    jax.monitoring.register_event_duration_secs_listener(note_compilation)
 
 
 def compile_ahead(lowered: Sequence[jax.stages.Lowered]) -> Callable[[], None]:
@@ -86,7 +87,7 @@ def compile_ahead(lowered: Sequence[jax.stages.Lowered]) -> Callable[[], None]:
         while futures:
             futures.pop(0).result()
         if waiting:
-            CompileClock.listen(COMPILING, time.perf_counter() - began)
+            note_compilation(COMPILING, time.perf_counter() - began)
 
     return wait
 
@@ -109,25 +110,23 @@ class Watch:
 
     def __init__(self, num_rounds: int, *, description: str, progress: bool, checkpoint_seconds: float = math.inf):
         self.interrupted, self._done = False, 0
-        self._compiling, self._speaks, self._checkpoint_seconds = CompileClock(), progress, checkpoint_seconds
+        self._speaks, self._checkpoint_seconds = progress, checkpoint_seconds
         columns = "{task.fields[rate]}", TimeElapsedColumn(), "left", TimeRemainingColumn(), "{task.fields[note]}"
         self._bar = progress_bar(progress, *columns)
         self._line = self._bar.add_task(description, total=num_rounds, rate="", note="", start=False)
 
     def __enter__(self):
-        with contextlib.ExitStack() as opened:
-            if threading.current_thread() is threading.main_thread():
-                before = signal.signal(signal.SIGINT, self._interrupt)
-                opened.callback(signal.signal, signal.SIGINT, before)
-            opened.enter_context(self._compiling)
-            self._open = opened.pop_all()
-        self._opened = time.perf_counter()
+        self._handles = threading.current_thread() is threading.main_thread()
+        if self._handles:
+            self._former = signal.signal(signal.SIGINT, self._interrupt)
+        self._opened, self._compiled_before = time.perf_counter(), compile_seconds()
         return self
 
     def __exit__(self, *_):
         if self._bar.live.is_started:
             self._bar.stop()
-        self._open.close()
+        if self._handles:
+            signal.signal(signal.SIGINT, self._former)
 
     def _interrupt(self, *_):
         if self.interrupted:
@@ -156,13 +155,13 @@ class Watch:
 
     def seconds(self) -> float:
         """Returns the time since the run was opened, without compilation."""
-        return time.perf_counter() - self._opened - self._compiling.seconds
+        return time.perf_counter() - self._opened - (compile_seconds() - self._compiled_before)
 
     def clock(self) -> tuple[float, float]:
         """Returns the seconds of running and of compiling, earlier calls included; without a round, those alone."""
         if not self._done:
             return tuple(self._earlier)
-        return self._earlier[0] + self.seconds(), self._earlier[1] + self._compiling.seconds
+        return self._earlier[0] + self.seconds(), self._earlier[1] + compile_seconds() - self._compiled_before
 
     def advance(self, count: int, note: str) -> None:
         """Moves the bar by `count` rounds."""
