@@ -25,7 +25,7 @@ PAGES = sorted(p for p in DOCS.rglob("*.md") if not p.relative_to(DOCS).parts[0]
 GENERATED = ("api/", "notebooks/", "methods/pictures/")  # written by docs/_ext when the site is built
 RUN_ELSEWHERE = {"howto/newcomers", "mappings", "populations"}  # by tests/test_readme.py
 # Pages that compile much even when they are shortened.
-SLOW = {f"howto/{name}" for name in ("model", "optimizers", "pretrained", "results", "serve", "sweeps", "tpu", "track")}
+SLOW = {f"howto/{name}" for name in ("model", "optimizers", "pretrained", "results", "serve", "sweeps", "track")}
 SLOW |= {f"methods/{name}" for name in METHODS} - {"methods/fedavg"} | {"howto/thresholds"}
 # A fenced block, with the HTML comments above it.
 FENCE = re.compile(r"((?:<!-- [^>]* -->\n)*)^```(\w+)\n(.*?)^```$", flags=re.DOTALL | re.MULTILINE)
@@ -178,8 +178,6 @@ def runnable() -> list:
     "howto/sweeps, short",
     "howto/thresholds",
     "howto/thresholds, short",
-    "howto/tpu",
-    "howto/tpu, short",
     "howto/track",
     "howto/track, short",
     "methods/byzantine_cfl",
