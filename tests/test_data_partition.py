@@ -294,6 +294,14 @@ def test_quarter_turns_are_exact(num_clusters):
             np.testing.assert_array_equal(got, np.asarray(Image.fromarray(image).rotate(360 * k // num_clusters)))
 
 
+def test_quarter_turns_by_a_strength_are_exact():
+    """0.35 * 360 * 5 / 7 is 89.99999999999999 in float64, and 0.55 * 360 * 10 / 11 is 180.00000000000003."""
+    square, wide = np.random.default_rng(0).random((3, 6, 6, 1)), np.random.default_rng(1).random((3, 4, 6, 1))
+    turn = HETEROGENEITY["rotation"][0]
+    np.testing.assert_array_equal(turn(square, None, 5, 7, strength=0.35)[0], np.rot90(square, 1, axes=(1, 2)))
+    np.testing.assert_array_equal(turn(wide, None, 10, 11, strength=0.55)[0], np.rot90(wide, 2, axes=(1, 2)))
+
+
 @pytest.mark.parametrize(("cluster", "num_clusters"), [(1, 3), (2, 3), (1, 8), (3, 5)])
 def test_other_angles_are_bilinear(cluster, num_clusters):
     size, angle = 9, 2 * np.pi * cluster / num_clusters

@@ -55,7 +55,7 @@ def rotation(x, y, cluster, num_clusters, num_classes=None, seed=0, strength=1.0
     """
     accepted = "images [n, H, W, C]; for others name a change of labels, such as label_permutation, or none"
     check(np.ndim(x) == 4, "heterogeneity 'rotation': the examples", np.shape(x), accepted)
-    angle = strength * 360.0 * cluster / num_clusters
+    angle = round(strength * 360.0 * cluster / num_clusters, 9)  # 0.35 * 360 * 5 / 7 is a quarter, too
     fits = x.shape[1] == x.shape[2] or angle in (0.0, 180.0)
     accepted = f"2 (0 and 180 degrees): other images than square ones cannot be turned by {angle:g} degrees"
     check(fits, "num_clusters", f"{num_clusters} for images of {x.shape[1]} x {x.shape[2]}", accepted)
