@@ -6,6 +6,7 @@ import jax
 import numpy as np
 import pandas as pd
 import pytest
+from matplotlib.colors import hsv_to_rgb, rgb_to_hsv
 from scipy.ndimage import gaussian_filter, rotate
 
 from jfcl.analysis.metrics import mixture_recovery
@@ -170,6 +171,17 @@ def test_corruptions_are_as_their_equations_say():
     for kind in CORRUPTIONS:
         far = [np.abs(corrupt(x, kind, severity) - x).mean() for severity in range(6)]
         assert far[0] < 1e-7 and (np.diff(far) >= 0).all() and far[5] > far[1]
+
+
+def test_brighter_colours_keep_their_hue():
+    """CIFAR-10-C adds to the value in HSV."""
+    x = np.random.default_rng(0).random((5, 6, 6, 4), np.float32)  # with transparency
+    x[0, 0, 0, :3] = 0
+    hsv = rgb_to_hsv(x[..., :3].astype(np.float64))
+    hsv[..., 2] = (hsv[..., 2] + 0.15).clip(0, 1)
+    for given, kept in ((x, x[..., 3:]), (x[..., :3], x[..., 4:])):
+        wanted = np.concatenate([hsv_to_rgb(hsv), kept], axis=-1)
+        np.testing.assert_allclose(corrupt(given, "brightness", 3), wanted, atol=1e-6)
 
 
 def test_each_cluster_has_its_corruption():

@@ -34,8 +34,11 @@ def contrast(x, level, draws):
 
 
 def brightness(x, level, draws):
-    """Adds `level` to all pixels."""
-    return x + level
+    """Adds `level` to the value of each pixel in HSV: to its largest colour, to which the others keep their ratio."""
+    colours = x[..., : (x.shape[-1] - 1) // 2 * 2 + 1]  # without transparency
+    value = colours.max(axis=-1, keepdims=True)
+    ratio = np.where(value > 0, colours / np.where(value > 0, value, 1), 1)
+    return np.concatenate([ratio * np.minimum(value + level, 1), x[..., colours.shape[-1] :]], axis=-1)
 
 
 def pixelate(x, level, draws):
