@@ -228,7 +228,8 @@ def dirichlet(labels, num_clients: int, *, alpha: float = 0.5, seed: Seed, min_s
       alpha: positive; a small one is skewed (one client holds nearly all of a label), a large one is iid.
       min_size: the least number of examples of a client.
 
-    Source: Hsu, Qi, Brown 2019 ("Measuring the effects of non-identical data distribution").
+    Source: Yurochkin et al. 2019 ("Bayesian nonparametric federated learning of neural networks"). Hsu, Qi, Brown 2019
+    draw the shares of the labels in each client instead.
 
     Example:
       >>> sum(len(part) for part in dirichlet([0, 1] * 50, 20, alpha=1e-3, seed=0))
