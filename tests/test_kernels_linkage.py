@@ -65,6 +65,16 @@ def test_equal_distances_and_extremes_make_valid_trees(linkage):
     assert far[0].tolist() == [0.0, 1.0, 1.0, 2.0] and np.isfinite(far).all()
 
 
+def test_a_cut_with_a_threshold_has_at_most_the_number_of_clusters():
+    tree = scipy.cluster.hierarchy.linkage(np.random.default_rng(0).standard_normal((12, 2)), "complete")
+    for most, threshold in [(1, 0.0), (3, tree[-3, 2]), (5, tree[-3, 2]), (12, -1.0)]:
+        by_both = cut(jnp.asarray(tree, jnp.float32), num_clusters=most, threshold=threshold + 1e-5)
+        by_threshold = scipy.cluster.hierarchy.fcluster(tree, threshold + 1e-5, "distance")
+        by_number = scipy.cluster.hierarchy.fcluster(tree, most, "maxclust")
+        wanted = by_threshold if by_threshold.max() <= most else by_number
+        assert adjusted_rand_score(wanted, by_both) == 1 and by_both.max() + 1 == wanted.max()
+
+
 def test_what_is_no_matrix_of_distances_is_refused():
     with pytest.raises(ValueError, match="unknown linkage"):
         linkage_tree(matrix(points(0)), "median")

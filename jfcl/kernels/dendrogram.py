@@ -172,7 +172,8 @@ def cut(tree: jax.Array, *, num_clusters: int | None = None, threshold: float | 
     Args:
       tree: `[N-1, 4]` in SciPy's `linkage` format, distances not falling.
       num_clusters: the number of clusters to cut into.
-      threshold: the largest distance (`1 - similarity`) of a merge that applies. Give exactly one of the two.
+      threshold: the largest distance (`1 - similarity`) of a merge that applies. With both, more merges apply where
+        there would be more than `num_clusters`.
 
     Returns:
       `[N]` int32 in `0 .. K-1`, numbered by the first client of each cluster.
@@ -186,14 +187,16 @@ def cut(tree: jax.Array, *, num_clusters: int | None = None, threshold: float | 
     tree = jnp.asarray(tree)
     check(tree.ndim == 2 and tree.shape[1] == 4, "tree", tree.shape, "of shape [N-1, 4]")
     tree = tree.astype(sum_dtype(tree))
-    exactly_one = (num_clusters is None) != (threshold is None)
-    check(exactly_one, "num_clusters, threshold", (num_clusters, threshold), "one of the two")
-    count = len(tree) + 1
+    given = num_clusters is not None or threshold is not None
+    check(given, "num_clusters, threshold", (num_clusters, threshold), "one of the two, or both")
+    count, applies = len(tree) + 1, False
     if num_clusters is not None:
         check_whole("num_clusters", num_clusters, 1, count, "N")
-        return _cut(tree, jnp.arange(count - 1) < count - num_clusters)
-    check(threshold == threshold, "threshold", threshold, "a number")
-    return _cut(tree, tree[:, 2] <= threshold)
+        applies = jnp.arange(count - 1) < count - num_clusters
+    if threshold is not None:
+        check(threshold == threshold, "threshold", threshold, "a number")
+        applies |= tree[:, 2] <= threshold
+    return _cut(tree, applies)
 
 
 @jax.jit

@@ -87,11 +87,7 @@ def flhc(
         else:
             distances = jnp.sqrt(squared_distances(updates, mask=real))
         tree = linkage_tree(distances, linkage, mask=real)
-        cluster = cut(tree, num_clusters=num_clusters)
-        if distance_threshold is not None:
-            free = cut(tree, threshold=distance_threshold)
-            cluster = jnp.where(free.max() < num_clusters, free, cluster)
-        return (), cluster
+        return (), cut(tree, num_clusters=num_clusters, threshold=distance_threshold)
 
     def find(key: jax.Array, clients: Clients):
         start_key, rounds_key = jax.random.split(key)

@@ -203,5 +203,4 @@ def _joined(points: jax.Array, real: jax.Array, most: int, scale) -> tuple[jax.A
     nearest = jnp.where(pairs, distances, jnp.inf).min(axis=1)
     radius = scale * knee(nearest, mask=real & jnp.isfinite(nearest))
     tree = linkage_tree(distances, "single", mask=real)
-    free = cut(tree, threshold=radius)
-    return jnp.where(free.max() < most, free, cut(tree, num_clusters=min(most, len(real)))), radius
+    return cut(tree, num_clusters=min(most, len(real)), threshold=radius), radius

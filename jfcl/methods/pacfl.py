@@ -113,11 +113,9 @@ def pacfl(
     def group(bases: jax.Array, real: jax.Array):
         angles = subspace_angles(bases, measure=measure)
         tree = linkage_tree(angles, linkage, mask=real)
-        cluster = cut(tree, num_clusters=num_clusters)
-        if angle_threshold is not None:
-            free = cut(tree, threshold=angle_threshold)
-            free = number_by_first(jnp.where(real, free, free[jnp.argmax(real)]), len(real))
-            cluster = jnp.where(free.max() < num_clusters, free, cluster)
+        cluster = cut(tree, num_clusters=num_clusters, threshold=angle_threshold)
+        if angle_threshold is not None:  # below 0, clients without examples are clusters of their own
+            cluster = number_by_first(jnp.where(real, cluster, cluster[jnp.argmax(real)]), len(real))
         pairs = real[:, None] & real[None, :] & ~jnp.eye(len(real), dtype=bool)
         same = cluster[:, None] == cluster[None, :]
         within, between = (jnp.where(pairs & part, angles, jnp.nan) for part in (same, ~same))
