@@ -221,10 +221,12 @@ def test_tiles_find_what_the_matrix_finds(min_size, monkeypatch):
     rng = np.random.default_rng(0)
     updates = {"a": rng.standard_normal((30, 4)).astype(np.float32), "b": rng.standard_normal((30, 2)).astype("f")}
     cluster, usable = rng.integers(0, 3, 30), rng.random(30) < 0.9
+    common = Averaging(None, None, 3, client_axis=jax.vmap)
+    rules = server.Rules(common, None, None, None, min_size=min_size)
 
     def found():
         wanted = np.array([True, False, True])
-        return jax.jit(partial(bipartitions, min_size=min_size))(updates, cluster, usable, wanted)
+        return jax.jit(partial(bipartitions, rules))(updates, cluster, usable, wanted)
 
     dense = found()
     monkeypatch.setattr(server, "DENSE_UP_TO", 10)

@@ -177,8 +177,7 @@ def serve(rules: Rules, state: CFLState, sent: Sent):
         examined = examined & enough_known(newest, expected, state.cluster, capacity, most=True)
     sides = jnp.zeros(capacity, jnp.int32), jnp.zeros(len(compared), bool)
     nothing = Splits(jnp.full(capacity, jnp.inf, jnp.float32), *sides)
-    options = {"min_size": rules.min_size, "linkage": rules.linkage}
-    compare = partial(bipartitions, vectors, state.cluster, compared, wanted, client_axis, **options)
+    compare = partial(bipartitions, rules, vectors, state.cluster, compared, wanted)
     splits = if_rare(wanted.any(), compare, lambda: nothing)
     comparison = Comparison(vectors, compared, members, stationary & examined, splits, wanted & rules.accept(splits))
     metrics = {
@@ -212,16 +211,7 @@ def serve(rules: Rules, state: CFLState, sent: Sent):
 DENSE_SHARE = 8
 
 
-def bipartitions(
-    vectors: PyTree,
-    cluster: jax.Array,
-    usable: jax.Array,
-    wanted: jax.Array,
-    client_axis: mapping.Mapping = jax.vmap,
-    *,
-    min_size: int = 1,
-    linkage: str = "single",
-) -> Splits:
+def bipartitions(rules: Rules, vectors: PyTree, cluster: jax.Array, usable: jax.Array, wanted: jax.Array) -> Splits:
     """Computes the optimal bipartition of every `wanted` cluster `[K]`, of its `usable` clients `[N]`.
 
     Complete linkage and a least size need all similarities at once.
@@ -231,7 +221,8 @@ def bipartitions(
     numbers = sum(leaf.size for leaf in leaves) // count
     coarsest = max((leaf.dtype for leaf in leaves), key=lambda dtype: jnp.finfo(dtype).eps)
     tolerance = kernels.similarity_tolerance(numbers, coarsest)
-    dense = count <= max(DENSE_UP_TO, numbers // DENSE_SHARE) or linkage != "single" or min_size > 1
+    needs_all = rules.linkage != "single" or rules.min_size > 1
+    dense = needs_all or count <= max(DENSE_UP_TO, numbers // DENSE_SHARE)
 
     def one_by_one(bipartition, points, cluster, active):
         """Returns the `Bipartition` of all clusters, computed one by one; without two active clients there is none."""
@@ -251,13 +242,13 @@ def bipartitions(
 
     def from_similarities(vectors, cluster, usable, active):
         similarity = kernels.pairwise_cosine(vectors, mask=usable)
-        if linkage == "single":
-            return (), bipartitions_of_clusters(similarity, active, cluster, capacity, min_size)
-        return (), one_by_one(partial(kernels.optimal_bipartition, linkage=linkage), similarity, cluster, active)
+        if rules.linkage == "single":
+            return (), bipartitions_of_clusters(similarity, active, cluster, capacity, rules.min_size)
+        return (), one_by_one(partial(kernels.optimal_bipartition, linkage=rules.linkage), similarity, cluster, active)
 
     active = usable & wanted[cluster]
     if dense:
-        side, cross = over_columns(client_axis, from_similarities)(vectors, cluster, usable, active)[1]
+        side, cross = over_columns(rules.common.client_axis, from_similarities)(vectors, cluster, usable, active)[1]
     else:
         side, cross = one_by_one(kernels.bipartition_of_updates, vectors, cluster, active)
 
