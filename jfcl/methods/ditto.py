@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from jfcl.core import Algorithm, Clients, Task, num_clients
 from jfcl.core.options import Interval, Real, Search
+from jfcl.methods.averaging import Averaging
 from jfcl.methods.fedavg import fedavg
 from jfcl.methods.options import AVERAGING, Options, factory
 from jfcl.methods.personal import PersonalState, initial_state, next_personal, serve_personal, train_personal
@@ -51,7 +52,7 @@ def ditto(
       >>> np.round(state.params["b"], 2).tolist(), np.round(state.common.params["b"], 2).tolist()  # halfway
       ([2.0, 4.0], [3.0])
     """
-    common, client_axis = fedavg(task, training, **options), options["client_axis"]
+    common, rules = fedavg(task, training, **options), Averaging(task, training, 1, **options)
 
     def init(key: jax.Array, clients: Clients) -> PersonalState:
         state = common.init(key, clients)
@@ -62,8 +63,8 @@ def ditto(
         global_model = jax.tree.map(lambda p: p[0], state.common.params)
 
         # The cohort of FedAvg: both models are trained on the same batches.
-        cohort = select_cohort(key, clients, options["cohort"])
-        trained, finite = train_personal(task, training, client_axis, cohort, state, pull=lambda _: (global_model, lam))
+        cohort = select_cohort(key, clients, rules.cohort)
+        trained, finite = train_personal(rules, cohort, state, pull=lambda _: (global_model, lam))
         common_state, metrics = common.step(key, state.common, clients)
         present = take_rows(cohort, ~jnp.isnan(metrics["loss"]))  # NaN for absent clients alone
         new = next_personal(cohort, state, trained, present & finite)._replace(common=common_state)

@@ -19,6 +19,7 @@ from jfcl.core.types import Algorithm, Clients, PyTree, Served, Task
 from jfcl.kernels.base import if_rare
 from jfcl.mapping.memory import in_lots
 from jfcl.methods import round as phases
+from jfcl.methods.averaging import Averaging
 from jfcl.methods.mixture import spread
 from jfcl.methods.options import SENDING, Count, Options, Rounds, factory
 from jfcl.methods.personal import PersonalState, initial_state, next_personal, train_personal
@@ -89,9 +90,8 @@ def fedsoft(
       >>> np.round(state.share, 1).tolist()
       [[1.0, 0.0], [0.5, 0.5], [0.0, 1.0]]
     """
-    start, weights = options["init_params"], options["weights"]
-    adversary, client_axis = options["adversary"], options["client_axis"]
-    serve = ServeSoft(task, num_clusters, smoothing, client_axis)
+    rules, start = Averaging(task, training, num_clusters, **options), options["init_params"]
+    serve = ServeSoft(task, num_clusters, smoothing, rules.client_axis)
 
     def init(key: jax.Array, clients: Clients) -> PersonalState:
         n = num_clients(clients)
@@ -107,7 +107,7 @@ def fedsoft(
         is_due = state.round % estimate_every == 0
         estimated = jax.lax.cond(is_due, lambda: serve.estimate(centres, clients), lambda: state.share)
         share = importance(estimated)
-        counts = share * phases.weights_of(weights, clients)[:, None]
+        counts = share * phases.weights_of(rules.weights, clients)[:, None]
         cohort = everyone
         if selection is not None:
             counts = drawn(jax.random.fold_in(key, DRAW), counts, clients, selection)
@@ -124,14 +124,15 @@ def fedsoft(
 
             return jax.tree.map(mean, centres), lam * row.sum()
 
-        trained, finite = train_personal(task, training, client_axis, cohort, state, pull=pull, rows=share)
+        trained, finite = train_personal(rules, cohort, state, pull, share)
         after = next_personal(cohort, state, trained, present & finite)
 
         # Average the models that are sent into the centres, and report.
         arguments = cohort.key, begin, trained.params, cohort.clients, present & finite, importances.argmax(axis=1)
-        sent, usable = attacked_models(adversary, *arguments)
+        sent, usable = attacked_models(rules.adversary, *arguments)
         counts, all_one = counts * usable[:, None].astype(jnp.float32), jnp.zeros(len(usable), jnp.int32)
-        means_of = jax.vmap(lambda weights: cluster_mean(sent, all_one, weights, 1, client_axis), in_axes=1)(counts)
+        mean_of = lambda weights: cluster_mean(sent, all_one, weights, 1, rules.client_axis)  # noqa: E731
+        means_of = jax.vmap(mean_of, in_axes=1)(counts)
         new = where_rows(counts.sum(axis=0) > 0, jax.tree.map(lambda mean: mean[:, 0], means_of), centres)
         model, n = float(num_bytes(jax.tree.map(lambda c: c[0], centres))), num_clients(clients)
         metrics = phases.round_metrics(present, trained.loss, usable, trained.num_steps, model, model)

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from jfcl.core import Algorithm, Clients, Task
+from jfcl.methods.averaging import Averaging
 from jfcl.methods.options import Options, factory
 from jfcl.methods.personal import PersonalState, initial_state, serve_personal, train_alone
 from jfcl.methods.round import round_metrics
@@ -36,12 +37,13 @@ def local_only(task: Task, training: local.LocalTraining, **options: Unpack[Opti
       >>> state.params["b"].tolist(), float(metrics["bytes_up"])
       ([1.0, 5.0], 0.0)
     """
+    rules = Averaging(task, training, 1, **options)
 
     def init(key: jax.Array, clients: Clients) -> PersonalState:
         return initial_state(task, training, key, clients, options["init_params"])
 
     def step(key: jax.Array, state: PersonalState, clients: Clients):
-        state, trained, usable = train_alone(task, training, options["client_axis"], key, state, clients)
+        state, trained, usable = train_alone(rules, key, state, clients)
         present = jnp.asarray(clients.size) > 0
         return state, round_metrics(present, trained.loss, usable, trained.num_steps, 0, 0)
 

@@ -94,7 +94,7 @@ def cluster_local_models(
 
     def one_round(t, carry):
         key = jax.random.fold_in(rounds_key, t)
-        state, _, usable = train_alone(task, rules.training, client_axis, key, carry[0], clients)
+        state, _, usable = train_alone(rules, key, carry[0], clients)
         return state, usable
 
     start, size = initial_state(task, rules.training, start_key, clients, rules.init_params), jnp.asarray(clients.size)

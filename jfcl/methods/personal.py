@@ -9,10 +9,12 @@ import jax
 import jax.numpy as jnp
 
 from jfcl.core import Clients, Cohort, PyTree, Served, Task, is_finite, num_clients
-from jfcl.mapping.axis import Mapping
+from jfcl.methods.averaging import Averaging
 from jfcl.methods.round import initial_models, initial_optimizers, put_rows, select_cohort, take_rows, train_clients
 from jfcl.robust.aggregate import where_rows
 from jfcl.training.local import LocalTraining, Trained, train
+
+Pull = Callable[[PyTree], tuple[PyTree, Any]]  # (row) -> (anchor, strength) of a term strength / 2 ‖w − anchor‖²
 
 
 class PersonalState(NamedTuple):
@@ -54,9 +56,7 @@ def initial_state(
     return PersonalState(params, every, jnp.zeros((), jnp.int32), initial_optimizers(task, training, params, None))
 
 
-def train_alone(
-    task: Task, training: LocalTraining, client_axis: Mapping, key: jax.Array, state: PersonalState, clients: Clients
-) -> tuple[PersonalState, Trained, jax.Array]:
+def train_alone(rules: Averaging, key: jax.Array, state: Any, clients: Clients) -> tuple[Any, Trained, jax.Array]:
     """Does one round of local training of all clients, without any communication.
 
     Returns:
@@ -64,28 +64,21 @@ def train_alone(
       others keep the one they had.
     """
     cohort = select_cohort(key, clients)
-    trained, finite = train_personal(task, training, client_axis, cohort, state)
+    trained, finite = train_personal(rules, cohort, state)
     usable = finite & (jnp.asarray(clients.size) > 0)
     return next_personal(cohort, state, trained, usable), trained, usable
 
 
 def train_personal(
-    task: Task,
-    training: LocalTraining,
-    client_axis: Mapping,
-    cohort: Cohort,
-    state: Any,
-    *,
-    pull: Callable[[PyTree], tuple[PyTree, Any]] | None = None,
-    rows: PyTree = None,
+    rules: Averaging, cohort: Cohort, state: Any, pull: Pull | None = None, rows: PyTree = None
 ) -> tuple[Trained, jax.Array]:
     """Trains the cohort's own models.
 
     Args:
-      task, training, client_axis, cohort: as in `train_clients` and `local.train`.
+      rules: of which the task, the training and the client axis are used.
+      cohort: from `select_cohort`.
       state: with `params` and `client` `[N, ...]`, and `round`.
-      pull: `(row) -> (anchor, strength)`, the client's own proximal term `strength / 2 ‖w − anchor‖²`, in place of that
-        of `training`; None: that one.
+      pull: of the client's own proximal term, in place of that of the training; None: that one.
       rows: pytree of `[N, ...]`, the arguments of `pull`.
 
     Returns:
@@ -93,12 +86,12 @@ def train_personal(
     """
 
     def client(key, examples, size, params, opt_state, row):
-        anchor, strength = (None, training.prox) if pull is None else pull(row)
-        args = task, training._replace(prox=strength), key, params, examples, size, opt_state, state.round
-        trained = train(*args, anchor=anchor)
+        anchor, strength = (None, rules.training.prox) if pull is None else pull(row)
+        training = rules.training._replace(prox=strength)
+        trained = train(rules.task, training, key, params, examples, size, opt_state, state.round, anchor=anchor)
         return trained, is_finite(trained.params)
 
-    return train_clients(client_axis, client, cohort, *take_rows(cohort, (state.params, state.client, rows)))
+    return train_clients(rules.client_axis, client, cohort, *take_rows(cohort, (state.params, state.client, rows)))
 
 
 def next_personal(cohort: Cohort, state: Any, trained: Trained, keep: jax.Array) -> Any:
