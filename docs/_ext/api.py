@@ -116,7 +116,7 @@ SECTIONS = {
         "Start": "initial_models initial_scopes initial_optimizers",
         "Cohort": "select_cohort take_rows put_rows",
         "Training": "train_clients train_scopes",
-        "Server": "weights_of client_weight share server_update",
+        "Server": "weights_of share server_update",
         "Metrics": "round_metrics loss_of_all",
     },
     "jfcl.core.options": {"": "Range Interval OneOf Needs check_options options_of Option"},

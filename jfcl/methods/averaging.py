@@ -241,7 +241,8 @@ def step(rules: Averaging, key: jax.Array, state: AveragingState, clients: Clien
 
     # Train it. The updates are added up as they are computed, unless an adversary or an aggregator needs them all.
     client = train_client(rules, state, clients)
-    rows = last, local_state, phases.weights_by_id(rules.weights, client_ids(cohort.clients))
+    weights = phases.weights_of(rules.weights, cohort.clients)
+    rows = last, local_state, weights
     if rules.adversary is None and rules.aggregator is None:
         sent, report = phases.train_clients(rules.client_axis, client, cohort, *rows, sum_into=state.params)
         usable = report.finite
@@ -263,8 +264,7 @@ def step(rules: Averaging, key: jax.Array, state: AveragingState, clients: Clien
     # Update the server's models.
     loss = None
     if rules.server_optimizer is not None and rules.dp is None:  # some optimisers take it
-        counts = phases.client_weight(rules.weights, jnp.asarray(cohort.clients.size), rows[-1])
-        counts = counts * (usable & real).astype(jnp.float32)
+        counts = weights * (usable & real).astype(jnp.float32)
         loss = aggregate.cluster_mean(report.loss, report.cluster, counts, rules.num_clusters, rules.client_axis)
     moved = state.params, state.server, mean, changed
     params, server = phases.server_update(rules.task, rules.server, cohort, *moved, loss)
@@ -289,14 +289,14 @@ def step(rules: Averaging, key: jax.Array, state: AveragingState, clients: Clien
 def train_client(rules: Averaging, state: AveragingState, clients: Clients) -> Callable:
     """Returns one client's part of the round, for `train_clients`: the client chooses a model and trains it.
 
-    It is `(key, examples, size, cluster, (opt_state, personal), by_id) -> ((update, cluster, weight), Report)`, where
-    `by_id` is of `round.weights_by_id`.
+    It is `(key, examples, size, cluster, (opt_state, personal), weight) -> ((update, cluster, weight), Report)`; the
+    weight of an update that is not finite becomes 0.
     """
     never = jnp.full_like(state.unchanged, jnp.iinfo(jnp.int32).max)
     unchanged = jnp.where(jnp.asarray(clients.size) > 0, state.unchanged, never).min()
     choice = rules.choose(state.params)
 
-    def client(key, examples, size, cluster, local_state, by_id):
+    def client(key, examples, size, cluster, local_state, weight):
         opt_state, personal = local_state
         chosen, compared, products = choice(key, examples, size, cluster, unchanged, personal)
         begin = jax.tree.map(lambda p: p[chosen], state.params)
@@ -306,7 +306,7 @@ def train_client(rules: Averaging, state: AveragingState, clients: Clients) -> C
         if rules.dp is not None:
             update, inside = privacy.clipped(update, privacy.clip_of(rules.dp, state.clip))
             chosen = jnp.where(size > 0, chosen, cluster)  # a Poisson cohort has rows of clients that are not drawn
-        weight = phases.client_weight(rules.weights, size, by_id) * finite.astype(jnp.float32)
+        weight = weight * finite.astype(jnp.float32)
         report = Report(chosen, compared, finite, trained.loss, trained.num_steps, trained.opt_state, personal, inside)
         return (update, chosen, weight), report._replace(losses=trained.losses)
 

@@ -8,7 +8,7 @@ from typing import Annotated, NamedTuple, Unpack
 import jax
 import jax.numpy as jnp
 
-from jfcl.core import Algorithm, Clients, Cohort, Served, Task, check, client_ids, num_clients
+from jfcl.core import Algorithm, Clients, Cohort, Served, Task, check, num_clients
 from jfcl.core.options import Interval, OneOf, Range, Real
 from jfcl.core.platforms import at_most
 from jfcl.kernels import spectral_clusters, squared_distances
@@ -139,7 +139,7 @@ def _learn(
     """Updates the rewards of the cohort, and divides the clusters in which they do not change any more."""
     size = jnp.asarray(cohort.clients.size)
     usable = (size > 0) & report.finite & jnp.isfinite(report.losses).all(axis=1)
-    weight = phases.client_weight(rules.weights, size, phases.weights_by_id(rules.weights, client_ids(cohort.clients)))
+    weight = phases.weights_of(rules.weights, cohort.clients)
     rows = jnp.arange(len(size)) if cohort.rows is None else cohort.rows
     renew = on_copies(rules.client_axis, partial(_renewed, rules.num_clusters, divide, tolerance))
     of_cohort = report.losses, report.cluster, usable, weight, rows

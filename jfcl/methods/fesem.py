@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from jfcl import mapping
 from jfcl.core.checks import check
-from jfcl.core.clients import check_at_most_clients, client_ids, num_clients
+from jfcl.core.clients import check_at_most_clients, num_clients
 from jfcl.core.parameters import is_finite, num_bytes, trained_part
 from jfcl.core.types import Algorithm, Clients, Task
 from jfcl.kernels.base import rows_of
@@ -65,7 +65,6 @@ def fesem(
       [1.0, 5.0]
     """
     check(training.keep != "everything", "training.keep", training.keep, "nothing or schedule")
-    weights, adversary, client_axis = options["weights"], options["adversary"], options["client_axis"]
     rules = Averaging(task, training, num_clusters, **options)
 
     def init(key: jax.Array, clients: Clients) -> PersonalState:
@@ -81,28 +80,28 @@ def fesem(
             trained = local.train(task, training, key, begin, examples, size, (), state.round)
             return trained.params, is_finite(trained.params), trained.loss, trained.num_steps
 
-        def join(model, size, cluster, usable, by_id):
+        def join(model, size, cluster, usable, weight):
             away = jax.tree.map(lambda w, p: w[None] - p, model, state.params)
             away = squared_norms(rows_of(trained_part(task, away)))
             nearest = jnp.where(usable & (size > 0), jnp.argmin(away).astype(jnp.int32), cluster)
-            return (model, nearest, phases.client_weight(weights, size, by_id) * usable.astype(jnp.float32)), nearest
+            return (model, nearest, weight * usable.astype(jnp.float32)), nearest
 
-        def train_and_join(key, examples, size, cluster, by_id):
+        def train_and_join(key, examples, size, cluster, weight):
             model, finite, loss, steps = train(key, examples, size, cluster)
-            sent, nearest = join(model, size, cluster, finite, by_id)
+            sent, nearest = join(model, size, cluster, finite, weight)
             return sent, (nearest, finite, loss, steps)
 
-        real, last, by_id = size > 0, state.cluster, phases.weights_by_id(weights, client_ids(clients))
-        if adversary is None:
+        real, last, weights = size > 0, state.cluster, phases.weights_of(rules.weights, clients)
+        if rules.adversary is None:
             (sums, weight), (cluster, finite, loss, steps) = phases.train_clients(
-                client_axis, train_and_join, cohort, last, by_id, sum_into=state.params
+                rules.client_axis, train_and_join, cohort, last, weights, sum_into=state.params
             )
         else:
-            sent, finite, loss, steps = phases.train_clients(client_axis, train, cohort, last)
+            sent, finite, loss, steps = phases.train_clients(rules.client_axis, train, cohort, last)
             begin = jax.tree.map(lambda p: p[last], state.params)
-            sent, finite = attacked_models(adversary, cohort.key, begin, sent, clients, finite & real, last)
-            joined = mapping.map_reduce(client_axis, join, add_sent, nothing_sent(state.params))
-            (sums, weight), cluster = joined(sent, size, last, finite, by_id)
+            sent, finite = attacked_models(rules.adversary, cohort.key, begin, sent, clients, finite & real, last)
+            joined = mapping.map_reduce(rules.client_axis, join, add_sent, nothing_sent(state.params))
+            (sums, weight), cluster = joined(sent, size, last, finite, weights)
         model = num_bytes(jax.tree.map(lambda p: p[0], state.params))
         metrics = phases.round_metrics(real, loss, finite, steps, model, model)
         params = where_rows(weight > 0, divide_rows(sums, weight, state.params), state.params)

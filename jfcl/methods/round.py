@@ -234,21 +234,12 @@ def check_weights(weights: Any) -> None:
         check(fits, "weights", values if numbers else f"{values.dtype} {values.shape}", accepted)
 
 
-def weights_by_id(weights: str | jax.Array, ids: jax.Array) -> jax.Array | None:
-    """Returns the weights `[C]` of the clients with `ids` where `weights` is an array, and None where it is a name."""
-    return None if isinstance(weights, str) else jnp.asarray(weights).astype(jnp.float32)[ids]
-
-
-def client_weight(weights: str | jax.Array, size: jax.Array, by_id: jax.Array | None = None) -> jax.Array:
-    """Returns a client's weight in a mean: its `size`, 1 for `"equal"`, or that `by_id`; 0 without examples."""
-    if by_id is not None:
-        return jnp.where(size > 0, by_id, jnp.zeros_like(by_id))
-    return (size if isinstance(weights, str) and weights == "size" else jnp.minimum(size, 1)).astype(jnp.float32)
-
-
 def weights_of(weights: str | jax.Array, clients: Clients) -> jax.Array:
-    """Returns the `client_weight` `[N]` of each of the clients."""
-    return client_weight(weights, jnp.asarray(clients.size), weights_by_id(weights, client_ids(clients)))
+    """Returns the clients' weights `[N]` in a mean: sizes, 1 for `"equal"`, or those by id; 0 without examples."""
+    size = jnp.asarray(clients.size)
+    if isinstance(weights, str):
+        return (size if weights == "size" else jnp.minimum(size, 1)).astype(jnp.float32)
+    return jnp.where(size > 0, jnp.asarray(weights).astype(jnp.float32)[client_ids(clients)], 0.0)
 
 
 def share(
