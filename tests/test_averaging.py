@@ -561,10 +561,6 @@ FIVE = jfcl.local_training(optax.sgd(0.1), num_steps=5)
             lambda: jfcl.ifca(LINEAR, ONE, num_clusters=2, identity_batch=0),
             "identity_batch must be an integer, at least 1",
         ),
-        (
-            lambda: jfcl.ifca(LINEAR, ONE, num_clusters=2, identity_augment=True),
-            "identity_augment must be False for a training without an augmentation .augment., got True",
-        ),
         (lambda: jfcl.ifca(LINEAR, ONE, num_clusters=2, average="model"), "did you mean 'models'"),
         (
             lambda: jfcl.ifca(LINEAR, FIVE, num_clusters=2, average="gradients"),
@@ -575,22 +571,8 @@ FIVE = jfcl.local_training(optax.sgd(0.1), num_steps=5)
             "unknown divide_by 'everyone'",
         ),
         (
-            lambda: jfcl.ifca(LINEAR, ONE, num_clusters=2, divide_by="participants"),
-            'divide_by must be left out without average="gradients"',
-        ),
-        (
             lambda: jfcl.ifca(LINEAR, ONE, num_clusters=3, min_share=0.4),
             "min_share must be at most 1 / 3, an equal share for each model, got 0.4",
-        ),
-        (
-            lambda: jfcl.ifca(
-                LINEAR, ONE, num_clusters=2, min_share=0.1, init_params={"w": np.zeros((2, D), np.float32)}
-            ),
-            "min_share must be left out with init_params",
-        ),
-        (
-            lambda: jfcl.ifca(LINEAR, ONE, num_clusters=3, min_share=0.1, cohort=2),
-            "cohort must be at least the 3 models, for min_share, got 2",
         ),
         (
             lambda: jfcl.ifca(LINEAR, ONE, num_clusters=2, restarts=3, restart_rounds=5, stable_rounds=5),

@@ -67,7 +67,7 @@ def ifca(
         paper). With an augmentation that changes all images alike, choices are partly random while the
         models differ little: clients that all chose one model may choose different ones again.
       min_share: initial models are drawn again until each is chosen by this share of a cohort; default: they are drawn
-        once (the paper). The authors' code for CIFAR-10 has 0.35.
+        once (the paper). The authors' code for CIFAR-10 has 0.35. Models of `init_params` are not drawn.
       restarts: number of random initialisations; the one of lowest training loss after `restart_rounds` rounds is kept.
         A simulation counts these rounds before its own; their cost is in its first record (see `with_restarts`).
       restart_rounds: rounds of each of the `restarts`.
@@ -81,9 +81,9 @@ def ifca(
 
     Raises:
       ValueError: an option outside its range; `K` larger than the number of clients; more than one step with
-        `"gradients"`; a shortcut that could begin while restarts are still compared; `min_share` above `1 / K` or
-        with `init_params`; restarts, `min_share` or the shortcut with `dp`; `identity_augment` without an augmentation;
-        as in `jfcl.fedavg`. `check` refuses the shortcut with drifting data.
+        `"gradients"`; a shortcut that could begin while restarts are still compared; `min_share` above `1 / K`;
+        restarts, `min_share` or the shortcut with `dp`; as in `jfcl.fedavg`. `check` refuses the shortcut with drifting
+        data.
 
     Example:
       >>> import jax, jfcl, numpy as np, optax
@@ -97,14 +97,10 @@ def ifca(
       ([1.0, 5.0], [0, 1, 0, 1])
     """
     init_params, dp, client_axis = options["init_params"], options["dp"], options["client_axis"]
-    check(average == "gradients" or divide_by == "all", "divide_by", divide_by, 'left out without average="gradients"')
     check(restarts == 1 or init_params is None, "restarts", restarts, "1 with init_params: all would start alike")
     if min_share is not None:
-        cohort, most = options["cohort"], f"at most 1 / {num_clusters}, an equal share for each model"
-        check(init_params is None, "min_share", min_share, "left out with init_params: nothing is drawn")
+        most = f"at most 1 / {num_clusters}, an equal share for each model"
         check(num_clusters * min_share <= 1, "min_share", min_share, most)
-        enough = cohort is None or cohort >= num_clusters
-        check(enough, "cohort", cohort, f"at least the {num_clusters} models, for min_share")
     steps = f"{average}, with num_steps={training.num_steps}"
     check(average == "models" or training.num_steps == 1, "average", steps, "models, or gradients of 1 local step")
     if stable_rounds is not None:
@@ -112,8 +108,6 @@ def ifca(
         check(fits, "stable_rounds", stable_rounds, f"more than the {restart_rounds} rounds of each restart")
     deciding, accepted = (restarts, stable_rounds, min_share), "left out with dp: they decide without noise"
     check(dp is None or deciding == (1, None, None), "restarts, stable_rounds, min_share", deciding, accepted)
-    possible = not identity_augment or training.augment is not None
-    check(possible, "identity_augment", True, "False for a training without an augmentation (augment)")
     estimate = training._replace(batch_size=identity_batch, augment=None)
 
     # The products of the first layers with which a client chose its model begin its training, but on a TPU it is faster
@@ -160,7 +154,7 @@ def ifca(
     algorithm = averaging(rules)._replace(serve=serve)
     if stable_rounds is not None:
         algorithm = algorithm._replace(check=partial(refuse_drift, stable_rounds))
-    if min_share is not None:
+    if min_share is not None and init_params is None:
         algorithm = with_balanced_start(algorithm, min_share=min_share, cohort=options["cohort"])
     if restarts == 1:
         return algorithm
