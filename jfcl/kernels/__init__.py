@@ -38,7 +38,7 @@ from jfcl.kernels.aggregators import (
 from jfcl.kernels.assignment import least_cost_assignment
 from jfcl.kernels.bipartition import Bipartition, optimal_bipartition, separation_gap
 from jfcl.kernels.bipartition_of_updates import bipartition_of_updates
-from jfcl.kernels.dendrogram import LINKAGES, cut, linkage_tree
+from jfcl.kernels.dendrogram import LINKAGES, ChosenCut, cut, cut_by_silhouette, linkage_tree, silhouette
 from jfcl.kernels.distances import gram, profile_distances, squared_distances
 from jfcl.kernels.kmeans import KMeans, kmeans
 from jfcl.kernels.knee import knee
@@ -46,7 +46,6 @@ from jfcl.kernels.operators import OPERATORS, Operator, orthonormal
 from jfcl.kernels.robust import coordinate_median, mean, mean_around_median, trimmed_mean
 from jfcl.kernels.robust_filters import caf, clipped_clustering, dnc, monna, sign_guard, smea
 from jfcl.kernels.robust_vectors import bulyan, centered_clip, geometric_median, krum, multi_krum
-from jfcl.kernels.silhouette import ChosenCut, cut_by_silhouette, silhouette
 from jfcl.kernels.similarity import pairwise_cosine, similarity_tolerance
 from jfcl.kernels.spectral import spectral_clusters
 from jfcl.kernels.subspaces import ANGLES, principal_vectors, subspace_angles

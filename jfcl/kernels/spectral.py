@@ -10,8 +10,7 @@ import jax.numpy as jnp
 from jfcl.core.checks import check_count
 from jfcl.kernels.base import sum_dtype
 from jfcl.kernels.blocks import matmul
-from jfcl.kernels.dendrogram import as_pairs, number_by_first
-from jfcl.kernels.silhouette import ChosenCut
+from jfcl.kernels.dendrogram import ChosenCut, as_pairs, number_by_first
 
 WORST = 1.0  # a division is taken only below this measure of Davies and Bouldin
 ABSENT = -2.0  # eigenvalue of points that do not count: below all others, which are from -1 to 1
