@@ -109,8 +109,7 @@ def flhc(
         personal = where_rows(real, personal, state.personal)
         updates, real = attacked(rules.adversary, attack_key(last_key), updates, client_ids(clients), real)
         cluster = over_columns(rules.client_axis, jax.jit(cluster_updates))(updates, real)[1]
-        models = jax.tree.map(lambda p: jnp.broadcast_to(p, (num_clusters, *p.shape[1:])), state.params)
-        return cluster, models, personal
+        return cluster, state.params, personal
 
     def not_sent(state):  # with `layers`, of the last of the models that a client would send
         model = jax.tree.map(lambda p: p[0], state.params)

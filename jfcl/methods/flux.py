@@ -128,8 +128,7 @@ def flux(
         projection = jnp.linalg.qr(jax.random.normal(projection_key, (dim, min(num_components, dim))))[0]
         moments = describe(model, projection, clients, labels)
         cluster, described = on_copies(client_axis, group)(moments, mask(clients).any(axis=1), cluster_key)
-        models = jax.tree.map(lambda p: jnp.broadcast_to(p, (k, *p.shape[1:])), state.params)
-        return cluster, models, state.personal, Descriptors(model, projection, *described)
+        return cluster, state.params, state.personal, Descriptors(model, projection, *described)
 
     def group(moments: jax.Array, real: jax.Array, key: jax.Array):
         """Returns the cluster of each client, and the `Descriptors` from `least` on."""

@@ -86,8 +86,8 @@ def clustered_once(
 
     Args:
       rules: of FedAvg; its `init_params` are for `find`.
-      find: `(key, clients) -> (cluster [N], params [K, ...], personal [N, ...])`, as in `AveragingState`; a fourth
-        result is its `memory`.
+      find: `(key, clients) -> (cluster [N], params [K, ...], personal [N, ...])`, as in `AveragingState`, or one model
+        `[1, ...]` for all clusters; a fourth result is its `memory`.
       further: `(state, clients) ->` further metrics of a round.
       costs: those of `find`, as in `with_first_costs`.
     """
@@ -95,7 +95,9 @@ def clustered_once(
 
     def init(key: jax.Array, clients: Clients):
         check_enough(rules, clients)
-        return state_of(rules, clients, *find(jax.random.split(key)[1], clients))
+        cluster, models, *others = find(jax.random.split(key)[1], clients)
+        models = jax.tree.map(lambda p: jnp.broadcast_to(p, (rules.num_clusters, *p.shape[1:])), models)
+        return state_of(rules, clients, cluster, models, *others)
 
     def step(key: jax.Array, state, clients: Clients):
         new, metrics = inner.step(key, state, clients)

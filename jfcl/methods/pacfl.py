@@ -106,9 +106,8 @@ def pacfl(
     def find(key: jax.Array, clients: Clients):
         bases = bases_of(clients)
         cluster, within, between = on_copies(client_axis, group)(bases, mask(clients).any(axis=1))
-        models = initial_models(task, key, 1, options["init_params"])
-        models = jax.tree.map(lambda p: jnp.broadcast_to(p, (num_clusters, *p.shape[1:])), models)
-        return cluster, *initial_scopes(options["personal"], models, cluster), Subspaces(bases, within, between)
+        model, of_all = initial_models(task, key, 1, options["init_params"]), jnp.zeros_like(cluster)
+        return cluster, *initial_scopes(options["personal"], model, of_all), Subspaces(bases, within, between)
 
     def group(bases: jax.Array, real: jax.Array):
         angles = subspace_angles(bases, measure=measure)
