@@ -295,20 +295,14 @@ def server_update(
     weights, statistics = divided(task.statistics, params)
     mean, of_statistics = divided(task.statistics, mean)
     direction = jax.tree.map(jnp.negative, mean)
-    opt_state = _server_noise(optimizer, cohort.key, weights, opt_state)
+    like = jax.eval_shape(optimizer.init, jax.tree.map(lambda p: p[0], weights))
+    if noise.has_keys(like):
+        keys = jax.random.split(server_key(cohort.key), len(jax.tree.leaves(weights)[0]))
+        opt_state = jax.vmap(partial(noise.rekeyed, like=like))(keys, opt_state)
     updates, opt_state = jax.vmap(partial(optimizer_step, optimizer))(direction, opt_state, weights, loss)
     opt_state = noise.as_data(opt_state)
     new = joined(optax.apply_updates(weights, updates), jax.tree.map(jnp.add, statistics, of_statistics))
     return jax.tree.map(where_rows, changed, new, params), opt_state
-
-
-def _server_noise(optimizer: optax.GradientTransformation, clients_key: jax.Array, params: PyTree, state: PyTree):
-    """Returns the server optimiser's `state` `[K, ...]` with the round's random keys in the place of any keys."""
-    like = jax.eval_shape(optimizer.init, jax.tree.map(lambda p: p[0], params))
-    if not noise.has_keys(like):
-        return state
-    keys = jax.random.split(server_key(clients_key), len(jax.tree.leaves(params)[0]))
-    return jax.vmap(partial(noise.rekeyed, like=like))(keys, state)
 
 
 # Phase 5: metrics.
