@@ -54,8 +54,7 @@ class Assignment(NamedTuple):
     metrics: Mapping[str, jax.Array] = MappingProxyType({})
 
 
-# (the round's key, the cohort, the state) -> what the server decides
-Assign = Callable[[jax.Array, Cohort, AveragingState], Assignment]
+Assign = Callable[[Cohort, AveragingState], Assignment]
 
 
 def assigned(
@@ -88,7 +87,7 @@ def step(rules: Averaging, assign: Assign, key: jax.Array, state: AveragingState
     # Assign the clients of the cohort, which is that of the FedAvg round below, by the same key.
     cohort = phases.select_cohort(key, clients, rules.cohort)
     real = jnp.asarray(cohort.clients.size) > 0
-    assignment = assign(key, cohort, state)
+    assignment = assign(cohort, state)
     last, before = phases.take_rows(cohort, (state.cluster, state.unchanged))
     unchanged = jnp.where(assignment.cluster == last, before + 1, jnp.zeros_like(before))
     if assignment.assigned is not None:

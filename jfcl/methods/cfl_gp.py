@@ -95,7 +95,7 @@ def cfl_gp(
         dim = ravel_clients(trained_part(task, state.params)).shape[1]
         return state._replace(memory=Profiles(jnp.zeros((n, k, dim)), jnp.zeros((n, k), jnp.int32)))
 
-    def assign(key: jax.Array, cohort: Cohort, state: AveragingState) -> Assignment:
+    def assign(cohort: Cohort, state: AveragingState) -> Assignment:
         real, ids = jnp.asarray(cohort.clients.size) > 0, client_ids(cohort.clients)
         last, unchanged, profiles = take_rows(cohort, (state.cluster, state.unchanged, state.memory))
         turn = (state.round // period) % k

@@ -89,7 +89,7 @@ def clove(
     rules = Averaging(task, training, k, at_most_clients=not auto, **options)
     find, untried = partial(_clusters, num_clusters=k, auto=auto, square_root=square_root), jnp.full(k + 1, jnp.nan)
 
-    def assign(key: jax.Array, cohort: Cohort, state: AveragingState) -> Assignment:
+    def assign(cohort: Cohort, state: AveragingState) -> Assignment:
         size = jnp.asarray(cohort.clients.size)
         last, unchanged, personal = take_rows(cohort, (state.cluster, state.unchanged, state.personal))
         of_all = None if jax.tree.leaves(personal) else under_all(task, state.params)

@@ -191,7 +191,7 @@ def _remember(grouping: Grouping, key: jax.Array, clients: Clients, state: Avera
     return state_of(rules, clients, cluster, models, personal, memory)._replace(unchanged=seen)
 
 
-def _assign(grouping: Grouping, key: jax.Array, cohort: Cohort, state: AveragingState) -> Assignment:
+def _assign(grouping: Grouping, cohort: Cohort, state: AveragingState) -> Assignment:
     """Gives a cold start to clients that take part for the first time, or whose labels have changed."""
     memory, size = state.memory, jnp.asarray(cohort.clients.size)
     last, unchanged, personal = phases.take_rows(cohort, (state.cluster, state.unchanged, state.personal))

@@ -137,9 +137,6 @@ def stocfl(
         metrics["loss"] = jnp.where(state.cluster < 0, of_common["loss"], metrics["loss"])
         return state._replace(memory=state.memory._replace(common=of_all)), metrics
 
-    def serve(state: AveragingState, clients: Clients | None) -> Served:
-        return _served(state)
-
     def adopt(state: AveragingState, clients: Clients) -> Served:
         memory, k, n = state.memory, len(state.memory.size), num_clients(clients)
         new, zeros = Cohort(clients, None, jax.random.key(0)), jnp.zeros((n, memory.seen.shape[1]), jnp.float32)
@@ -155,7 +152,7 @@ def stocfl(
         nearest = jnp.argmax(similar, axis=1).astype(jnp.int32)
         return _served(state, jnp.where(usable & (similar.max(axis=1) >= merge_threshold), nearest, -1))
 
-    return Algorithm(init, step, task, serve=serve, adopt=adopt)
+    return Algorithm(init, step, task, serve=lambda state, clients: _served(state), adopt=adopt)
 
 
 @jax.jit  # one program, since evaluations call it by itself
@@ -172,7 +169,7 @@ def _served(state: AveragingState, row: jax.Array | None = None) -> Served:
     return Served(models, to, active=jnp.insert(memory.size > 0, 0, True))
 
 
-def _assign(rules, observe, observe_epochs, threshold, omega, key, cohort: Cohort, state: AveragingState) -> Assignment:
+def _assign(rules, observe, observe_epochs, threshold, omega, cohort: Cohort, state: AveragingState) -> Assignment:
     """Observes new clients, and merges the clusters of the cohort."""
     memory, ids, counts = state.memory, client_ids(cohort.clients), cohort.clients.size
     k, real = len(memory.size), jnp.asarray(counts) > 0
