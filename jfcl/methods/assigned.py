@@ -155,5 +155,4 @@ class ServeAssigned:
         served, new = self.lowest(state, None), state.unchanged == UNSEEN
         if clients is None:
             return served
-        chosen = jax.lax.cond(new.any(), lambda: self.lowest(state, clients).to, lambda: state.cluster)
-        return served._replace(to=jnp.where(new, chosen, state.cluster))
+        return served._replace(to=phases.known_or_fitted(new, lambda: self.lowest(state, clients).to, state.cluster))

@@ -16,7 +16,6 @@ from jfcl.core.clients import Cohort, check_at_most_clients, client_keys, num_cl
 from jfcl.core.options import Interval, Range, Real, Search
 from jfcl.core.parameters import num_bytes
 from jfcl.core.types import Algorithm, Clients, PyTree, Served, Task
-from jfcl.kernels.base import if_rare
 from jfcl.mapping.memory import in_lots
 from jfcl.methods import round as phases
 from jfcl.methods.averaging import Averaging
@@ -95,7 +94,6 @@ def fedsoft(
 
     def init(key: jax.Array, clients: Clients) -> PersonalState:
         n = num_clients(clients)
-        check_at_most_clients("selection", selection, n)
         centres = phases.initial_models(task, jax.random.fold_in(key, CENTRES), num_clusters, start)
         is_one = start is not None and jax.tree.map(jnp.shape, start) == jax.tree.map(lambda c: c.shape[1:], centres)
         first = initial_state(task, training, key, clients, start if is_one else None)
@@ -166,9 +164,7 @@ class ServeSoft:
         params, share = state.params, state.share
         if clients is not None:
             new = ~share.any(axis=1) & (jnp.asarray(clients.size) > 0)
-            share = if_rare(
-                new.any(), lambda: jnp.where(new[:, None], self.estimate(state.common, clients), share), lambda: share
-            )
+            share = phases.known_or_fitted(new, lambda: self.estimate(state.common, clients), share)
             best = share.argmax(axis=1)
             params = where_rows(new, jax.tree.map(lambda c: c[best], state.common), params)
         share = importance(share)

@@ -12,7 +12,6 @@ import jax.numpy as jnp
 
 from jfcl import mapping
 from jfcl.core import Algorithm, Batch, Clients, PyTree, Served, Task, check, check_mixes, num_clients
-from jfcl.kernels.base import if_rare
 from jfcl.mapping.memory import in_lots
 from jfcl.methods import round as phases
 from jfcl.methods.averaging import Averaging, AveragingState, averaging, state_of
@@ -116,9 +115,7 @@ class ServeMixture:
         models, weights = models_of(state), state.personal["mixture"]
         if clients is not None and self.num_clusters > 1:
             new = (weights == equal_weights(self.num_clusters)[None]).all(axis=1) & (jnp.asarray(clients.size) > 0)
-            weights = if_rare(
-                new.any(), lambda: jnp.where(new[:, None], self.fit(models, clients), weights), lambda: weights
-            )
+            weights = phases.known_or_fitted(new, lambda: self.fit(models, clients), weights)
         return self.of(models, weights)
 
     def adopt(self, state: AveragingState, clients: Clients) -> Served:

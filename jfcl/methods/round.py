@@ -20,6 +20,7 @@ from jfcl.core.checks import check, check_choice, check_finite, is_concrete
 from jfcl.core.clients import Cohort, client_ids, client_keys, random_order, server_key, take_clients
 from jfcl.core.parameters import check_part, divided, joined, parameter_names, part_like, trained_part, with_fixed
 from jfcl.core.types import Clients, PyTree, Task
+from jfcl.kernels.base import if_rare
 from jfcl.robust.aggregate import add_sent, divide_rows, nothing_sent, where_rows
 from jfcl.training import local, noise
 from jfcl.training.optimizer import optimizer_step
@@ -118,6 +119,11 @@ def personal_of_newcomers(personal: PyTree, counts: jax.Array, num_newcomers: in
     kept = where_rows(counts, personal, jax.tree.map(jnp.zeros_like, personal))
     means = jax.tree.map(lambda x: x.sum(axis=0) / jnp.maximum(counts.sum(), 1).astype(x.dtype), kept)
     return jax.tree.map(lambda x: jnp.broadcast_to(x, (num_newcomers, *x.shape)), means)
+
+
+def known_or_fitted(new: jax.Array, fit: Callable[[], PyTree], known: PyTree) -> PyTree:
+    """Returns `known` `[N, ...]`, with the rows of `fit()` for `new` clients `[N]` bool, computed if there are any."""
+    return if_rare(new.any(), lambda: where_rows(new, fit(), known), lambda: known)
 
 
 # Phase 1: the cohort.
