@@ -226,8 +226,5 @@ def task_with_neighbours(method: Mixture) -> Task:
     def cost(outputs, batch):
         return -jnp.take_along_axis(outputs, batch["y"][:, None], axis=1)[:, 0]
 
-    def correct(outputs, batch):
-        return (jnp.argmax(outputs, axis=1) == batch["y"]).astype(jnp.float32)
-
-    fields = {name: getattr(method.task, name) for name in ("init", "mix", "num_classes", "reads", "inputs", "at_once")}
-    return Task(apply=apply, cost=cost, correct=correct, **fields)
+    same = ("init", "correct", "mix", "num_classes", "reads", "inputs", "at_once")
+    return Task(apply=apply, cost=cost, **{name: getattr(method.task, name) for name in same})
