@@ -282,14 +282,9 @@ def _begin(rules: Averaging, limits, compare, eager, grows, state: AveragingStat
     active = (cells.active | created) & (root == rows)
     events = drifted.sum(), (cells.active & (root != rows)).sum(), (drifted & ~fits).sum()
     model = jnp.where(new, target[:, None], model)
-    cells = Cells(
-        step,
-        jnp.where(model < 0, model, root[jnp.maximum(model, 0)]),
-        jnp.where(has, score, last),
-        newest,
-        active,
-        cells.taken + created.sum().astype(jnp.int32),
-    )
+    model = jnp.where(model < 0, model, root[jnp.maximum(model, 0)])
+    taken = cells.taken + created.sum().astype(jnp.int32)
+    cells = Cells(step, model, jnp.where(has, score, last), newest, active, taken)
     cluster = root[jnp.where(has, target, cluster)]
     opt_states = optimizers(rules, params, len(cluster))
     state = state._replace(params=params, server=server, client=opt_states, cluster=cluster, memory=cells)

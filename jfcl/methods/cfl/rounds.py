@@ -16,7 +16,7 @@ import numpy as np
 from jax.flatten_util import ravel_pytree
 
 from jfcl.core.checks import check
-from jfcl.core.clients import attack_key, check_at_most_clients, client_ids, max_examples, num_clients
+from jfcl.core.clients import attack_key, check_at_most_clients, client_ids, num_clients
 from jfcl.core.options import Needs, OneOf, Range
 from jfcl.core.parameters import is_finite, joined, num_bytes, path_flags
 from jfcl.core.types import Algorithm, Clients, Entries, PyTree, Served
@@ -64,8 +64,6 @@ def init(rules: Rules, key: jax.Array, clients: Clients) -> CFLState:
     capacity = min(8, n) if common.num_clusters is None else common.num_clusters
     check_at_most_clients("max_clusters", capacity, n)
     check_at_most_clients("cohort", common.cohort, n)
-    most = max_examples(clients)
-    check(rules.min_examples <= most, "min_examples", rules.min_examples, f"at most {most}, the most of a client")
     if rules.true_cluster is not None:
         shape = jnp.shape(rules.true_cluster)
         fits = shape == (n,) or (clients.id is not None and len(shape) == 1)
