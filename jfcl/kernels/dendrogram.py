@@ -291,11 +291,7 @@ def _silhouette(distances, clusters, mask, num_clusters):
 
 
 def cut_by_silhouette(
-    distances: jax.Array,
-    *,
-    most: int,
-    linkage: str = "ward",
-    mask: jax.Array | None = None,
+    distances: jax.Array, *, most: int, linkage: str = "ward", mask: jax.Array | None = None
 ) -> ChosenCut:
     """Cuts the dendrogram of distances into as many clusters as their mean silhouette chooses.
 

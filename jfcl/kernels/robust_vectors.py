@@ -51,11 +51,7 @@ def krum(updates: PyTree, *, num_malicious: int, mask: jax.Array | None = None) 
 
 
 def multi_krum(
-    updates: PyTree,
-    *,
-    num_malicious: int,
-    num_selected: int | None = None,
-    mask: jax.Array | None = None,
+    updates: PyTree, *, num_malicious: int, num_selected: int | None = None, mask: jax.Array | None = None
 ) -> PyTree:
     """Returns the mean of the updates with the lowest Krum scores (Blanchard et al. 2017).
 
