@@ -803,6 +803,13 @@ def test_a_refused_run_removes_its_own_store_alone(tmp_path):
         assert folder.exists() is not made
 
 
+@pytest.mark.parametrize("method", ["local", "fedsoft", "federated_clustering", "byzantine_cfl"])
+def test_methods_without_an_option_cohort_have_the_cohorts_of_a_population(method):
+    args = parse(["run", method, "--population", "50", "--cohort", "10"])
+    assert (args.population, args.cohort) == (50, 10)
+    assert Config(method, population=args.population, cohort=args.cohort).cohort == 10
+
+
 @pytest.mark.slow
 def test_a_population_with_a_balanced_start():
     config = Config(

@@ -197,7 +197,8 @@ def _of_runs(command: str, method: str | None) -> Parser:
         if options:
             _add(parser.add_argument_group(f"Method: options of {method or 'single methods'}"), options)
         for group in GROUPS:
-            options = [o for name, o in options_of(group).items() if method is None or takes(method, name)]
+            of_group = options_of(group).items()  # any method runs on the cohorts of a population
+            options = [o for name, o in of_group if method is None or takes(method, name) or name == "cohort"]
             options = [o for o in options if (command, o.name) != ("plan", "target")]
             options = [o._replace(default=SEEDS) if (command, o.name) == ("sweep", "seeds") else o for o in options]
             _add(parser.add_argument_group(group.__doc__.split("\n")[0].rstrip(".")), options)
