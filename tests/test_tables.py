@@ -326,6 +326,13 @@ def test_what_would_be_read_wrongly_is_refused(make, words):
         make(people(np.random.default_rng(0)))
 
 
+def test_a_column_that_is_named_twice_counts_once():
+    frame = pd.DataFrame({"user": list("abab"), "age": [1.0, 2.5, 3, 4], "label": [0, 1, 0, 1]})
+    once = from_frame(frame, by="user", x="age", y="label")
+    twice = from_frame(frame, by="user", x=["age", "age"], y=["label", "label"])
+    assert twice.table == once.table and twice.train["x"].tolist() == once.train["x"].tolist()
+
+
 def test_remedies_for_tables_help():
     frame = people(np.random.default_rng(0))
     seconds = frame.assign(at=pd.Timestamp("2024-01-01") + pd.to_timedelta(np.arange(60), unit="h"))

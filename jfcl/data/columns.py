@@ -174,7 +174,8 @@ def _choose(names: list[Any], by: Any, x: Any, y: Any, *, all_columns: bool) -> 
 
     With `all_columns`, the inputs are then all columns that are left.
     """
-    ys, xs = ([value] if isinstance(value, str | int) else list(() if value is None else value) for value in (y, x))
+    several = ([value] if isinstance(value, str | int) else () if value is None else value for value in (y, x))
+    ys, xs = (list(dict.fromkeys(columns)) for columns in several)
     for argument, value, columns in [("by", None, [by] if by is not None else []), ("y", y, ys), ("x", x, xs)]:
         check(value is None or columns, argument, value, "one column at least")
         for column in columns:
