@@ -189,8 +189,7 @@ def by_class(x, y, cluster, num_clusters, num_classes, seed=0, strength=1.0):
     _check_at_most(num_clusters, num_classes, "labels")
     runs = np.array_split(np.arange(num_classes), num_clusters)
     owner = np.repeat(np.arange(num_clusters), list(map(len, runs)))[y]
-    keep = _drawn(owner, num_clusters, seed, strength) == cluster
-    return x[keep], y[keep]
+    return _selected(x, y, owner, cluster, num_clusters, seed, strength)
 
 
 def by_topic(x, y, cluster, num_clusters, num_classes, seed=0, strength=1.0):
@@ -199,18 +198,16 @@ def by_topic(x, y, cluster, num_clusters, num_classes, seed=0, strength=1.0):
     Source: CFL, figure 9 (AG News, clients of one topic each).
     """
     _check_at_most(num_clusters, num_classes, "topics")
-    owner = np.where(np.asarray(y) < num_clusters, y, -1)
-    keep = _drawn(owner, num_clusters, seed, strength) == cluster
-    return x[keep], y[keep]
+    return _selected(x, y, np.where(np.asarray(y) < num_clusters, y, -1), cluster, num_clusters, seed, strength)
 
 
-def _drawn(owner: np.ndarray, num_clusters: int, seed, strength: float) -> np.ndarray:
-    """Returns the cluster of each example: its `owner`, or for a share `1 - strength` of them any one; -1 stays."""
-    if strength == 1:
-        return owner
-    rng = np.random.default_rng(seed)
-    draws = rng.integers(num_clusters, size=len(owner))
-    return np.where((owner < 0) | (rng.random(len(owner)) < strength), owner, draws)
+def _selected(x, y, owner: np.ndarray, cluster, num_clusters, seed, strength):
+    """Selects the examples with the `owner` `cluster`; a share `1 - strength` of them has any cluster; -1 stays."""
+    if strength != 1:
+        rng = np.random.default_rng(seed)
+        draws = rng.integers(num_clusters, size=len(owner))
+        owner = np.where((owner < 0) | (rng.random(len(owner)) < strength), owner, draws)
+    return x[owner == cluster], y[owner == cluster]
 
 
 def class_rotation(x, y, cluster, num_clusters, num_classes, seed=0, strength=1.0):
