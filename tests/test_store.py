@@ -300,7 +300,10 @@ def test_ragged_partitions_and_turns_that_bytes_cannot_hold(tmp_path):
     "options, said",
     [
         ({"num_clients": 0}, "num_clients must be an integer, at least 1, got 0"),
-        ({"examples_per_client": 2000}, "examples_per_client must be at most 1438, the training examples of cluster 0"),
+        (
+            {"examples_per_client": 2000},
+            "num_clients times examples_per_client must be at most 1438, the training examples",
+        ),
         ({"num_clusters": 200}, "num_clusters must be at most the 100 clients there are"),
         ({"heterogeneity": "rotated"}, "did you mean 'rotation'"),
         ({"num_clusters": 2}, "heterogeneity must be given for num_clusters=2, one of rotation"),

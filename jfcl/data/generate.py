@@ -91,9 +91,6 @@ def generate_store(
         "made": {"dataset": dataset.name} | settings | (about or {}),
     }
     by_cluster = [pools.of_cluster(pooled, k) for k in range(rules.num_clusters)]
-    fewest, k = min((len(part.train.rows), k) for k, part in enumerate(by_cluster))
-    accepted = f"at most {fewest}, the training examples of cluster {k}"
-    check(examples_per_client <= fewest, "examples_per_client", examples_per_client, accepted)
     with new_folder(Path(path)) as folder:
         cluster = _write(folder, "train", by_cluster, meta, progress)
         _write(folder, "test", by_cluster, meta, progress, cluster)
@@ -139,7 +136,8 @@ def _write(
 
 def _deals(pooled: pools.Pooled, cluster: int, num_clients: int, of_test: bool) -> Iterator[np.ndarray]:
     """Yields the rows of the clients of a cluster one by one, from as many divisions of its pool as they need."""
-    at_once = min(len(pooled.train.rows) // pooled.rules.examples_per_client, num_clients)
+    most = max(len(pooled.train.rows) // pooled.rules.examples_per_client, 1)  # where there are fewer, `divide` says so
+    at_once = min(most, num_clients)
     for deal in range(-(-num_clients // at_once)):
         group = cluster + pooled.rules.num_clusters * deal
         parts = pools.divide(pooled, at_once, group)
