@@ -710,7 +710,6 @@ ATTACKED = jfcl.fedavg(TASK, TRAINING, adversary=jfcl.Adversary(jfcl.attacks.zer
         ({"store": DRIFTING, "test_clients": None}, "examples of the store must be without the steps of drifting data"),
         ({"resume": True}, "out must be the folder"),
         ({"seeds": ["x"]}, "seeds must be different integers"),
-        ({"config": {"cohorts": "mine"}}, "config must be without these names, which identify the run"),
         ({"rows_in_memory": "a"}, "rows_in_memory must be of type float, got 'a'"),
         ({"key": jax.random.split(KEY)}, "key must be a single key"),
         ({"newcomers": CLIENTS}, "newcomers must be left out for a population"),

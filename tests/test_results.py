@@ -226,7 +226,7 @@ def test_a_run_that_diverges_says_how_to_repeat_it(tmp_path):
     algorithm = jfcl.Algorithm(ONE.init, exploding, TASK)
     with pytest.raises(jfcl.DivergedError, match=r"\(--lr\) .* another folder \(--out\), since .*x keeps this run$"):
         simulate(algorithm, out=tmp_path / "x")  # there is no checkpoint
-    assert not runs.RunFolder(tmp_path / "x").has_checkpoint()
+    assert not runs.RunFolder(tmp_path / "x").rounds()
     with pytest.raises(jfcl.DivergedError, match=r"a lower learning rate \(--lr\) usually helps$"):
         simulate(algorithm)
 

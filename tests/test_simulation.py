@@ -463,7 +463,6 @@ NAMED_BACKWARDS = jax.tree.map(lambda x: x[::-1], NAMED)
         ({"num_rounds": 0}, "num_rounds must be an integer, at least 1, got 0"),
         ({"eval_every": 0}, "eval_every"),
         ({"serve": "lost"}, "did you mean 'loss'"),
-        ({"config": {"key": "a"}, "out": "nowhere"}, "config must be without these names, which identify the run"),
         ({"true_cluster": np.zeros(3)}, r"true_cluster must be of shape \(7,\)"),
         ({"true_cluster": np.full(7, -1)}, "true_cluster must be known of one client at least, got .-1 for all"),
         ({"test_clients": Clients({"x": np.zeros((2, 1, 4), np.float32)}, np.ones(2, np.int32))}, "of as many clients"),

@@ -35,9 +35,9 @@ from jfcl.experiments.shift_cells import MEASURED, SHIFTS, TEST_FRACTION, Cell, 
 from jfcl.experiments.shift_results import FORMAT, REFERENCES, Result, digest_of, read_cell
 from jfcl.experiments.shifts_page import write_page
 from jfcl.robust import attacks
-from jfcl.simulation.folder import differences, environment
+from jfcl.simulation.folder import check_setting, environment
 from jfcl.simulation.progress import progress_bar
-from jfcl.simulation.versions import UNCHANGED, VERSIONS, check_version
+from jfcl.simulation.versions import VERSIONS
 
 FILES = ("index.html", "table.tex", "runs.csv", "cells/", "settings.json")
 ALWAYS = REFERENCES  # in every table
@@ -308,10 +308,7 @@ def begin_folder(folder: Path, setting: dict[str, Any]) -> str:
     if not file.exists():
         settings = {"format": FORMAT, "setting": setting, "versions": VERSIONS, **environment()}
         files.write_json(file, files.seal(settings))
-    saved = files.read_json(file, check_format=FORMAT)
-    check_version(folder, saved.get("versions"))
-    if change := differences(saved.get("setting") or {}, setting, {*setting, *(saved.get("setting") or {})}):
-        raise ValueError(f"{folder} holds another ranking ({change}); give it another folder (--out); {UNCHANGED}")
+    check_setting(file, setting, "ranking", FORMAT)
     return digest_of(setting)
 
 

@@ -28,12 +28,12 @@ from typing import Any, NamedTuple
 import jax
 
 from jfcl._version import __version__
-from jfcl.core import PyTree, files, plain
+from jfcl.core import PyTree, check, files, plain
 from jfcl.core.files import read_json, write_json
 from jfcl.simulation.client_rows import ClientRows
 from jfcl.simulation.leaves import UnusableError, read_leaves, write_leaves
 from jfcl.simulation.records import finite_or_none, from_line, to_line
-from jfcl.simulation.versions import UNCHANGED, VERSIONS, saved_config, warn_of_versions
+from jfcl.simulation.versions import UNCHANGED, VERSIONS, check_version, saved_config, warn_of_versions
 
 # Options that may differ between a run and its resumption.
 ENDS = ("num_rounds", "patience", "monitor", "eval_every", "given")  # when the run ends, and what follows from it
@@ -162,10 +162,6 @@ class RunFolder:
         """Returns the rounds with a checkpoint, damaged or not, latest first."""
         names = [p.name for p in self._checkpoints.glob("*") if p.name.isascii() and p.name.isdecimal()]
         return sorted((int(name) for name in names if name == str(int(name))), reverse=True)
-
-    def has_checkpoint(self) -> bool:
-        """Returns whether there is a checkpoint, damaged or not."""
-        return bool(self.rounds())
 
     def records(self) -> list[dict[str, Any]]:
         """Returns the records in `metrics.jsonl`, which must exist, without a last line that a kill cut short."""
@@ -338,6 +334,17 @@ def differences(old: dict[str, Any], new: dict[str, Any], names: Iterable[str]) 
     saved, wanted = (_flat({name: config[name] for name in names if name in config}) for config in (old, new))
     changed = [name for name in sorted({*saved, *wanted}) if saved.get(name) != wanted.get(name)]
     return "; ".join(f"{name}: it has {saved.get(name)!r}, asked for {wanted.get(name)!r}" for name in changed)
+
+
+def check_setting(file: Path, setting: dict[str, Any], kind: str, number: int) -> dict[str, Any]:
+    """Returns the versions that began a folder of cells; `ValueError` unless `file` in it holds their `setting`."""
+    saved, folder = read_json(file, check_format=number), file.parent
+    check_version(folder, saved.get("versions"))
+    old = saved.get("setting")
+    check(isinstance(old, dict), str(file), old, f"the setting of a {kind}")
+    if changed := differences(old, setting, {*old, *setting}):
+        raise ValueError(f"{folder} holds another {kind} ({changed}); choose another folder (--out); {UNCHANGED}")
+    return saved["versions"]
 
 
 def _flat(value: Any, name: str = "") -> dict[str, Any]:

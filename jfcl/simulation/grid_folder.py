@@ -17,10 +17,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from jfcl.core import check, files
-from jfcl.simulation.folder import check_folder, differences, environment
+from jfcl.core import files
+from jfcl.simulation.folder import check_folder, check_setting, environment
 from jfcl.simulation.records import spelled
-from jfcl.simulation.versions import UNCHANGED, VERSIONS, check_version, warn_of_versions
+from jfcl.simulation.versions import VERSIONS, warn_of_versions
 
 FORMAT = 1
 
@@ -49,13 +49,7 @@ class SweepFolder:
         with files.lock(folder.path / "lock"):
             check_folder(path, resume, "sweep")
             if resume:
-                saved = files.read_json(file, check_format=FORMAT)
-                check_version(folder.path, saved.get("versions"))
-                old, new = saved.get("setting"), folder._setting
-                check(isinstance(old, dict), str(file), old, "the setting of a sweep")
-                if changed := differences(old, new, {*old, *new}):
-                    raise ValueError(f"{folder.path} holds another sweep ({changed}); {UNCHANGED}")
-                warn_of_versions(folder.path, saved["versions"])
+                warn_of_versions(folder.path, check_setting(file, folder._setting, "sweep", FORMAT))
             files.sign(folder.path / "lock")
             for place in (folder.path, folder.path / "cells"):
                 files.remove_leftovers(place)

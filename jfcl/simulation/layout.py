@@ -49,11 +49,8 @@ class Layout(NamedTuple):
 
 
 def _moved(x: Any, source: int, target: int) -> Any:
-    """Returns an array, or its shape, with one axis moved; a placeholder without axes as it is."""
-    if source == target or not hasattr(x, "shape"):
-        return x
-    move = partial(jnp.moveaxis, source=source, destination=target)
-    return jax.eval_shape(move, x) if isinstance(x, jax.ShapeDtypeStruct) else move(x)
+    """Returns an array with one axis moved; a placeholder without axes as it is."""
+    return x if source == target or not hasattr(x, "shape") else jnp.moveaxis(x, source, target)
 
 
 def layout_of(algorithm: Algorithm, init: Start, cohorts: Cohorts, count: int) -> tuple[Layout, Any]:
@@ -101,7 +98,7 @@ def serves_rows(algorithm: Algorithm, layout: Layout, state: Any, clients: Clien
     def serve(common, rows, clients):
         return algorithm.serve(layout.together(common, rows), clients)
 
-    return any(depends(serve, (*layout.apart(state), clients), 1))
+    return any(depends(serve, (*jax.eval_shape(layout.apart, state), clients), 1))
 
 
 def depends(function: Callable, arguments: Sequence, which: int) -> list[bool]:

@@ -182,8 +182,8 @@ def stop_if_diverged(finite: Any, silent: Any, t: int, seeds: Sequence, folder: 
     """Raises `DivergedError` if models of a seed are not `finite`, or too many participants in a row were `silent`."""
     lost = {"a model is no longer finite": ~np.asarray(finite), "no client sent a finite update": np.asarray(silent)}
     hint = "" if folder is None else f"; give it another folder (--out), since {folder.path} keeps this run"
-    if folder is not None and folder.has_checkpoint():
-        hint += f" and its last good checkpoint, of round {folder.rounds()[0]}"
+    if folder is not None and (rounds := folder.rounds()):
+        hint += f" and its last good checkpoint, of round {rounds[0]}"
     for what, of_seeds in lost.items():
         for s in np.flatnonzero(of_seeds):
             remedy = f"a lower learning rate (--lr) usually helps{hint}"

@@ -166,8 +166,6 @@ def simulate(
     if out is not None:  # refuses before anything is traced
         hosts.by_first(lambda: check_folder(out, resume, "run"))
     check(config is None or isinstance(config, dict), "config", config, "a dict that JSON can hold")
-    taken = {"key", "cohorts"} & {*(config or {})}
-    check(not taken, "config", taken, "without these names, which identify the run")
     seeds, client_axis, further = seed_names(seeds, key.size), mapping.or_auto(client_axis), check_further(metrics)
     make_room_for_programs()
 
@@ -207,7 +205,7 @@ def simulate(
 
         # Begin or resume. A caller with results of its own, in a configuration of its own, may resume with another key.
         if summary or config is None or not source.resident:
-            config = source.identity | (config or {})
+            config = (config or {}) | source.identity
         config = config | {"num_rounds": num_rounds}
         if drift is not None:  # more rounds would be other steps
             config |= {"schedule_rounds": num_rounds}
@@ -221,7 +219,7 @@ def simulate(
         last = num_rounds + start.totals.get("init_rounds", 0)
         if resume:
             hosts.by_first(lambda: folder.begin())
-            is_there = folder is not None and folder.has_checkpoint()
+            is_there = folder is not None and folder.rounds()
             is_new = f"no checkpoint in {out} yet: beginning with the first round"
             watch.tell(f"resuming after round {start.round:,} of {last:,}" if is_there else is_new)
 

@@ -193,10 +193,10 @@ class Streamed:
 
     def start(self, folder: RunFolder | None, resume: bool, num_rounds: int) -> Restored:
         """Returns the checkpoint that is resumed, or the beginning of a run, and sets `client_rows` accordingly."""
-        common, of_clients = self._layout.apart(self._shapes)
+        common, of_clients = jax.eval_shape(self._layout.apart, self._shapes)
         row = [jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in of_clients]
         place = None if folder is None else folder.path / "client_rows"
-        is_there, in_memory = resume and folder.has_checkpoint(), self._population.rows_in_memory
+        is_there, in_memory = resume and bool(folder.rounds()), self._population.rows_in_memory
         if is_there:  # the rows stay where they were
             in_memory = -1.0 if place.is_dir() else math.inf
         elif resume:  # rows of rounds that are begun again
