@@ -249,9 +249,14 @@ def test_placed_runs_equal_others():
 def test_a_method_that_was_told_of_all_clients_is_asked_with_all(options):
     clients = jax.tree.map(lambda x: np.repeat(x, 20, axis=0), problem()[0])  # 140, of which 64 would do
     _, _, task, training = problem()
-    algorithm = jfcl.fedavg(task, training, client_axis=jax.vmap, **options)
-    assert probe._supports(algorithm, clients, 64) == (options["cohort"] is None)
-    assert probe.seconds_per_client(algorithm, clients, jax.vmap, 64) > 0
+    algorithm, trained = jfcl.fedavg(task, training, client_axis=jax.vmap, **options), []
+
+    def step(key, state, clients):
+        trained.append(len(clients.size))
+        return algorithm.step(key, state, clients)
+
+    assert probe.seconds_per_client(algorithm._replace(step=step), clients, jax.vmap, 64) > 0
+    assert trained[-1] == (64 if options["cohort"] is None else 140)
 
 
 def test_so_many_clients_are_timed_that_mappings_differ():

@@ -48,29 +48,23 @@ def seconds_per_client(algorithm: Algorithm, clients: Clients, client_axis: mapp
     All clients train if there are less than twice as many, or if an option of the method depends on their number: a
     cohort, true clusters, the size of groups. A first round, which compiles, is not counted.
     """
-    some, n = num_clients(clients), hosts.total(num_clients(clients))
+    here, n = num_clients(clients), hosts.total(num_clients(clients))
+
+    def timed(some: int, n: int) -> float:
+        held = mapping.held(client_axis, algorithm.task, jax.tree.map(lambda x: x[:some], clients))
+        placed = mapping.place(client_axis, held, n)
+        step = jitted(algorithm.step)
+        state = jitted(algorithm.init)(jax.random.key(0), placed)
+        jax.block_until_ready(step(jax.random.key(1), state, placed))
+        again = timeit.repeat(lambda: jax.block_until_ready(step(jax.random.key(0), state, placed)), repeat=2, number=1)
+        return min(again) / n
+
     rows = mapping.own_rows(client_axis, few)
-    holds = hosts.everybodys([some >= rows.stop - rows.start]).all()  # the last processes hold padding clients
-    if n > 2 * few and holds and _supports(algorithm, clients, few):
-        some, n = rows.stop - rows.start, few
-    few_clients = mapping.held(client_axis, algorithm.task, jax.tree.map(lambda x: x[:some], clients))
-    placed = mapping.place(client_axis, few_clients, n)
-    step = jitted(algorithm.step)
-    state = jitted(algorithm.init)(jax.random.key(0), placed)
-    jax.block_until_ready(step(jax.random.key(1), state, placed))
-    seconds = timeit.repeat(lambda: jax.block_until_ready(step(jax.random.key(0), state, placed)), repeat=2, number=1)
-    return min(seconds) / n
-
-
-def _supports(algorithm: Algorithm, clients: Clients, n: int) -> bool:
-    """Returns whether `algorithm` works for `n` such clients."""
-    key = jax.eval_shape(lambda: jax.random.key(0))
-    some = client_shapes(clients, n)
-    try:
-        jax.eval_shape(algorithm.step, key, jax.eval_shape(algorithm.init, key, some), some)
-    except ValueError:
-        return False
-    return True
+    holds = hosts.everybodys([here >= rows.stop - rows.start]).all()  # the last processes hold padding clients
+    if n > 2 * few and holds:
+        with contextlib.suppress(ValueError):
+            return timed(rows.stop - rows.start, few)
+    return timed(here, n)
 
 
 def fastest(
