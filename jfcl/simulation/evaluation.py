@@ -164,10 +164,6 @@ class Assessment(NamedTuple):
         sizes = {} if self.examples is None else {"examples": np.tile(self.examples, (len(self.cluster), 1))}
         return {"cluster": self.cluster} | served | held_out | sizes
 
-    def of_seed(self, s: int) -> dict[str, list]:
-        """Returns `of_clients` of one seed, as lists."""
-        return {name: np.asarray(values)[s].tolist() for name, values in self.of_clients().items()}
-
 
 class Silence(NamedTuple):
     """Participants that have sent no finite update.

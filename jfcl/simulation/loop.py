@@ -228,7 +228,8 @@ def run_rounds(
                 assessment = source.evaluate(state, block.values)
                 rows = make_records(source.subjects, done, assessment, totals)
                 if schedule.keep_clients:
-                    rows = [row | {"clients": assessment.of_seed(s)} for s, row in enumerate(rows)]
+                    lists = {name: np.asarray(values).tolist() for name, values in assessment.of_clients().items()}
+                    rows = [row | {"clients": {n: v[s] for n, v in lists.items()}} for s, row in enumerate(rows)]
                 records += rows
                 if folder is not None:
                     folder.append(rows)
