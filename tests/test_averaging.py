@@ -575,6 +575,10 @@ FIVE = jfcl.local_training(optax.sgd(0.1), num_steps=5)
             "min_share must be at most 1 / 3, an equal share for each model, got 0.4",
         ),
         (
+            lambda: jfcl.ifca(LINEAR, ONE, num_clusters=3, min_share=0.1, cohort=2),
+            "cohort must be at least the 3 models, for min_share, got 2",
+        ),
+        (
             lambda: jfcl.ifca(LINEAR, ONE, num_clusters=2, restarts=3, restart_rounds=5, stable_rounds=5),
             "stable_rounds must be more",
         ),

@@ -101,6 +101,8 @@ def ifca(
     if min_share is not None:
         most = f"at most 1 / {num_clusters}, an equal share for each model"
         check(num_clusters * min_share <= 1, "min_share", min_share, most)
+        enough = options["cohort"] is None or options["cohort"] >= num_clusters
+        check(enough, "cohort", options["cohort"], f"at least the {num_clusters} models, for min_share")
     steps = f"{average}, with num_steps={training.num_steps}"
     check(average == "models" or training.num_steps == 1, "average", steps, "models, or gradients of 1 local step")
     if stable_rounds is not None:
