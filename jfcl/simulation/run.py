@@ -112,7 +112,8 @@ def simulate(
         method or a callback has ended the run, `summary.json` and `clients.csv`.
       resume: continue from the last checkpoint in `out`; from the start if there is none yet, or nothing at all.
       config: JSON-like description of the run, kept in `config.json`; a resumption with another one is refused.
-        Default: the numbers of the key. Texts under "method" and "dataset" are shown by `jfcl compare` and `report`.
+        Default: the numbers of the key, which always stand under "key" (of a population, with its cohorts under
+        "cohorts"). Texts under "method" and "dataset" are shown by `jfcl compare` and `report`.
       checkpoint_seconds: least time between two checkpoints; the first one is made after 5 seconds, if that is less,
         and one always at the end and on Ctrl-C.
       progress: show a bar with rate and time left, and the round after which a resumed run continues.
