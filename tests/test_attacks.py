@@ -281,6 +281,20 @@ def test_data_attacks_touch_real_examples_of_the_malicious_only(name):
         np.testing.assert_array_equal(y[~marked], before.examples["y"][1, :4][~marked])
 
 
+def test_data_attacks_on_a_regression():
+    """Targets are no labels: -1.5 and 100 are as good as 0."""
+    before = Clients(
+        {"x": np.zeros((2, 3, 2), np.float32), "y": np.float32([[1, 2, 3], [-1.5, 100, 0]])}, np.full(2, 3)
+    )
+    hostile = np.array([False, True])
+    noisy = attacks.poison(before, hostile, "noisy_inputs", num_classes=None).examples
+    np.testing.assert_array_equal(noisy["y"], before.examples["y"])
+    assert not noisy["x"][0].any() and noisy["x"][1].all()
+    assert not attacks.poison(before, hostile, "label_zero", num_classes=None).examples["y"][1].any()
+    with pytest.raises(ValueError, match="label_reverse must be for labels, got 'targets of a regression'"):
+        attacks.poison(before, hostile, "label_reverse", num_classes=None)
+
+
 def test_a_backdoor_and_what_is_held_out_are_independent():
     size = np.array([1000], np.int32)
     images = {"x": np.zeros((1, 1000, 3, 3, 1), np.float32), "y": np.ones((1, 1000), np.int32)}

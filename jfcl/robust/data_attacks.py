@@ -8,8 +8,8 @@ import numpy as np
 
 from jfcl.core import Clients, check, check_choice, client_ids, num_clients
 
-# (rng, inputs [n, ...], labels [n], number of classes) -> (inputs, labels), of one client's real examples
-DataAttack = Callable[[np.random.Generator, np.ndarray, np.ndarray, int], tuple[np.ndarray, np.ndarray]]
+# (rng, inputs [n, ...], targets [n, ...], number of classes) -> (inputs, targets), of one client's real examples
+DataAttack = Callable[[np.random.Generator, np.ndarray, np.ndarray, int | None], tuple[np.ndarray, np.ndarray]]
 
 
 def label_zero(rng, x, y, num_classes):
@@ -31,6 +31,7 @@ def label_reverse(rng, x, y, num_classes):
       >>> y.tolist()
       [6, 5]
     """
+    check(num_classes is not None, "label_reverse", "targets of a regression", "for labels")
     return x, (num_classes - 1 - y).astype(y.dtype)
 
 
@@ -69,7 +70,7 @@ DATA_ATTACKS: dict[str, DataAttack] = {
 
 
 def poison(
-    clients: Clients, malicious: np.ndarray, attack: str | DataAttack, *, num_classes: int, seed: int = 0
+    clients: Clients, malicious: np.ndarray, attack: str | DataAttack, *, num_classes: int | None, seed: int = 0
 ) -> Clients:
     """Returns `clients` after an attack on the real examples of the malicious ones.
 
@@ -78,7 +79,7 @@ def poison(
       malicious: `[N]` bool.
       attack: a name in `DATA_ATTACKS`, or a function `(rng, x [n, ...], y [n], num_classes) -> (x, y)` of the real
         examples of one client.
-      num_classes: of the labels.
+      num_classes: of the labels; `None` for a regression.
       seed: for attacks that draw.
 
     Returns:
@@ -121,6 +122,7 @@ def _poisoned(attack: DataAttack, rng: np.random.Generator, x: np.ndarray, y: np
     alike = all(np.can_cast(new.dtype, old.dtype, "same_kind") for new, old in ((new_x, x), (new_y, y)))
     fits = alike and (new_x.shape, new_y.shape) == (x.shape, y.shape)
     check(fits, "attack", f"one that returned {form(new_x)} and {form(new_y)}", accepted)
-    valid = ((new_y >= 0) & (new_y < num_classes)).all()
-    check(valid, "attack", f"one that returned labels {np.unique(new_y)}", f"one with labels in 0..{num_classes - 1}")
+    if num_classes is not None:
+        valid, accepted = ((new_y >= 0) & (new_y < num_classes)).all(), f"one with labels in 0..{num_classes - 1}"
+        check(valid, "attack", f"one that returned labels {np.unique(new_y)}", accepted)
     return new_x, new_y
