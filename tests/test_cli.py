@@ -945,6 +945,7 @@ def test_clients_that_join_a_population_start_without_warm_rounds():
     ("method", "options", "remedies"),
     [
         ("ifca", {}, "--restarts, --init-from"),
+        ("ifca", {"dp_clip": 1.0}, "--init-from"),  # restarts are refused there: they decide without noise
         ("hypcluster", {}, "--warm-rounds, --init-from"),
         ("clove", {"num_models": "auto"}, "another --num-models, --init-from"),
         ("stocfl", {}, "another --merge-threshold, --init-from"),

@@ -118,7 +118,8 @@ def _remedies(config: Config) -> str:
     """Returns what can help where a method has not found the true clusters."""
     number = find_method(config.method).finds_number_by or ("num_models" if config.num_models == "auto" else None)
     others = [] if number is None else [f"another {flag_of(number)}"]
-    others += [flag_of(name) for name in ("restarts", "warm_rounds", "init_from") if takes(config.method, name)]
+    ways = ("restarts", "warm_rounds", "init_from")[config.dp_clip is not None :]  # restarts would decide without noise
+    others += [flag_of(name) for name in ways if takes(config.method, name)]
     return f"{', '.join(others)} or more --rounds can help"
 
 

@@ -108,6 +108,7 @@ def run_sweep(
     check_options(run_sweep, locals())
     accepted = "left out of a sweep, whose cells see all examples in each round"
     check(config.drift is None, "drift", config.drift, accepted)
+    check(config.patience is None, "patience", config.patience, "left out: a sweep judges the last round alone")
     schema = all_options(config.method)
     for name in grid:
         accepted = f"an option that may differ between cells; give {flag_of(name)} for all of them"
