@@ -132,6 +132,16 @@ def test_newcomers_choose_among_the_models_that_exist(tmp_path):
         assert found.choose({"x": train.examples["x"][0][: train.size[0]], "y": y}) in found.cluster
 
 
+def test_inputs_of_drifting_data_are_those_of_the_last_step(tmp_path):
+    """Clients were in other clusters before: their older examples say nothing of the clusters that the run reports."""
+    options = {"clients": 10, "clusters": 4, "heterogeneity": "rotation", "drift": "F", "rounds": 10}
+    run(Config("oracle", **options, model="linear", local_steps=1, mapping="vmap"), out=tmp_path)
+    found = load_run(tmp_path)
+    test = found.setup.federation.test  # of the last step
+    inputs = [np.asarray(test.examples["x"][i, : test.size[i]]) for i in range(10)]
+    assert [found.choose({"x": x}, by="inputs") for x in inputs] == found.cluster.tolist()
+
+
 @pytest.mark.slow
 def test_models_of_a_method_with_its_own_structure(tmp_path):
     """kNN-Per's models hold a model and remembered examples: its predictors give the accuracies of the run."""

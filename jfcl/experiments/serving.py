@@ -143,6 +143,8 @@ class LoadedRun(NamedTuple):
             among = np.unique(cluster if self.adds_models else np.arange(len(jax.tree.leaves(self.params)[0])))
             models = jax.tree.map(lambda p: p[among], self.params)
             return int(among[int(evaluate(task, models, client, None)["cluster"][0])])
+        if (drift := self.setup.federation.drift) is not None:  # before the last step clients were in other clusters
+            train = drift._replace(window=1).clients(train, drift.num_steps - 1)
         # The squared distance between mean inputs, of each cluster that has examples.
         new, distances = x.astype(np.float64).mean(axis=0), {}
         for k in np.unique(cluster).tolist():
