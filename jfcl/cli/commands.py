@@ -215,12 +215,7 @@ def _print_summary(config: Config, summary: dict[str, Any], out: str | None, con
 
 def command_compare(args: argparse.Namespace, console: Console) -> None:
     """Compares finished runs side by side, in a table and plots."""
-    _compare(args.runs, console, **_arguments(comparison.compare, args))
-
-
-def _compare(paths: list[str], console: Console, **options: Any) -> None:
-    """Prints a comparison of finished runs, and writes its files; `options` are those of `write_comparison`."""
-    runs = comparison.read_runs(paths)
+    runs = comparison.read_runs(args.runs)
     # The table, and the differences that it does not show.
     summaries = {name: run.summary for name, run in runs.items()}
     title = f"{len(runs)} run{'s' * (len(runs) > 1)}; {comparison.seeds_text(summaries)}"
@@ -231,7 +226,7 @@ def _compare(paths: list[str], console: Console, **options: Any) -> None:
     for note in [*comparison.results_notes(summaries), *unknown]:
         console.print(f"note: {note}")
     # The files.
-    files = comparison.write_comparison(runs, **options)
+    files = comparison.write_comparison(runs, **_arguments(comparison.compare, args))
     console.print(f"kept: {', '.join(map(str, files))}")
 
 
@@ -294,7 +289,7 @@ def command_demo(
     )
     for config in configs:
         run(config, out=folder / config.method, progress=True)
-    _compare([str(folder / method) for method in DEMO], console, out=folder / "compare")
+    command_compare(argparse.Namespace(runs=[folder / method for method in DEMO], out=folder / "compare"), console)
     console.print(f"IFCA, client by client: {folder / 'ifca' / 'plots' / 'clusters.png'}")
 
 

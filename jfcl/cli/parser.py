@@ -142,10 +142,22 @@ def flags_of(declaration: Callable) -> list[Option]:
 
 def parser_of(command: str, method: str | None = None) -> Parser:
     """Returns the parser of a command; of a run, with the options of a method, or of all of them."""
+    usage, description = None, _text_of(command)
     if command in OF_RUNS:
-        return _of_runs(command, method)
-    parser = Parser(prog=f"jfcl {command}", description=_text_of(command), **PLAIN)
-    _add_others(parser, command)
+        usage = f"jfcl {command} {method or 'METHOD'} [options]"
+    if method is not None:
+        summary = find_method(method).summary
+        description = f"{summary[0].upper()}{summary[1:]}.\n\nAn option that is left out has the value in brackets."
+    parser = Parser(prog=f"jfcl {command}", usage=usage, description=description, **PLAIN)
+    parser.method = method
+    try:
+        if command in OF_RUNS:
+            _add_options(parser, command, method)
+        _add_others(parser, command)
+    except argparse.ArgumentError as error:
+        flag = str(error).split()[1].rstrip(":")
+        name = f"an argument of method {method!r} must have another name"
+        raise ValueError(f"{name}: jfcl {command} has {flag}") from None
     return parser
 
 
@@ -177,15 +189,8 @@ def _method(args: list[str]) -> str | None:
 # Commands with the options of a run.
 
 
-def _of_runs(command: str, method: str | None) -> Parser:
-    """Returns the parser of `run`, `plan` or `sweep`, with the options of a method, or of all of them."""
-    description = _text_of(command)
-    if method is not None:
-        summary = find_method(method).summary
-        description = f"{summary[0].upper()}{summary[1:]}.\n\nAn option that is left out has the value in brackets."
-    usage = f"jfcl {command} {method or 'METHOD'} [options]"
-    parser = Parser(prog=f"jfcl {command}", usage=usage, description=description, **PLAIN)
-    parser.method = method
+def _add_options(parser: Parser, command: str, method: str | None) -> None:
+    """Adds METHOD and the options of `run`, `plan` or `sweep`: those of a method, or of all of them."""
     what = "'jfcl list methods', or MODULE:FACTORY for your own; default: that of --config"
     parser.add_argument("method", metavar="METHOD", nargs="?", help=what if method is None else argparse.SUPPRESS)
     if command == "plan":
@@ -193,21 +198,14 @@ def _of_runs(command: str, method: str | None) -> Parser:
         parser.add_argument_group("Target").add_argument("--target", dest="chip", metavar="NAME", help=examples)
     names = method_options(method) if method else all_options().keys() - common_options().keys()
     options = [option for name, option in all_options(method).items() if name in names]
-    try:
-        if options:
-            _add(parser.add_argument_group(f"Method: options of {method or 'single methods'}"), options)
-        for group in GROUPS:
-            of_group = options_of(group).items()  # any method runs on the cohorts of a population
-            options = [o for name, o in of_group if method is None or takes(method, name) or name == "cohort"]
-            options = [o for o in options if (command, o.name) != ("plan", "target")]
-            options = [o._replace(default=SEEDS) if (command, o.name) == ("sweep", "seeds") else o for o in options]
-            _add(parser.add_argument_group(group.__doc__.split("\n")[0].rstrip(".")), options)
-        _add_others(parser, command)
-    except argparse.ArgumentError as error:
-        flag = str(error).split()[1].rstrip(":")
-        name = f"an argument of method {method!r} must have another name"
-        raise ValueError(f"{name}: jfcl {command} has {flag}") from None
-    return parser
+    if options:
+        _add(parser.add_argument_group(f"Method: options of {method or 'single methods'}"), options)
+    for group in GROUPS:
+        of_group = options_of(group).items()  # any method runs on the cohorts of a population
+        options = [o for name, o in of_group if method is None or takes(method, name) or name == "cohort"]
+        options = [o for o in options if (command, o.name) != ("plan", "target")]
+        options = [o._replace(default=SEEDS) if (command, o.name) == ("sweep", "seeds") else o for o in options]
+        _add(parser.add_argument_group(group.__doc__.split("\n")[0].rstrip(".")), options)
 
 
 def _add(group: argparse._ArgumentGroup, options: Iterable[Option], *, has_default: bool = False) -> None:

@@ -26,6 +26,21 @@ from jfcl.training.augment import AUGMENTATIONS
 LOOK = {"box": SIMPLE_HEAD, "show_edge": False}  # of a table
 MOST_SHOWN = 30  # cells of a sweep
 LARGEST_PARTS = 8  # of a round
+# The lists of `jfcl list` whose entries have their line behind the thing itself, and what further lines lists have.
+REGISTRIES = {"methods": METHODS, "datasets": data.DATASETS, "models": models.MODELS}
+REGISTRIES |= {"heterogeneities": data.HETEROGENEITY, "partitions": data.PARTITIONS, "optimizers": OPTIMIZERS}
+FURTHER = {
+    "methods": {"MODULE:FACTORY": "a method of your own: a function in a file of the current folder, or of a package"},
+    "datasets": {
+        "(any other)": "an image classification set of tensorflow-datasets, by its name there",
+        "MODULE:FUNCTION": "a data set of your own: a function that returns a jfcl.data.Dataset",
+    },
+    "models": {"MODULE:NAME": "a model of your own: a flax module or a function, of the number of outputs"},
+    "heterogeneities": {"rotation+label_swap": "several at once, one after the other"},
+    "augmentations": {"MODULE:NAME": "an augmentation of your own: a function (key, batch) -> batch"},
+    "attacks": {"MODULE:NAME": "one of your own: (key, updates, malicious, usable), or (rng, x, y, num_classes)"},
+    "aggregators": {"MODULE:NAME": "an aggregator of your own: a function (updates, *, mask) -> update"},
+}
 
 
 def numbers_table(names: Sequence[str], heads: Sequence[str], padding: int = 0) -> Table:
@@ -73,31 +88,12 @@ def lists() -> dict[str, dict[str, str]]:
             name: re.sub(r"^((\w+: )?)[Rr]eturns,? (the attack that )?", r"\1", line) for name, line in lines.items()
         }
 
-    return {
-        "methods": {name: method.summary for name, method in METHODS.items()}
-        | {"MODULE:FACTORY": "a method of your own: a function in a file of the current folder, or of a package"},
-        "datasets": {name: entry[1] for name, entry in data.DATASETS.items()}
-        | {
-            "(any other)": "an image classification set of tensorflow-datasets, by its name there",
-            "MODULE:FUNCTION": "a data set of your own: a function that returns a jfcl.data.Dataset",
-        },
-        "models": {name: entry[1] for name, entry in models.MODELS.items()}
-        | {"MODULE:NAME": "a model of your own: a flax module or a function, of the number of outputs"},
-        "heterogeneities": {name: entry[1] for name, entry in data.HETEROGENEITY.items()}
-        | {"rotation+label_swap": "several at once, one after the other"},
-        "drifts": data.PATTERNS,
-        "partitions": {name: entry[1] for name, entry in data.PARTITIONS.items()},
-        "optimizers": {name: optimizer.summary for name, optimizer in OPTIMIZERS.items()},
-        "schedules": SCHEDULES,
-        "augmentations": first_lines(AUGMENTATIONS)
-        | {"MODULE:NAME": "an augmentation of your own: a function (key, batch) -> batch"},
-        "attacks": first_lines(attacks.UPDATE_ATTACKS | attacks.DATA_ATTACKS)
-        | {"MODULE:NAME": "an attack of your own: (key, updates, malicious, usable), or (rng, x, y, num_classes)"},
-        "aggregators": first_lines(kernels.AGGREGATORS)
-        | {f"{name}+...": text for name, text in first_lines(kernels.PRE_AGGREGATORS).items()}
-        | {"nnm+...": "as nearest_neighbour_mixing+..."}
-        | {"MODULE:NAME": "an aggregator of your own: a function (updates, *, mask) -> update"},
-    }
+    lists = {title: {name: entry[1] for name, entry in registry.items()} for title, registry in REGISTRIES.items()}
+    lists |= {"drifts": data.PATTERNS, "schedules": SCHEDULES, "augmentations": first_lines(AUGMENTATIONS)}
+    parts = {f"{name}+...": line for name, line in first_lines(kernels.PRE_AGGREGATORS).items()}
+    lists["attacks"] = first_lines(attacks.UPDATE_ATTACKS | attacks.DATA_ATTACKS)
+    lists["aggregators"] = first_lines(kernels.AGGREGATORS) | parts | {"nnm+...": "as nearest_neighbour_mixing+..."}
+    return {title: names | FURTHER.get(title, {}) for title, names in lists.items()}
 
 
 def list_tables(titles: Iterable[str]) -> list[Table]:
