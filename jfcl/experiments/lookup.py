@@ -289,10 +289,4 @@ def _as_method(name: str, make: Any) -> Method:
         if option not in {*declared, *OF_FACTORIES}:
             accepted = "have a default, or an annotation of a number, a text or bool"
             raise ValueError(f"argument {option} of method {name!r} must {accepted}")
-    for option in declared.values():
-        try:
-            if option.default is not None:
-                option.check(option.default)
-        except ValueError as error:
-            raise ValueError(f"the default of an argument of method {name!r}: {error}") from None
     return method
