@@ -356,18 +356,16 @@ def test_energy_is_that_of_the_processors(tmp_path, monkeypatch):
         for place, count in microjoules.items():
             (tmp_path / f"intel-rapl:{place[1:].replace('_', ':')}" / "energy_uj").write_text(f"{count}\n")
 
-    with shift_cells.energy() as joules:
-        pass
-    assert joules() is None  # no counters
+    assert shift_cells.joules_since(shift_cells.read_joules()) is None  # no counters
     for place, name in zones.items():
         zone = tmp_path / f"intel-rapl:{place}"
         zone.mkdir()
         (zone / "name").write_text(f"{name}\n")
         (zone / "max_energy_range_uj").write_text("9000000\n")
     write(_0=1_000_000, _0_0=0, _1=8_000_000, _2=0)
-    with shift_cells.energy() as joules:
-        write(_0=3_500_000, _0_0=7_000_000, _1=500_000, _2=8_000_000)
-    assert joules() == 2.5 + 1.5  # the second has begun anew
+    began = shift_cells.read_joules()
+    write(_0=3_500_000, _0_0=7_000_000, _1=500_000, _2=8_000_000)
+    assert shift_cells.joules_since(began) == 2.5 + 1.5  # the second has begun anew
 
 
 def test_energy_is_that_of_the_gpus_which_tell_it(tmp_path, monkeypatch):
@@ -384,9 +382,7 @@ def test_energy_is_that_of_the_gpus_which_tell_it(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "pynvml", nvml)
     monkeypatch.setattr(shift_cells, "RAPL", tmp_path)
     monkeypatch.setattr(shift_cells, "_gpus", functools.cache(shift_cells._gpus.__wrapped__))
-    with shift_cells.energy() as joules:
-        pass
-    assert joules() == 7.5
+    assert shift_cells.joules_since(shift_cells.read_joules()) == 7.5
 
 
 @pytest.mark.slow

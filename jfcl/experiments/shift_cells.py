@@ -218,8 +218,8 @@ def run_once(
     """
     result: dict[str, Any] = {"seed": seed, "status": "ok", "reason": ""} | dict.fromkeys(MEASURED)
     try:
-        with warnings.catch_warnings(), energy() as joules:
-            warnings.simplefilter("ignore")
+        with warnings.catch_warnings(action="ignore"):
+            began = read_joules()
             config = Config(cell.method, **options)
             declared = all_options(cell.method) | find_method(cell.method).declared
             traced = {name: config.values.get(name) for name in searched(cell) if declared[name].traced}
@@ -236,9 +236,10 @@ def run_once(
                 seeds=[seed],
                 client_axis=mapping.auto(),
             )
+            joules = joules_since(began)
         of_newcomers = newcomer_accuracy(make, traced, history, clients)  # a run that fails here has no results
         result |= measured(history, _true_cluster(config, clients), cell)
-        result |= {"joules": joules(), "newcomers": of_newcomers}
+        result |= {"joules": joules, "newcomers": of_newcomers}
     except DivergedError as error:
         result |= {"status": "diverged", "reason": str(error).partition(";")[0]}
     except Exception as error:
@@ -347,25 +348,16 @@ def _maker(config: Config, clients: Federation, traced: tuple[str, ...]) -> Call
 RAPL = Path("/sys/class/powercap")
 
 
-class energy:
-    """A meter of the energy of the machine's processors and GPUs; called after its end: joules, None where unknown.
+def joules_since(began: list[tuple[float, float]]) -> float | None:
+    """Returns the energy of the machine's processors and GPUs since `read_joules` returned `began`, None where unknown.
 
     Several processes at a time are measured together.
     """
-
-    def __enter__(self):
-        self._began = read_joules()
-        return self._read
-
-    def __exit__(self, *_):
-        self._ended = read_joules()
-
-    def _read(self) -> float | None:
-        used = [
-            end - begin + (span if end < begin else 0)  # after its largest value a counter begins anew
-            for (begin, span), (end, _) in zip(self._began, self._ended, strict=True)
-        ]
-        return sum(used) if used and min(used) >= 0 else None
+    used = [
+        end - begin + (span if end < begin else 0)  # after its largest value a counter begins anew
+        for (begin, span), (end, _) in zip(began, read_joules(), strict=True)
+    ]
+    return sum(used) if used and min(used) >= 0 else None
 
 
 def read_joules() -> list[tuple[float, float]]:
