@@ -159,19 +159,19 @@ def load_params(folder: str | Path, part: str = "params") -> PyTree:
       (2, 4, 10)
     """
     plain.check_plain(folder)
-    saved, is_run = Path(folder) / f"{part}.npz", (Path(folder) / "summary.json").exists()
+    saved = Path(folder) / f"{part}.npz"
     if not saved.is_file():
         if part != "params":
             return ()
-        which = " of the command line or jfcl.experiments.run" if is_run else ""
-        raise ValueError(f"init_from must be the folder of a finished run{which}, but {saved} does not exist")
+        which = "a finished run of the command line or jfcl.experiments.run"
+        raise ValueError(f"init_from must be the folder of {which}, but {saved} does not exist")
     arrays, params = files.read_npz(saved, lambda arrays: (arrays, unflatten_dict(arrays, sep="/")))
     counts = {array.shape[:1] for array in arrays.values()}
     check(len(counts) == 1 and min(counts) > (0,), str(saved), counts, "models of one number, at least 1")
     for path, array in arrays.items():
         check(array.dtype.kind in "fiu", f"{saved}: {path}", array.dtype, "numbers")
         check(np.isfinite(array).all(), f"{saved}: {path}", "NaN or infinity", "finite numbers")
-    if is_run:
+    if (saved.parent / "summary.json").exists():
         verify_results(saved.parent, [saved.name])
     return params
 
