@@ -140,9 +140,7 @@ def command_plan(args: argparse.Namespace, console: Console) -> None:
         planned = plan.plan_run(config, args.chip, **_arguments(plan.plan_run, args), tick=tick)
     for table in tables.plan_tables(planned, config):
         console.print(table, "")
-    console.print(
-        "Nothing was run. Memory and communication are facts of the compiled programs, times are predictions."
-    )
+    console.print("Nothing was run. Memory and communication are facts of the programs, times are predictions.")
     if args.out is not None:
         console.print(f"kept in {args.out}: {', '.join(plan.FILES)}")
     if not planned.fits:
@@ -197,12 +195,11 @@ def _print_summary(config: Config, summary: dict[str, Any], out: str | None, con
         console.print(f"note: {note}")
     start = f" (the first {summary['init_rounds']} to find a start)" if summary["init_rounds"] else ""
     precision = default_precision() if config.precision == "default" or platform() == "cpu" else config.precision
-    steps = summary["client_steps_per_second"]
-    speed = f"{summary['rounds_per_second']:.2f} rounds/s," + (
-        "" if steps is None else f" {steps:,.0f} client-steps/s,"
-    )
+    speeds = [f"{summary['rounds_per_second']:.2f} rounds/s"]
+    if (steps := summary["client_steps_per_second"]) is not None:
+        speeds.append(f"{steps:,.0f} client-steps/s")
     seconds = f"{summary['seconds']:.1f} s + {summary['compile_seconds']:.1f} s compiling"
-    ran = f"{summary['num_rounds']} rounds{start}, {speed} {seconds}"
+    ran = ", ".join([f"{summary['num_rounds']} rounds{start}", *speeds, seconds])
     console.print(f"{ran}, on {summary['device']}, products in {precision}")
     if "privacy" in summary:
         console.print(privacy_text(summary["privacy"]))

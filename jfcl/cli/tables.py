@@ -83,10 +83,8 @@ def lists() -> dict[str, dict[str, str]]:
     """Returns the lists of `jfcl list`: of each, the names and one line on each of them."""
 
     def first_lines(functions) -> dict[str, str]:
-        lines = {name: (fn.__doc__ or "").split("\n")[0] for name, fn in functions.items()}
-        return {
-            name: re.sub(r"^((\w+: )?)[Rr]eturns,? (the attack that )?", r"\1", line) for name, line in lines.items()
-        }
+        begin = r"^((\w+: )?)[Rr]eturns,? (the attack that )?"
+        return {name: re.sub(begin, r"\1", (fn.__doc__ or "").split("\n")[0]) for name, fn in functions.items()}
 
     lists = {title: {name: entry[1] for name, entry in registry.items()} for title, registry in REGISTRIES.items()}
     lists |= {"drifts": data.PATTERNS, "schedules": SCHEDULES, "augmentations": first_lines(AUGMENTATIONS)}

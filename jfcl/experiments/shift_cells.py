@@ -173,9 +173,8 @@ def run_cell(cell: Cell, setting: dict[str, Any], data_dir: str | None) -> dict[
             run = result["runs"][0]
             if best is not first:
                 run = run_once(cell, options_of_cell(cell, setting) | first["options"], clients, 0)
-            result["default"] = {
-                name: run[name] for name in ("seed", "accuracy", "status", "seconds", "compile_seconds")
-            }
+            names = ("seed", "accuracy", "status", "seconds", "compile_seconds")
+            result["default"] = {name: run[name] for name in names}
         except ValueError as error:  # before anything was computed
             result |= {"status": "cannot", "reason": str(error), "runs": []}
     return result | {"programs": compiled.count, "seconds": time.perf_counter() - began}
