@@ -37,11 +37,10 @@ def _is_zero(value: Any) -> bool:
     return is_concrete(value) and value == 0
 
 
-NESTEROV = partial(optax.sgd, nesterov=True)
 OPTIMIZERS = {
     "sgd": Optimizer(optax.sgd, "gradient descent, with --momentum if it is given", 0.0),
     "momentum": Optimizer(optax.sgd, "gradient descent with momentum 0.9", 0.9),
-    "nesterov": Optimizer(NESTEROV, "with Nesterov's momentum 0.9 (Nesterov 1983)", 0.9),
+    "nesterov": Optimizer(partial(optax.sgd, nesterov=True), "with Nesterov's momentum 0.9 (Nesterov 1983)", 0.9),
     "adam": Optimizer(optax.adam, "moments 0.9 and 0.999 (Kingma and Ba 2015)"),
     "adamw": Optimizer(optax.adamw, "Adam with decoupled --weight-decay (Loshchilov and Hutter 2019)", decouples=True),
     "rmsprop": Optimizer(optax.rmsprop, "divides by the root of the mean square (Hinton 2012)"),

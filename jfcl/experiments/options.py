@@ -40,7 +40,6 @@ Count = Annotated[int, Range(1)]
 CountOrNone = Annotated[int | None, Range(1)]
 Steps = Annotated[int | None, Range(1, MOST_REPEATED)]
 Seed = Range(0, 2**32 - 1)
-Positive = Annotated[Real, Interval("(0, inf)")]
 NotNegative = Annotated[Real, Interval("[0, inf)")]
 OF_POPULATION, PRIVATE = Needs(("population", "store")), Needs("dp_clip")
 
@@ -191,7 +190,7 @@ class Training:
     personal: str | None = None
     init_from: str | None = None
     server_optimizer: Annotated[str, OneOf(SERVER_OPTIMIZERS)] = "average"
-    server_lr: Positive = 1.0
+    server_lr: Annotated[Real, Interval("(0, inf)")] = 1.0
     cohort: CountOrNone = None
     sampling: Annotated[str, OneOf(SAMPLING), OF_POPULATION] = "uniform"
     dropout: Annotated[float, Interval("[0, 1)"), OF_POPULATION] = 0.0
