@@ -89,8 +89,6 @@ NET = Net(10)
 """
 FACTORIES = '''
 import jfcl
-from typing import Annotated
-from jfcl.core.options import Range
 
 
 def plain(a, b):
@@ -140,14 +138,6 @@ def reserved(task, training, *, out: str = "x", client_axis=None):
 def fails(task, training, *, client_axis=None):
     """An error of its own."""
     raise RuntimeError("as written")
-
-
-def out_of_range(task, training, *, heat: Annotated[int, Range(2)] = 1, client_axis=None):
-    """A wrong default.
-
-    Args:
-      heat: how hot.
-    """
 
 
 def needs(task, training, *, quantile: str, num_clusters: int, client_axis=None):
@@ -487,7 +477,6 @@ ATTACKED = ["fedavg", "--clients", "8", "--malicious", "0.25", "--examples-per-c
         (["mine_factories:unread"], "annotations of method 'mine_factories:unread' cannot be read: name 'Missing'"),
         (["mine_factories:clash"], "argument lr of method 'mine_factories:clash' must have another name: --lr is of"),
         (["mine_factories:reserved"], "'mine_factories:reserved' must have another name: jfcl run has --out"),
-        (["mine_factories:out_of_range"], "method 'mine_factories:out_of_range': heat must be an integer"),
         (["mine_factories:nothing"], "the result of method 'mine_factories:nothing' must be an Algorithm, got None"),
         (["mine_factories:needs"], "quantile must be given: method mine_factories:needs has no default for it"),
         (["mine/method:f"], "unknown method 'mine/method:f'. Accepted: fedavg, "),
