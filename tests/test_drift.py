@@ -374,7 +374,7 @@ def test_a_configured_run_keeps_its_results_over_time(tmp_path, capsys):
 )
 def test_wrong_configurations_of_drift_are_refused(options, words):
     with pytest.raises(ValueError, match=words):
-        Config(**{"method": "fedavg", "drift": "Y"} | options)
+        jfcl.experiments.run(Config(**{"method": "fedavg", "drift": "Y"} | options))
 
 
 @pytest.mark.slow

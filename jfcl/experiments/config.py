@@ -20,11 +20,9 @@ import jax
 
 from jfcl import kernels
 from jfcl.core import check, check_choice, platform, shown
-from jfcl.core.names import option_hint, renamed
+from jfcl.core.names import option_hint
 from jfcl.core.options import Needs, Option
 from jfcl.data.concepts import CONCEPTS
-from jfcl.data.drift import drift_pattern
-from jfcl.data.partition import OF_ONE_DIVISION
 from jfcl.data.tables import is_file, read_file
 from jfcl.experiments import options as declared
 from jfcl.experiments.lookup import find_aggregator, find_method, is_on_data, is_on_updates, required
@@ -217,8 +215,6 @@ def _check_together(config: Config) -> None:
             got = f"{config.values[first]} and {config.values[second]}"
             raise ValueError(f"Give {first} or {second}, not both (got {got}).")
     # The others.
-    fits = config.num_models != "auto" or method.chooses_number
-    check(fits, "num_models", config.num_models, f"a number: method {config.method} does not choose it")
     for rules in (_of_population, _of_data, _of_training, _of_attack, _of_privacy):
         for fits, name, accepted in rules(config):
             check(fits, name, getattr(config, name), accepted)
@@ -234,7 +230,6 @@ def _of_population(config: Config) -> Rules:
     if config.population is not None:  # else the store knows its number of clients
         yield config.cohort <= config.clients, "cohort", f"at most the {config.clients} clients"
     yield config.seeds == 1, "seeds", "1 with --population: run it once for each --seed"
-    yield config.partition not in OF_ONE_DIVISION, "partition", "another with --population"
     yield config.mapping != "auto", "mapping", "another with --population: the probe is of all clients"
 
 
@@ -242,10 +237,6 @@ def _of_data(config: Config) -> Rules:
     for name in () if is_file(config.dataset) else ("by", "target", "inputs", "kind"):
         yield getattr(config, name) is None, name, "left out unless --dataset is a table, as FILE.csv"
     if config.drift is not None:
-        options = {"num_steps": config.drift_steps, "num_clusters": config.clusters}
-        with renamed({"num_steps": "drift_steps", "num_clients": "clients", "num_clusters": "clusters"}):
-            steps = len(drift_pattern(config.drift, config.clients, **options))
-        yield config.rounds >= steps, "rounds", f"at least {steps}, one for each step of the drift"
         yield not config.track_gap, "track_gap", "left out with --drift: true clusters change"
         yield config.patience is None, "patience", "left out with --drift: the run would end before the last step"
 
@@ -287,7 +278,6 @@ def _of_privacy(config: Config) -> Rules:
         return
     why = "left out with --dp-clip: "
     yield not is_on_updates(config.attack), "attack", f"{why}the updates of hostile clients depend on those of others"
-    yield config.aggregator is None, "aggregator", f"{why}the guarantee is that of a mean"
     yield config.patience is None, "patience", f"{why}the round of its end follows from results without noise"
     if config.of_population:
         yield config.dp_sampling == "fixed", "dp_sampling", "fixed with --population, as the size of its cohorts"

@@ -119,9 +119,6 @@ def _check_beginnings(config: Config, task: Task) -> None:
 def make_aggregator(config: Config) -> Callable:
     """Returns the aggregator of `config`, with the number of malicious clients in a cohort and its other options."""
     parts = lookup.find_aggregator(config.aggregator)
-    needs_radius = "radius" in kernels.aggregator_options(parts, required=True)
-    has_radius = config.radius is not None or not needs_radius
-    check(has_radius, "radius", config.radius, f"given with --aggregator {config.aggregator}")
     options = {
         "num_malicious": round(config.malicious * (config.cohort or config.clients)),
         "radius": config.radius,
@@ -211,13 +208,13 @@ def make_federation(
 def make_everyone(config: Config, dataset: data.Dataset, rows: Callable[[int], slice] | None = None) -> data.Federation:
     """Returns the clients of `config`, and behind them those on which options are tuned; `rows` of them are stacked."""
     count = config.clients + config.tuning_clients
-    arguments = {name: getattr(config, name) for name in ("examples_per_client", "reuse", "newcomer_examples")}
-    if config.drift is not None:
-        options = {"num_steps": config.drift_steps, "num_clusters": config.clusters, "seed": config.data_seed}
-        arguments["drift"] = data.drift_pattern(config.drift, count, **options)
-    arguments["drift_window"] = config.drift_window
+    names = ("examples_per_client", "reuse", "newcomer_examples", "drift_window")
+    arguments = {name: getattr(config, name) for name in names}
     arguments |= {"newcomers_of": config.clients} if config.tuning_clients else {}
     with renamed(names_of_data(config)):
+        if config.drift is not None:
+            options = {"num_steps": config.drift_steps, "num_clusters": config.clusters, "seed": config.data_seed}
+            arguments["drift"] = data.drift_pattern(config.drift, count, **options)
         return data.build(dataset, num_clients=count, rows=rows, **arguments, **dealt(config))
 
 
@@ -292,13 +289,13 @@ def dealt(config: Config) -> dict[str, Any]:
 def names_of_data(config: Config) -> dict[str, str]:
     """Returns the options that reach `data.build` and `data.generate_store` under other names, by these."""
     count = "clients" if config.population is None else "population"
-    return {"num_clusters": "clusters", "num_clients": count, "seed": "data_seed"}
+    return {"num_clusters": "clusters", "num_clients": count, "num_steps": "drift_steps", "seed": "data_seed"}
 
 
 def names_of_method(config: Config, further: Iterable[str] = ()) -> dict[str, str]:
     """Returns the options that reach a factory under other names, by these; `further` ones are given with `config`."""
     models = "num_models" if "num_models" in {*config.given, *further} else "clusters"
-    return {"num_clusters": models, "init_params": "init_from", "shared": "share"}
+    return {"num_clusters": models, "init_params": "init_from", "num_rounds": "rounds", "shared": "share"}
 
 
 def _read_table(path: str | None) -> np.ndarray | None:
