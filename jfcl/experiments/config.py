@@ -255,7 +255,6 @@ def _of_training(config: Config) -> Rules:
 def _of_attack(config: Config) -> Rules:
     method, taken = find_method(config.method), find_method(config.method).options
     if config.attack is not None:
-        yield config.malicious > 0, "malicious", "above 0 with --attack"
         some = round(config.malicious * config.clients)
         is_counted = config.store is None or config.population is not None
         accepted = f"enough for one of the {config.clients} clients, and not for all"

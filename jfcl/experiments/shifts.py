@@ -190,8 +190,6 @@ def make_setting(options: dict[str, Any]) -> dict[str, Any]:
     named = {name: options[name] for name in ("methods", "shifts", "strengths", "datasets")}
     for name, values in named.items():
         check(0 < len({*values}) == len(values), name, values, "at least one, each given once")
-    for name in named["methods"]:
-        lookup.find_method(name)
     names = [*(name for name in HETEROGENEITY if name != "none"), *SHIFTS]
     for name in (name for name in named["shifts"] if name not in SHIFTS):
         for one in name.split("+"):
