@@ -49,6 +49,7 @@ def plan_run(
     accepted = "left out: plan --clients as many as the cohort"
     check(not config.of_population, "population, store", (config.population, config.store), accepted)
     check(config.mapping != "pmap", "mapping", config.mapping, "vmap, chunked, sharded or auto")
+    check(config.devices is None, "devices", config.devices, "left out: the target has its own")
     targets.mesh(chosen)  # refuses a compiler that is not there before data are read
     dataset, vocab_size = setups.load_dataset(config, data_dir)
     federation = setups.make_federation(config, dataset, lambda count: slice(0, 1))  # one client
