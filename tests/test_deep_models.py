@@ -280,6 +280,19 @@ def test_sizes_as_published(name):
     assert task.head == "Dense_0"
 
 
+@pytest.mark.parametrize("name", ["cnn_mnist", "vit", "gpt"])
+def test_parameters_are_float32_where_jax_computes_in_float64(name):
+    with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
+        if name in LANGUAGE_MODELS:
+            task, x = small(name), jax.ShapeDtypeStruct((2, LENGTH - 1), jnp.int32)
+        else:
+            task = classification(MODELS[name][0](CLASSES), (16, 16, 3), CLASSES)
+            x = jax.ShapeDtypeStruct((2, 16, 16, 3), jnp.float64)
+        params = jax.eval_shape(task.init, jax.random.key(0))
+        assert {p.dtype for p in jax.tree.leaves(params)} == {jnp.dtype(jnp.float32)}
+        assert jax.eval_shape(task.apply, params, x).dtype == (jnp.float32 if name == "gpt" else jnp.float64)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SMALL)
 def test_a_round_of_fedavg_is_a_loop_over_clients(name):

@@ -11,6 +11,7 @@ from typing import Any
 
 import flax.linen as nn
 import jax
+import jax.numpy as jnp
 from jax import lax
 
 from jfcl.models.conv import NHWC, conv, max_pool
@@ -75,8 +76,9 @@ class Conv(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        kernel = self.param("kernel", self.kernel_init, (self.size, self.size, x.shape[-1], self.features))
-        bias = self.param("bias", self.bias_init, (self.features,))
+        kernel = self.param("kernel", self.kernel_init, (self.size, self.size, x.shape[-1], self.features), jnp.float32)
+        bias = self.param("bias", self.bias_init, (self.features,), jnp.float32)
+        x, kernel, bias = nn.dtypes.promote_dtype(x, kernel, bias)
         padding = ((self.padding, self.padding),) * 2
         if isinstance(self.padding, str):
             padding = lax.padtype_to_pads(x.shape[1:3], kernel.shape[:2], (1, 1), self.padding)

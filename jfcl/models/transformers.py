@@ -103,9 +103,9 @@ class ViT(nn.Module):
         x = x.reshape(b, h // p, p, w // p, p, c).swapaxes(2, 3).reshape(b, -1, p * p * c)
         x = nn.Dense(self.width, name="patches")(x)
         if self.pool == "token":
-            token = self.param("token", nn.initializers.zeros, (1, 1, self.width))
+            token = self.param("token", nn.initializers.zeros, (1, 1, self.width), jnp.float32)
             x = jnp.concatenate([jnp.broadcast_to(token, (b, 1, self.width)).astype(x.dtype), x], axis=1)
-        x = x + self.param("positions", NORMAL, (1, x.shape[1], self.width))
+        x = x + self.param("positions", NORMAL, (1, x.shape[1], self.width), jnp.float32)
         x = nn.Dropout(self.dropout, deterministic=not train)(x)
         for _ in range(self.depth):
             x = TransformerBlock(self.heads, False, self.hidden or 4 * self.width, self.dropout)(x, train)
@@ -146,7 +146,7 @@ class GPT(nn.Module):
         _check(self.width, self.heads, self.dropout)
         length = x.shape[1]
         if self.is_initializing():
-            positions = self.param("positions", NORMAL, (length, self.width))
+            positions = self.param("positions", NORMAL, (length, self.width), jnp.float32)
         else:
             positions = self.get_variable("params", "positions")
         check(length <= len(positions), "words of a text", length, f"at most {len(positions)}, the learned positions")
