@@ -176,6 +176,17 @@ def test_merged_models_predict_the_same(task):
         np.testing.assert_allclose(twice["Dense_0"]["kernel"], whole["Dense_0"]["kernel"], rtol=1e-6)
 
 
+def test_adapters_of_a_model_in_bfloat16_are_in_bfloat16():
+    params, x = pretrained(PLAIN), data().examples["x"][0]
+    adapted = jfcl.models.lora(jfcl.models.in_bfloat16(PLAIN), params, rank=1)
+    own = moved(adapted, adapted.init(jax.random.key(0)))
+    whole = PLAIN.apply(jfcl.models.merged(adapted, own), x)
+    assert np.abs(adapted.apply(own, x) - whole).max() < 0.03 * np.abs(whole).max()
+    products = [e for e in jax.make_jaxpr(adapted.apply)(own, x).eqns if e.primitive.name == "dot_general"]
+    of_inputs = [e for e in products if e.outvars[0].aval.shape[0] == len(x)]  # not the unused A B
+    assert of_inputs and {e.outvars[0].aval.dtype for e in of_inputs} == {jnp.dtype(jnp.bfloat16)}
+
+
 def test_the_start_of_adapters():
     params = pretrained(PLAIN)
     task = jfcl.models.lora(PLAIN, params, rank=2, targets=lambda path: path == "Dense_0/kernel", spread=0.5)

@@ -166,7 +166,8 @@ def _beside(shapes: dict[str, tuple], merge: Callable, fixed: PyTree, scale: flo
                 fits = type(layer) is nn.Dense and shapes.get(name) == (inputs.shape[-1], layer.features)
                 if plain or not fits:
                     return call(inputs, *args, **kwargs)
-                params = {**layer.variables["params"], "kernel": kernels[name]}
+                params = layer.variables["params"]  # in bfloat16, if the task is (`in_bfloat16`)
+                params = {**params, "kernel": kernels[name].astype(params["kernel"].dtype)}
                 out = without(layer, layer.clone(parent=None, name=None).apply, {"params": params}, inputs)
                 a, b = (factors[f"{name}/{part}"].astype(out.dtype) for part in "ab")
                 return out + scale * ((inputs.astype(out.dtype) @ a) @ b)
