@@ -78,6 +78,7 @@ class CalledNnx(Nnx):
 
 
 OF_NNX = jfcl.models.classification(Nnx, (D,), C)
+TEXT = jfcl.models.language_model(jfcl.models.LSTMLanguageModel(9, 2, 2, 1), 4, 9)
 PAIR = jfcl.models.task(
     lambda key: {"w": jax.random.normal(key, (D, H)), "v": jnp.ones((H, C))},
     lambda p, x: jnp.tanh(x @ p["w"]) @ p["v"],
@@ -492,6 +493,10 @@ PARAMS = jax.tree.map(lambda x: np.ones(x.shape, x.dtype), jax.eval_shape(PLAIN.
         (
             lambda: jfcl.models.cache_features(OF_NNX, pretrained(OF_NNX), data()),
             "task must be of a flax.linen module",
+        ),
+        (
+            lambda: jfcl.models.cache_features(TEXT, pretrained(TEXT), data()),
+            "task must be of a flax.linen module, from classification or regression",
         ),
         (
             lambda: jfcl.models.in_bfloat16(jfcl.models.lora(PLAIN, PARAMS, rank=1)),

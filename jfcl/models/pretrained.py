@@ -107,7 +107,9 @@ def cache_features(task: Task, params: PyTree, clients: Clients, *, batch_size: 
       (4, 20, 200)
     """
     params = fitting(task, params)
-    check(task.head is not None, "task", "a model of which the last dense layer is not known", "of a flax.linen module")
+    accepted = "of a flax.linen module, from classification or regression"
+    known = task.head is not None and task.represent is not None
+    check(known, "task", "a model of which the inputs of the last dense layer are not known", accepted)
     check_count("batch_size", batch_size)
     check_clients(clients, allow_empty=True)
     check_examples(clients, task)
