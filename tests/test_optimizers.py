@@ -161,6 +161,20 @@ def test_schedules_count_the_local_steps_of_the_whole_run(name):
         np.testing.assert_allclose(leaf[0, 0], wanted, atol=2e-5)
 
 
+@pytest.mark.parametrize("window", [1, 4, 12])
+def test_a_round_of_drifting_data_has_the_steps_of_a_window(window):
+    drifting = {"clients": 10, "drift": "F", "drift_window": window, "local_epochs": 1, "batch_size": 2}
+    parts = setup(Config("fedavg", **drifting, model="linear", lr=1.0, lr_decay=0.5))
+    train, drift = parts.federation.train, parts.federation.drift
+    steps = -(-max(int(drift.clients(train, t).size.max()) for t in range(drift.num_steps)) // 2)
+    optimizer, rates = parts.training.optimizer, []
+    state = optimizer.init(jnp.ones(()))
+    for _ in range(steps + 1):
+        update, state = optimizer.update(jnp.ones(()), state)
+        rates.append(-float(update))
+    assert rates == [1.0] * steps + [0.5]
+
+
 def test_passes_over_the_examples_and_defaults():
     config = Config("fedavg", schedule="step", rounds=7, local_epochs=2, batch_size=4)
     made = make_training(config, 10).optimizer  # 2 * 3 steps a round, a third of the rounds: 2

@@ -352,6 +352,15 @@ def load_clients(
     return federation, vocab_size
 
 
+def most_held(federation: data.Federation) -> int:
+    """Returns the most examples that a client holds at a time; of drifting data, those of a window of steps."""
+    most, drift = max_examples(federation.train), federation.drift
+    if drift is None or drift.window is None:
+        return most
+    newest = min(drift.window, drift.num_steps)  # the first steps have the examples that the number leaves over
+    return most // drift.num_steps * newest + min(most % drift.num_steps, newest)
+
+
 def setup(config: Config, *, data_dir: str | None = None) -> Setup:
     """Builds data, task and algorithm; raises `ValueError` for options that do not fit together.
 
@@ -365,5 +374,5 @@ def setup(config: Config, *, data_dir: str | None = None) -> Setup:
     check(config.clients >= processes, "clients", config.clients, f"at least one for each of the {processes} processes")
     client_axis = mapping_of(config)
     federation, vocab_size = load_clients(config, data_dir, client_axis)
-    parts = assemble(config, federation, vocab_size, max_examples(federation.train), client_axis)
+    parts = assemble(config, federation, vocab_size, most_held(federation), client_axis)
     return parts if config.attack is None else parts._replace(malicious=malicious_clients(config))
