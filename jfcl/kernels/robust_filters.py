@@ -34,8 +34,10 @@ def _leading(products: jax.Array, weights: jax.Array) -> tuple[jax.Array, jax.Ar
     with_mean = blocks.matmul(products, share)
     centred = products - with_mean[:, None] - with_mean[None, :] + (share * with_mean).sum()
     root = jnp.sqrt(share)
-    values, vectors = jnp.linalg.eigh(root[:, None] * centred * root[None, :])
-    largest = jnp.maximum(values[-1], 0.0)
+    gram = root[:, None] * centred * root[None, :]
+    scale = jnp.maximum(jnp.abs(gram).max(), jnp.finfo(gram.dtype).tiny)  # LAPACK may return NaN for large numbers
+    values, vectors = jnp.linalg.eigh(gram / scale)
+    largest = jnp.maximum(values[-1] * scale, 0.0)
     along = blocks.matmul(centred, root * vectors[:, -1])  # √λ (z_i − μ) · v
     return largest, jnp.square(along / jnp.sqrt(jnp.maximum(largest, jnp.finfo(along.dtype).tiny)))
 
