@@ -237,7 +237,7 @@ def test_list_and_help_name_everything(capsys):
         (["run", "ifca", "--clients", "9999"], "error: clients must be at most 1438, the training examples"),
         (["run", "ifca", "--cohort", "41"], "cohort must be at most the 40 clients there are, got 41"),
         (["run", "ifca", "--num-models", "41"], "num_models must be at most the 40 clients"),
-        (["run", "ifca", "--num-models", "auto"], "num_models must be of type int, got 'auto'"),
+        (["run", "ifca", "--num-models", "auto"], "num_models must be a number: method ifca does not choose it"),
         (["run", "fedavg", "--num-models", "auto"], "method fedavg has no option num_models"),
         (["run", "fedavg", "--restarts", "2"], "method fedavg has no option"),
         (["run", "ifca", "--model", "cnn_mnist"], "images are too small"),

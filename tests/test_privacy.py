@@ -419,6 +419,7 @@ def test_factories_refuse(make, words):
         ("fedavg", {"dp_clip": 0.0}, "dp_clip must be positive, got 0.0"),
         ("fedavg", {"dp_clip": 1.0, "dp_noise": -1.0}, "dp_noise must be 0 or more, got -1.0"),
         ("fedavg", {"dp_clip": 1.0, "dp_delta": 0.1}, "dp_delta must be left out without --dp-noise"),
+        ("fedavg", {"dp_clip": 1.0, "aggregator": "krum"}, "aggregator must be left out with --dp-clip"),
         ("fedavg", {"dp_clip": 1.0, "attack": "ipm", "malicious": 0.2}, "attack must be left out with --dp-clip"),
         ("fedavg", {"dp_clip": 1.0, "patience": 2}, "patience must be left out with --dp-clip"),
         ("cfl", {"dp_clip": 1.0}, "method cfl has no option dp_clip .only fedavg, oracle, ifca, hypcluster"),

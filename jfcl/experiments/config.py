@@ -215,6 +215,8 @@ def _check_together(config: Config) -> None:
             got = f"{config.values[first]} and {config.values[second]}"
             raise ValueError(f"Give {first} or {second}, not both (got {got}).")
     # The others.
+    fits = config.num_models != "auto" or method.chooses_number
+    check(fits, "num_models", config.num_models, f"a number: method {config.method} does not choose it")
     for rules in (_of_population, _of_data, _of_training, _of_attack, _of_privacy):
         for fits, name, accepted in rules(config):
             check(fits, name, getattr(config, name), accepted)
@@ -239,6 +241,8 @@ def _of_data(config: Config) -> Rules:
     if config.drift is not None:
         yield not config.track_gap, "track_gap", "left out with --drift: true clusters change"
         yield config.patience is None, "patience", "left out with --drift: the run would end before the last step"
+    table = config.partition != "distribution" or config.distribution is not None
+    yield table, "distribution", "the csv file of a table with --partition distribution"
 
 
 def _of_training(config: Config) -> Rules:
@@ -277,6 +281,7 @@ def _of_privacy(config: Config) -> Rules:
         return
     why = "left out with --dp-clip: "
     yield not is_on_updates(config.attack), "attack", f"{why}the updates of hostile clients depend on those of others"
+    yield config.aggregator is None, "aggregator", f"{why}the guarantee is that of a mean"
     yield config.patience is None, "patience", f"{why}the round of its end follows from results without noise"
     if config.of_population:
         yield config.dp_sampling == "fixed", "dp_sampling", "fixed with --population, as the size of its cohorts"
