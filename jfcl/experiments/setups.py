@@ -298,10 +298,8 @@ def names_of_method(config: Config, further: Iterable[str] = ()) -> dict[str, st
     return {"num_clusters": models, "init_params": "init_from", "num_rounds": "rounds", "shared": "share"}
 
 
-def _read_table(path: str | None) -> np.ndarray | None:
+def _read_table(path: str) -> np.ndarray:
     """Returns the numbers of a csv file without a header; raises `ValueError` for other files."""
-    if path is None:
-        return None
     try:
         if not Path(path).is_file():  # a device may have no end
             raise OSError("there is no such file")
