@@ -29,13 +29,6 @@ COUNTING = Task(
     cost=lambda outputs, batch: outputs,
 )
 
-# A vector of zeros has no direction, and the derivative there is NaN.
-DIRECTION = Task(
-    init=lambda key: {"w": jnp.ones((3, 2))},
-    apply=lambda p, x: (x @ p["w"])[:, 0] / jnp.linalg.norm(x @ p["w"], axis=1),
-    cost=lambda outputs, batch: 0.5 * (outputs - batch["y"]) ** 2,
-)
-
 
 @cache
 def program(task, training):
@@ -156,19 +149,6 @@ def test_padding_in_a_short_last_batch_is_never_looked_at():
     clean = do(LINEAR, training, {"w": jnp.ones(3)}, data, 3)
     data["x"][3:] = np.nan
     assert (do(LINEAR, training, {"w": jnp.ones(3)}, data, 3).params["w"] == clean.params["w"]).all()
-
-
-@pytest.mark.parametrize(
-    "options", [{"num_steps": 2}, {"num_steps": 1, "batch_size": 5}, {"num_epochs": 1, "batch_size": 5}]
-)
-def test_padding_spreads_no_gradient_that_is_infinite_at_zero(options):
-    """In all cases the client has fewer examples than a batch, so that every step is on all of them."""
-    training, start = local_training(optax.sgd(0.1), **options), {"w": np.arange(6, dtype=np.float32).reshape(3, 2)}
-    data = regression()
-    padded = do(DIRECTION, training, start, data, 4).params["w"]
-    alone = do(DIRECTION, training, start, {k: v[:4] for k, v in data.items()}, 4).params["w"]
-    np.testing.assert_allclose(padded, alone, rtol=1e-5)
-    assert np.abs(padded - start["w"]).max() > 1e-3
 
 
 def test_a_client_without_examples_learns_nothing():

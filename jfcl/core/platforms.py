@@ -64,7 +64,7 @@ def in_parts(function: Callable[[Any, Any], Any], rows: Any, most: int | None) -
     size = -(-total // count)
 
     def divide(x):
-        padded = jnp.pad(x, ((0, count * size - total), *[(0, 0)] * (x.ndim - 1)), mode="edge")  # see `blank_rows`
+        padded = jnp.pad(x, ((0, count * size - total), *[(0, 0)] * (x.ndim - 1)))
         return padded.reshape(count, size, *x.shape[1:])
 
     recomputed = jax.checkpoint(function, prevent_cse=False)

@@ -16,7 +16,7 @@ from jfcl.mapping.memory import in_lots
 from jfcl.methods import round as phases
 from jfcl.methods.averaging import Averaging, AveragingState, averaging, state_of
 from jfcl.training.local import LocalTraining, Trained
-from jfcl.training.losses import example_losses, masked_mean, means
+from jfcl.training.losses import blank_padding, example_losses, masked_mean, means
 from jfcl.training.optimizer import check_optimizer, of_each
 
 WEIGHT = "responsibility"  # the name of a client's responsibilities `[M, K]` among its arrays
@@ -216,8 +216,7 @@ def responsibilities(
       log_factor: `[M, K]`, see `Labels`.
     """
     q = jax.nn.softmax(jnp.log(weights)[None] - losses + log_factor, axis=1)
-    q = jnp.where(jnp.arange(len(q))[:, None] < size, q, jnp.zeros_like(q))
-    return q, jnp.where(size > 0, means(q, size), weights)
+    return blank_padding(q, size), jnp.where(size > 0, means(q, size), weights)
 
 
 def fitted(task: Task, steps: int, models: PyTree, examples: Batch, size: jax.Array) -> jax.Array:

@@ -30,26 +30,22 @@ def masked_mean(values: jax.Array, mask: jax.Array) -> jax.Array:
 
 
 def blank_rows(batch: Batch, real: jax.Array) -> Batch:
-    """Returns `batch` `[B, ...]` with its first row where `real` `[B]` is False, and zeros where that is none either.
-
-    So no NaN there can spread, and no gradient of padding is NaN that is finite for real examples: that of `h / |h|`,
-    for one, is NaN where `h` is 0.
-    """
+    """Returns `batch` `[B, ...]` with zeros where `real` `[B]` is False, so that no NaN there can spread."""
 
     def blank(x):
         rows = x.reshape(len(x), -1)
-        return jnp.where(real[:, None], rows, _first(rows, real[0])).reshape(x.shape)
+        return jnp.where(real[:, None], rows, jnp.zeros_like(rows)).reshape(x.shape)
 
     return jax.tree.map(blank, batch)
 
 
 def blank_padding(examples: Batch, size: jax.Array) -> Batch:
-    """Returns `blank_rows` of one client's `examples` `[M, ...]`, of which the first `size` are real."""
+    """Returns one client's `examples` `[M, ...]` with zeros behind the first `size`."""
 
     def blank(x):
         rows = x.reshape(len(x), -1)
-        real = jax.lax.broadcasted_iota(jnp.int32, rows.shape, 0) < jnp.asarray(size).astype(jnp.int32)
-        return jnp.where(real, rows, _first(rows, size > 0)).reshape(x.shape)
+        real = jax.lax.broadcasted_iota(jnp.asarray(size).dtype, rows.shape, 0) < size
+        return jnp.where(real, rows, jnp.zeros_like(rows)).reshape(x.shape)
 
     def blank_once(x):
         """Blanks float32 as integers: a TPU's compiler would round the examples of all clients to bfloat16 first."""
@@ -59,11 +55,6 @@ def blank_padding(examples: Batch, size: jax.Array) -> Batch:
         return jax.lax.optimization_barrier(jax.lax.bitcast_convert_type(blank(bits), x.dtype))
 
     return jax.tree.map(lambda x: by_platform(x, cpu=blank, accelerator=blank, tpu=blank_once), examples)
-
-
-def _first(rows: jax.Array, is_real: jax.Array) -> jax.Array:
-    """Returns the first of `rows` `[B, d]`, or zeros, as `[1, d]`."""
-    return jnp.where(is_real, rows[:1], jnp.zeros_like(rows[:1]))
 
 
 def mean_loss(task: Task, params: PyTree, examples: Batch, size: jax.Array) -> jax.Array:

@@ -85,7 +85,7 @@ def in_span(start: DenseStart, optimizer: optax.GradientTransformation, params: 
 
 
 def enter(start: DenseStart, params: PyTree, x: jax.Array, products: jax.Array | None, *, gram: bool) -> Span:
-    """Returns the `Span` of one client's inputs `x`, with blank padding, at `params`; `products`: `Z`, if known."""
+    """Returns the `Span` of one client's inputs `x`, with padding 0, at `params`; `products`: `Z`, if known."""
     kernel = get_parameter(params, start.kernel)
     inputs = start.rows(x, kernel)
     if products is None:
