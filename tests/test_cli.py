@@ -268,7 +268,7 @@ def test_list_and_help_name_everything(capsys):
         (["run", "fedavg", "--aggregator", "krum+nnm"], "and at the end one aggregator"),
         (
             ["run", "fedavg", "--aggregator", "clip_norms+krum"],
-            "aggregator 'clip_norms+krum' must be given with radius",
+            "radius must be given with aggregator 'clip_norms+krum'",
         ),
         (["run", "fedavg", "--weights", "size", "--aggregator", "krum"], "weights must be left out with --aggregator"),
         (["run", "cfl", "--privacy-seed", "3"], "privacy_seed must be left out without --privacy, got 3"),

@@ -127,6 +127,7 @@ def with_name(path: str | Path) -> Path:
 def unused(path: str | Path, suffix: str = "") -> Path:
     """Returns the first of `path`, `path-2`, `path-3`, ..., each with the suffix, that does not exist."""
     path = with_name(path)
+    check(path.name, "out", str(path), "a new folder")
     names = (f"{path.name}{'' if i == 1 else f'-{i}'}{suffix}" for i in itertools.count(1))
     return next(file for name in names if not (file := path.with_name(name)).exists())
 

@@ -214,7 +214,7 @@ def make_aggregator(name: Parts, **options: Any) -> Callable[..., Any]:
     for option in options:
         check(option in accepted, f"option of aggregator {shown!r}", option, f"one of {', '.join(accepted) or 'none'}")
     for option in aggregator_options(name, required=True):
-        check(option in options, f"options of aggregator {shown!r}", sorted(options), f"given with {option}")
+        check(option in options, option, None, f"given with aggregator {shown!r}")
     *before, last = (
         partial(part, **{option: value for option, value in options.items() if option in _options(part)})
         for part in _parts(name)

@@ -163,7 +163,7 @@ def check_cohorts(
         raise ValueError(f"algorithm must be of a model for the store's examples, {examples}: {error}") from error
     if join is None:
         learnt = depends(algorithm.init, (key, clients), 1)
-        if any(depends for depends, axis in zip(learnt, layout.axes, strict=True) if axis is None):
+        if any(is_learnt for is_learnt, axis in zip(learnt, layout.axes, strict=True) if axis is None):
             raise ValueError(
                 "join must be given for this algorithm: its init learns models from the clients of the first cohort, so"
                 " that it would give clients of later ones places among other models. Where options cause this, such as"
