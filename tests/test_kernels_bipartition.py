@@ -388,7 +388,7 @@ def test_positive_gap_means_a_correct_split(seed, num_clusters):
         (lambda: cut(np.ones((2, 4))), "num_clusters, threshold must be one"),
         (lambda: separation_gap(np.eye(3), np.zeros(2, np.int32)), r"clusters must be integers of shape \(3,\)"),
         (lambda: bipartition_of_updates(np.ones(3)), r"updates must be of shape \[N, D\]"),
-        (lambda: bipartition_of_updates(np.ones((3, 2)), block_size=0), "block_size must be at least 1"),
+        (lambda: bipartition_of_updates(np.ones((3, 2)), block_size=0), "block_size must be an integer, at least 1"),
         (lambda: bipartition_of_updates(np.full((3, 2), np.inf)), "NaN or infinity in 3 row"),
         (lambda: optimal_bipartition(np.eye(5), min_size=0), "min_size must be an integer, at least 1, got 0"),
         (lambda: optimal_bipartition(np.eye(5), min_size=2.0), "min_size must be an integer, at least 1, got 2.0"),

@@ -138,8 +138,8 @@ def test_many_at_once():
         ({"num_clusters": 0}, "num_clusters must be from 1 to the number of points, 5, got 0"),
         ({"num_clusters": 6}, "num_clusters must be from 1 to the number of points, 5, got 6"),
         ({"mask": np.arange(5) < 2}, "num_clusters must be from 1 to the number of points, 2, got 3"),
-        ({"num_iters": 0}, "num_iters must be at least 1"),
-        ({"num_restarts": 0}, "num_restarts must be at least 1"),
+        ({"num_iters": 0}, "num_iters must be an integer, at least 1"),
+        ({"num_restarts": 0}, "num_restarts must be an integer, at least 1"),
         ({"points": np.full((5, 2), np.nan)}, "points must be finite"),
     ],
 )

@@ -79,7 +79,7 @@ def test_depends_on_the_key_and_on_nothing_else(name):
 def test_bad_input_is_named():
     with pytest.raises(ValueError, match=r"name must be one of .*got 'shuffle'"):
         orthonormal("shuffle", jax.random.key(0), 3)
-    with pytest.raises(ValueError, match="dim must be at least 1, got 0"):
+    with pytest.raises(ValueError, match="dim must be an integer, at least 1, got 0"):
         orthonormal("sign", jax.random.key(0), 0)
     hide = orthonormal("rotation", jax.random.key(0), 5)
     with pytest.raises(ValueError, match=r"x must be of shape \[\.\.\., 5\], got \(2, 6\)"):

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jfcl.core.checks import check
+from jfcl.core.checks import check_count
 from jfcl.kernels.base import PyTree, sum_dtype
 from jfcl.kernels.bipartition import Bipartition
 from jfcl.kernels.blocks import checked_rows, finite_rows, fold_blocks, product_of_rows
@@ -54,7 +54,7 @@ def bipartition_of_updates(
       >>> side.tolist(), round(float(cross), 3)
       ([False, False, True, True], 0.198)
     """
-    check(block_size is None or block_size >= 1, "block_size", block_size, "at least 1")
+    check_count("block_size", BLOCK_SIZE if block_size is None else block_size)
     rows, active = checked_rows(updates, active, "updates", "active")
     return _bipartition_of_updates(rows, active, block_size or BLOCK_SIZE)
 

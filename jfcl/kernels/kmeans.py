@@ -9,7 +9,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jfcl.core.checks import check
+from jfcl.core.checks import check, check_count
 from jfcl.kernels import blocks
 from jfcl.kernels.base import COLUMNS, is_computable, shares_columns, sum_dtype
 from jfcl.kernels.distances import central_origin
@@ -65,8 +65,8 @@ def kmeans(
     (points,), mask = blocks.checked_rows(jnp.asarray(points), mask)
     total = int(mask.sum()) if is_computable(mask) else len(points)
     check(1 <= num_clusters <= total, "num_clusters", num_clusters, f"from 1 to the number of points, {total}")
-    check(num_iters >= 1, "num_iters", num_iters, "at least 1")
-    check(num_restarts >= 1, "num_restarts", num_restarts, "at least 1")
+    check_count("num_iters", num_iters)
+    check_count("num_restarts", num_restarts)
     return _kmeans(points, key, tol, mask, num_clusters=num_clusters, num_iters=num_iters, num_restarts=num_restarts)
 
 

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jfcl.core.checks import check
+from jfcl.core.checks import check, check_count
 from jfcl.kernels.blocks import HIGHEST
 
 
@@ -98,7 +98,7 @@ def orthonormal(name: str, key: jax.Array, dim: int) -> Operator:
       ((4,), 5.099, [3.0, 1.0, 4.0])
     """
     check(name in OPERATORS, "name", name, f"one of {tuple(OPERATORS)}")
-    check(dim >= 1, "dim", dim, "at least 1")
+    check_count("dim", dim)
     hide = OPERATORS[name](key, dim)
 
     def checked(function, dim):  # for real vectors of `dim` numbers; integers become floats

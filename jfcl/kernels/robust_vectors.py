@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jfcl.core.checks import check
+from jfcl.core.checks import check, check_count
 from jfcl.kernels import blocks
 from jfcl.kernels.base import PyTree, check_positive, check_whole, is_computable, like, sum_dtype, sum_over_columns
 from jfcl.kernels.distances import at_start, center_distances, inner_products, moved, positions, squared_row_distances
@@ -135,7 +135,7 @@ def geometric_median(
       >>> bool(jnp.abs(v).max() < 1.5)
       True
     """
-    check(num_iters is None or num_iters >= 1, "num_iters", num_iters, "at least 1")
+    check_count("num_iters", 1 if num_iters is None else num_iters)
     check(smoothing > 0, "smoothing", smoothing, "above 0")
     rows, usable = counted(updates, mask)
     least = jnp.asarray(smoothing, sum_dtype(*rows))
@@ -230,7 +230,7 @@ def centered_clip(
       >>> centered_clip(jnp.array([[1.0, 0.0], [0.0, 1.0], [600.0, 800.0]]), radius=1.0).round(3).tolist()
       [0.533..., 0.6...]
     """
-    check(num_iters >= 1, "num_iters", num_iters, "at least 1")
+    check_count("num_iters", num_iters)
     check_positive("radius", radius)
     rows, usable = counted(updates, mask)
     if center is None:

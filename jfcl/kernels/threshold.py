@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jfcl.core.checks import check
+from jfcl.core.checks import check, check_count
 from jfcl.core.platforms import by_platform
 from jfcl.kernels import blocks
 from jfcl.kernels.base import PyTree, check_values, if_rare, like, rows_of, shares_columns, sum_dtype, sum_over_columns
@@ -140,8 +140,9 @@ def all_products(x: jax.Array) -> jax.Array:
 
 def _limits(quantile_rule, num_rounds, num_centers, dtype, radius=None, quantile=None) -> tuple[jax.Array, str]:
     """Returns radii or quantiles `[num_rounds, K]`, and the rule by which they are used, after a check of them."""
-    check(num_rounds >= 1, "num_rounds", num_rounds, "at least 1")
-    check((radius is None) != (quantile is None), "radius, quantile", (radius, quantile), "exactly one of the two")
+    check_count("num_rounds", num_rounds)
+    if (radius is None) == (quantile is None):
+        raise ValueError(f"give radius or quantile, and not both, got {radius} and {quantile}")
     check(quantile_rule in QUANTILE_RULES, "quantile_rule", quantile_rule, f"one of {QUANTILE_RULES}")
     rule = quantile_rule if radius is None else "radius"
     if isinstance(radius, str):
