@@ -410,3 +410,13 @@ def test_an_optimizer_whose_steps_have_other_shapes_is_refused():
 def test_steps_of_sizes_in_int16():
     training = local_training(optax.sgd(0.1), num_epochs=100, batch_size=1)
     assert steps_per_round(training, jnp.int16(400), 400) == 40_000
+
+
+def test_images_in_bytes_train_like_their_floats():
+    rng = np.random.default_rng(0)
+    examples = {"x": rng.integers(0, 256, (6, 3), np.uint8), "y": rng.normal(size=6).astype(np.float32)}
+    task = LINEAR._replace(apply=lambda p, x: (x.astype(jnp.float32) / 255) @ p["w"])
+    training, start = local_training(optax.sgd(0.1), num_steps=4, batch_size=2), {"w": np.ones(3, np.float32)}
+    of_bytes = do(task, training, start, examples, 5)
+    of_floats = do(LINEAR, training, start, examples | {"x": examples["x"].astype(np.float32) / 255}, 5)
+    np.testing.assert_allclose(of_bytes[0]["w"], of_floats[0]["w"], rtol=1e-6)
