@@ -701,6 +701,46 @@ def test_the_legend_of_the_bars_lies_within_their_frame(count):
     assert frame.x0 < legend.x0 and legend.x1 < frame.x1
 
 
+def drawn(figure):
+    """A figure after it was drawn, and the places of its axes and of their names."""
+    figure.canvas.draw()
+    return figure.axes[0].get_window_extent(), [name.get_window_extent() for name in figure.axes[0].get_xticklabels()]
+
+
+@pytest.mark.parametrize("column", [False, True])
+def test_names_below_bars_and_their_legend_cover_nothing(column, tmp_path):
+    records = [{"seed": 0, "round": 1, "accuracy": 0.5, "worst_client_accuracy": 0.25}]
+    for names in (["a", "b"], ["ifca-rotation", "fedavg-rotation", "local-rotation"]):
+        figure = plots.bars(dict.fromkeys(names, records))
+        plots.save(figure, tmp_path / "a.svg", column=column)
+        frame, places = drawn(figure)
+        turned = {name.get_rotation() for name in figure.axes[0].get_xticklabels()} == {45}
+        assert turned or not any(a.overlaps(b) for a, b in itertools.pairwise(places))
+        assert figure.axes[0].get_legend().get_window_extent().y0 >= frame.y1
+    many = plots.bars({f"run-{i}": records for i in range(20)})
+    plots.save(many, tmp_path / "a.svg", column=column)
+    assert drawn(many)[0].height > 60  # pixels at 100 to the inch
+
+
+@pytest.mark.parametrize("column", [False, True])
+def test_curves_of_many_runs_differ_and_are_not_below_their_names(column, tmp_path):
+    curve = [{"seed": 0, "round": t, "accuracy": t / 9} for t in range(1, 9)]
+    figure = plots.curves({f"a-run-with-a-long-name-{i}": curve for i in range(20)})
+    assert len({(line.get_color(), line.get_linestyle()) for line in figure.axes[0].lines}) == 20
+    plots.save(figure, tmp_path / "a.svg", column=column)
+    frame, _ = drawn(figure)
+    [legend] = figure.legends
+    assert legend.get_window_extent().y1 < frame.y0 and frame.height > 60
+    width = figure.get_window_extent().width
+    assert frame.x1 <= width and legend.get_window_extent().x1 <= width
+
+
+def test_one_round_has_no_fractions():
+    figure = plots.curves({"a": [{"seed": 0, "round": 1, "accuracy": 0.5}]})
+    figure.canvas.draw()
+    assert all(name.get_text().isdigit() for name in figure.axes[0].get_xticklabels())
+
+
 def test_seeds_that_found_the_clusters_are_explained():
     def rows(rounds, **summary):
         per_seed = [{"seed": s, "rounds_to_recovery": r} for s, r in enumerate(rounds)]

@@ -26,14 +26,15 @@ if TYPE_CHECKING:  # matplotlib takes as long to import as JAX: it is imported w
 Records = Sequence[dict[str, Any]]
 
 # Colours that readers with any kind of colour vision can distinguish (Okabe and Ito 2008): blue, orange, green,
-# vermilion, purple, sky blue, black, yellow. Lines also differ in their dashes, for prints without colours.
+# vermilion, purple, sky blue, black, yellow. Lines differ in their dashes too: those of one colour, and in prints.
 PALETTE = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#000000", "#F0E442")
 MOST_POINTS = 2_000  # of a curve, a few for each pixel
 FORMATS = (".png", ".pdf", ".svg")
 COLUMN = 3.25  # inches, of a paper with two columns
-MOST_LETTERS = 36  # of names side by side in a column
+MOST_LETTERS = 36  # of names side by side below bars
+MOST_NAMES = 6  # in a legend among the lines; more would cover these
 MOST_PIXELS = 60_000  # on a side of a picture; matplotlib refuses 2^16
-LINES = cycler(color=PALETTE) + cycler(linestyle=("-", "--", "-.", ":") * 2)
+LINES = cycler(color=PALETTE * 4) + cycler(linestyle=[("-", "--", "-.", ":")[(i + i // 8) % 4] for i in range(32)])
 
 
 def new_figure(width: float, height: float, *, layout: str | None = None) -> Figure:
@@ -101,16 +102,12 @@ def _fit_column(figure: Figure) -> None:
     from matplotlib.legend import Legend
     from matplotlib.lines import Line2D
     from matplotlib.text import Text
-    from matplotlib.ticker import FixedFormatter
 
     width, height = figure.get_size_inches()
-    figure.set_size_inches(COLUMN, COLUMN * min(height / width, 0.75))
+    figure.set_size_inches(COLUMN, COLUMN * max(height / width, 0.6))  # bars of many runs are wide
     figure.set_layout_engine("constrained")
     for axes in figure.axes:
         axes.tick_params(labelsize=7)
-        names = [text.get_text() for text in axes.get_xticklabels()]
-        if isinstance(axes.xaxis.get_major_formatter(), FixedFormatter) and sum(map(len, names)) > MOST_LETTERS:
-            axes.tick_params(axis="x", rotation=45)
     for text in figure.findobj(Text):
         text.set_fontsize(8 if text.get_fontsize() > 8 else 6)
     for text in (text for legend in figure.findobj(Legend) for text in legend.get_texts()):
@@ -143,11 +140,24 @@ def label(name: str) -> str:
     return " " * name.startswith("_") + printable(name).replace("$", r"\$")
 
 
+def _add_legend(axes: Axes) -> None:
+    """Names the lines: where the names cover least of these, and below the axes where they are many."""
+    names = axes.get_legend_handles_labels()[1]
+    if len(names) <= MOST_NAMES:
+        axes.legend(loc="best")  # the default, which warns where a busy machine takes a second
+        return
+    longest, figure = max(map(len, names)), axes.figure
+    columns = 3 if longest <= 12 else 2 if longest <= 20 else 1
+    figure.set_figheight(figure.get_figheight() + 0.25 * -(-len(names) // columns))
+    figure.set_layout_engine("constrained")
+    figure.legend(loc="outside lower left", ncols=columns, fontsize=8)
+
+
 def _whole_numbers() -> MaxNLocator:
     """Returns the ticks of an axis of rounds or clients."""
     from matplotlib.ticker import MaxNLocator
 
-    return MaxNLocator(integer=True, steps=[1, 2, 5, 10])
+    return MaxNLocator(integer=True, steps=[1, 2, 5, 10], min_n_ticks=1)
 
 
 def _by_round(records: Records, metric: str, over: str = "round") -> tuple[np.ndarray, np.ndarray]:
@@ -197,7 +207,7 @@ def curves(
     names = {"accuracy": "mean client accuracy", "adjusted_rand": "adjusted Rand index"}
     axes.set(xlabel=over, ylabel=label or names.get(metric, metric.replace("_", " ")))
     axes.grid(alpha=0.3)
-    axes.legend(loc="best")  # the default, which warns where a busy machine takes a second
+    _add_legend(axes)
     return figure
 
 
@@ -216,7 +226,7 @@ def bars(runs: Mapping[str, Records], metrics: Sequence[str] = ("accuracy", "wor
       2
     """
     figure, axes = _axes(cycler(color=PALETTE), max(1.6 + 1.1 * len(runs), 4.4))  # the legend has its width
-    width, tallest = 0.8 / len(metrics), 0.0
+    width, tallest, is_narrow = 0.8 / len(metrics), 0.0, len(runs) > MOST_NAMES
     for j, metric in enumerate(metrics):
         last = [_by_round(records, metric)[1][-1] for records in runs.values()]
         spread = [deviation(v) or np.nan for v in last]
@@ -224,10 +234,11 @@ def bars(runs: Mapping[str, Records], metrics: Sequence[str] = ("accuracy", "wor
         means = [v.mean() for v in last]
         tallest = max([tallest, *means])  # NaN is never larger
         shown = axes.bar(at, means, width * 0.92, yerr=spread, label=metric.replace("_", " "), capsize=3)
-        axes.bar_label(shown, [f"{v:.3f}" for v in means], padding=2, fontsize=8)
-    axes.set_xticks(np.arange(len(runs)), list(runs))
-    axes.set_ylim(0, 1.18 * max(1.0, tallest))
-    axes.legend(loc="upper left", ncols=len(metrics), frameon=False)
+        axes.bar_label(shown, [f"{v:.3f}" for v in means], padding=2, fontsize=8, rotation=90 * is_narrow)
+    turned = {"rotation": 45, "ha": "right", "rotation_mode": "anchor"} if sum(map(len, runs)) > MOST_LETTERS else {}
+    axes.set_xticks(np.arange(len(runs)), list(runs), **turned)
+    axes.set_ylim(0, (1.3 if is_narrow else 1.1) * max(1.0, tallest))
+    axes.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=len(metrics), frameon=False)  # above the bars
     axes.grid(axis="y", alpha=0.3)
     return figure
 
@@ -320,12 +331,11 @@ def client_accuracies(runs: Mapping[str, np.ndarray]) -> Figure:
     """
     figure, axes = _axes(LINES)
     for name, values in runs.items():
-        values = np.sort(np.asarray(values, np.float64).reshape(-1))
-        values = values[np.isfinite(values)]
+        values = np.sort(np.asarray(values, np.float64)[np.isfinite(values)])
         axes.plot(np.linspace(0, 100, len(values)), values, label=name, marker="." if len(values) < 30 else None)
     axes.set(xlabel="clients, worst to best (%)", ylabel="accuracy on the client's test examples")
     axes.grid(alpha=0.3)
-    axes.legend(loc="best")
+    _add_legend(axes)
     return figure
 
 
@@ -426,16 +436,12 @@ def heatmap(
     panel = figure.subplots()
     colours = colormaps["cividis" if more_is_better else "cividis_r"].with_extremes(bad="0.9")
     image = panel.imshow(np.ma.masked_invalid(values), cmap=colours, aspect="auto")
-    middle = {"ha": "center", "va": "center"}
     for (i, j), value in np.ndenumerate(values):
-        if np.isfinite(value):
-            shade = np.mean(colours(image.norm(value))[:3])
-            panel.text(j, i, f"{value:.3g}", fontsize=8, color="black" if shade > 0.5 else "white", **middle)
-        else:
-            panel.text(j, i, "diverged", fontsize=7, color="0.4", **middle)
+        text, size = (f"{value:.3g}", 8) if np.isfinite(value) else ("diverged", 7)
+        is_light = np.mean(colours(image.norm(value))[:3]) > 0.5
+        panel.text(j, i, text, fontsize=size, color="black" if is_light else "white", ha="center", va="center")
     if np.isfinite(values).any():
-        best = (np.nanargmax if more_is_better else np.nanargmin)(values)
-        i, j = np.unravel_index(best, values.shape)
+        i, j = np.unravel_index((np.nanargmax if more_is_better else np.nanargmin)(values), values.shape)
         panel.add_patch(Rectangle((j - 0.5, i - 0.5), 1, 1, fill=False, edgecolor="#d7301f", lw=2.5))
     for set_ticks, names in zip((panel.set_yticks, panel.set_xticks), axes.values(), strict=True):
         set_ticks(range(len(names)), [f"{v:g}" if isinstance(v, float) else str(v) for v in names])
