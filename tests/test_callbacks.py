@@ -181,6 +181,12 @@ def test_early_stopping_is_its_definition(values, patience, every, lower):
             assert answer == f"{name} has not improved for {waited} rounds, since round {max(lasts)}"
 
 
+def test_a_lower_calibration_error_is_better():
+    stopping = EarlyStopping(patience=1, metric="calibration_error")
+    errors = [{"seed": 0, "round": t, "calibration_error": error} for t, error in ((1, 0.5), (2, 0.25), (3, 0.375))]
+    assert [stopping.on_records([row]) is None for row in errors] == [True, True, False]
+
+
 def test_a_margin_leaves_out_small_changes():
     stopping, answers = EarlyStopping(patience=2, metric="accuracy", margin=0.1), []
     for t, value in enumerate([0.5, 0.55, 0.61, 0.62, 0.7], 1):
