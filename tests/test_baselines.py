@@ -550,7 +550,12 @@ LABELLED, LABELS = classification()
         (lambda: jfcl.ditto(LINEAR, TWO, lam=-0.1), "lam must be 0 or more, got -0.1"),
         (lambda: jfcl.ditto(LINEAR, TWO, lam=np.inf), "lam must be finite"),
         (lambda: jfcl.knn_per(LABELS, TWO, mixing=1.5), r"mixing must be in \[0, 1\], got 1.5"),
-        (lambda: jfcl.knn_per(LABELS, TWO, mixings=(0.0, 2.0)), r"mixings must be in \[0, 1\]"),
+        (
+            lambda: jfcl.knn_per(LABELS, TWO, mixings=(0.0, 2.0)),
+            r"mixings must be at least one number, all in \[0, 1\]",
+        ),
+        (lambda: jfcl.knn_per(LABELS, TWO, mixings=()), "mixings must be at least one number"),
+        (lambda: jfcl.knn_per(LABELS, TWO, mixings="auto"), "mixings must be at least one number"),
         (lambda: jfcl.knn_per(LABELS, TWO, num_neighbours=0), "num_neighbours must be an integer, at least 1"),
         (lambda: jfcl.knn_per(LABELS, TWO, scale=0.0), "scale must be positive"),
         (lambda: jfcl.knn_per(LABELS, TWO, validation=1.0), r"validation must be in \(0, 1\)"),

@@ -120,13 +120,21 @@ def test_what_is_served_wrongly_is_refused(change, words):
 @pytest.mark.slow_cases("models")
 @pytest.mark.parametrize(
     ("to", "words"),
-    [(np.full((5, 2), 0.7, np.float32), "sum 1"), (np.array([0, 1, 0, 2, 0], np.int32), r"in 0\.\.1, rows")],
-    ids=["sums", "models"],
+    [
+        (np.full((5, 2), 0.7, np.float32), "sum 1"),
+        (np.array([0, 1, 0, 2, 0], np.int32), r"in 0\.\.1, rows"),
+        (np.ones((5, 1), np.float32), r"served .* float32 \[5, 2\]"),
+        (np.zeros(5, np.float32), r"served .* must be int32 \[5\]"),
+    ],
+    ids=["sums", "models", "weights", "type"],
 )
 def test_what_newcomers_are_served_wrongly_is_refused(to, words):
     wrong = METHOD._replace(adopt=lambda state, clients: Served(state.params, jnp.asarray(to)))
     with pytest.raises(ValueError, match=words):
         jfcl.simulate(wrong, TRAIN, key=KEY, num_rounds=1, newcomers=NEW)
+    nothing = METHOD._replace(adopt=lambda state, clients: None)
+    with pytest.raises(ValueError, match="adopt must be a function that returns a Served"):
+        jfcl.simulate(nothing, TRAIN, key=KEY, num_rounds=1, newcomers=NEW)
 
 
 def test_newcomers_may_have_models_of_their_own():

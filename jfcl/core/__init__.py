@@ -26,6 +26,7 @@ from jfcl.core.clients import (
     check_examples,
     check_labels,
     check_served,
+    check_served_to,
     check_stacked,
     client_ids,
     client_keys,

@@ -196,8 +196,12 @@ def check_served(algorithm: Algorithm, state: Any, clients: Clients) -> None:
             fields = f"has {', '.join(state._fields)}" if hasattr(state, "_fields") else "is no named tuple"
             accepted = "a state without the fields params and cluster needs Algorithm(..., serve=)"
             raise ValueError(f"{accepted}, which says what clients are served; {type(state).__name__} {fields}")
-    served, n = algorithm.serve(state, None), num_clients(clients)
-    check(isinstance(served, Served), "serve", type(served).__name__, "a function that returns a Served")
+    check_served_to("serve", algorithm.serve(state, None), num_clients(clients))
+
+
+def check_served_to(name: str, served: Any, n: int) -> None:
+    """Raises `ValueError` unless what the function `name` of an algorithm returns is a `Served` of `n` clients."""
+    check(isinstance(served, Served), name, type(served).__name__, "a function that returns a Served")
     counts = {x.shape[:1] for x in jax.tree.leaves(served.models)}
     check(len(counts) == 1 and () not in counts, "the served models", sorted(counts), "arrays [K, ...] with one K")
     k = counts.pop()[0]
@@ -209,8 +213,8 @@ def check_served(algorithm: Algorithm, state: Any, clients: Clients) -> None:
     for name, part in rows.items():
         lengths = {x.shape[:1] for x in jax.tree.leaves(part)}
         check(lengths <= {(n,)}, f"served {name}", sorted(lengths), f"rows of {n} clients")
-    fits = served.active is None or served.active.shape == (k,)
-    check(fits, "served active", served.active, f"of shape [{k}]")
+    active = None if served.active is None else served.active.shape
+    check(active in (None, (k,)), "served active", active, f"of shape [{k}]")
 
 
 class Cohort(NamedTuple):

@@ -97,7 +97,10 @@ def knn_per(
       True
     """
     if is_concrete(mixings):
-        check(np.all((np.asarray(mixings) >= 0) & (np.asarray(mixings) <= 1)), "mixings", mixings, "in [0, 1]")
+        candidates = np.asarray(mixings)
+        fits = candidates.ndim == 1 and candidates.size and candidates.dtype.kind in "iuf"
+        fits = fits and ((candidates >= 0) & (candidates <= 1)).all()
+        check(fits, "mixings", mixings, "at least one number, all in [0, 1]")
     check(task.correct is not None and not task.perplexity, "task", "one without labels", "a classification")
     represent = represent or task.represent or task.apply
     method = Mixture(task, represent, num_neighbours, mixing, jnp.asarray(mixings, jnp.float32), validation, scale)

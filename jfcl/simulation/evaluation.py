@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jfcl.analysis import metrics
-from jfcl.core import Algorithm, Clients, Entries, Served, Task, check, named_leaves, num_clients
+from jfcl.core import Algorithm, Clients, Entries, Served, Task, check, check_served_to, named_leaves, num_clients
 from jfcl.mapping.jitted import jitted
 from jfcl.mapping.memory import in_lots
 
@@ -261,8 +261,10 @@ def evaluate_rows(
         method = algorithm if hyperparams is None else algorithm(**hyperparams)
         by = clients if learners is None else learners
         served = adopted(method, state, by, *of_newcomers) if is_new else method.serve(state, learners)
-        if served.to is None and (not is_new or method.adopt is not None):  # a model of one's own
-            served = served._replace(to=jnp.arange(num_clients(clients), dtype=jnp.int32))
+        if not is_new or method.adopt is not None:
+            check_served_to("adopt" if is_new else "serve", served, num_clients(clients))
+            own = jnp.arange(num_clients(clients), dtype=jnp.int32)
+            served = served._replace(to=own if served.to is None else served.to)
         if served.to is None and learners is not None:
             lowest, _ = evaluate_served(method.task, served, learners, client_axis=client_axis, further=())
             served = served._replace(to=lowest["cluster"])
