@@ -364,7 +364,8 @@ def command_of(setting: Row, out: str) -> str:
     """The command of a ranking."""
     words = {"methods": [m for m in setting["methods"] if m not in REFERENCES]}
     words |= {name: setting[name] for name in ("shifts", "strengths", "datasets", "seeds", "budget")}
-    words |= setting["of_runs"] | {name: setting[name] for name in CONDITIONS if setting[name]}
+    conditions = [*CONDITIONS, *["attack"] * bool(setting["hostile"])]
+    words |= setting["of_runs"] | {name: setting[name] for name in conditions if setting[name]}
     [images] = {of_data["examples_per_client"] for of_data in setting["of_data"].values()}
     words["examples_per_client"] = images
     each = {name: ",".join(map(str, v)) if isinstance(v, list) else str(v) for name, v in words.items()}

@@ -87,3 +87,12 @@ def test_the_page_is_written_from_the_results(monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
     page = (ROOT / "docs" / "ranking.md").read_text()
     assert importlib.import_module("ranking").page_of(page) == page
+
+
+@pytest.mark.parametrize("name", RANKINGS)
+def test_the_command_of_a_ranking_repeats_it(name, monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    setting, ranking = read(name)[0]["setting"], importlib.import_module("ranking")
+    assert ranking.command_of(setting, f"runs/{name}") == read(name)[0]["command"]
+    hostile = ranking.command_of(setting | {"hostile": 0.25, "attack": "label_flip"}, "out")
+    assert "--hostile 0.25" in hostile and "--attack label_flip" in hostile
