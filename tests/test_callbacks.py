@@ -67,6 +67,30 @@ def files_of(folder):
     return found
 
 
+class States(jfcl.callbacks.Callback):
+    """Reads the state after every evaluation, and alters what it is given."""
+
+    def on_start(self, run):
+        self.run, self.states = run, []
+
+    def on_records(self, records):
+        self.states.append(jax.tree.map(np.copy, self.run.state()))
+        jax.tree.map(lambda x: x.fill(0), self.run.state())
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_callback_reads_the_state(name):
+    states = States()
+    history = RUNS[name](states)
+    same(history, whole(name))
+    assert len(states.states) == ROUNDS
+    if name == "clients":
+        for x, y in zip(jax.tree.leaves(states.states[-1]), jax.tree.leaves(history.state), strict=True):
+            np.testing.assert_array_equal(x[0], np.asarray(y))
+        first = simulate(num_rounds=1).state.params
+        jax.tree.map(np.testing.assert_array_equal, jax.tree.map(lambda x: x[0], states.states[0].params), first)
+
+
 class Recorder:
     """Records the calls, and alters all that it is given."""
 

@@ -19,7 +19,7 @@ from jfcl.testing import problem
 CLIENTS, _, TASK, _ = problem()
 STILL = still(TASK, lambda key: jax.tree.map(lambda x: x[None], TASK.init(key)), loss=lambda t: t)
 ROUNDS, NAMES = 5, ("loss", "train_loss", "bytes_up")
-RUN = RunInfo("local", {}, 1, [], 0, [], None)
+RUN = RunInfo("local", {}, 1, [], 0, [], None, dict)
 
 
 def simulate(tracker, out, **options):

@@ -16,9 +16,11 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
+
+import jax
 
 from jfcl.core import check
 from jfcl.core.options import Interval, Range, check_options
@@ -46,6 +48,8 @@ class RunInfo(NamedTuple):
       round: rounds done: those of the method's start, and of earlier parts of a run that is resumed.
       records: the records of these rounds.
       folder: the run's folder, or None.
+      state: `() -> state` of the method after the rounds that are done by the time of the call, on the host, with a
+        seed axis `[R, ...]`; of a population, the arrays of a checkpoint. In one process only.
     """
 
     description: str
@@ -55,6 +59,7 @@ class RunInfo(NamedTuple):
     round: int
     records: list[dict[str, Any]]
     folder: Path | None
+    state: Callable[[], Any]
 
 
 class End(NamedTuple):
@@ -194,9 +199,14 @@ class Callbacks:
         self._run, self.folder = (description, config, num_rounds), None if out is None else Path(out)
         self.round, self.ended, self.reason, self.failure = 0, End("finished", "", 0), None, None
 
-    def start(self, start: Restored, seeds: list) -> None:
-        """Calls `on_start`."""
-        self.round, info = start.round, RunInfo(*self._run, seeds, start.round, start.records, self.folder)
+    def start(self, start: Restored, seeds: list, saved: Callable[[], Any]) -> None:
+        """Calls `on_start`; `saved` returns the state of the present round."""
+
+        def state():
+            check(not hosts.several(), "state", "several processes", "called in a run of one process")
+            return copy.deepcopy(jax.device_get(saved()))
+
+        self.round, info = start.round, RunInfo(*self._run, seeds, start.round, start.records, self.folder, state)
         for callback in self._all if hosts.is_first() else []:
             if self.failure is None and self._call(callback, "on_start", info):
                 self._started.append(callback)

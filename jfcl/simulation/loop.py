@@ -200,7 +200,7 @@ def run_rounds(
     last, has_ended = records[-len(seeds) :], False
     with callbacks, memory.out_of_memory():  # callbacks are given the remedy
         # Begin, unless the run has ended already.
-        callbacks.start(start, seeds)
+        callbacks.start(start, seeds, lambda: source.saved(state))
         callbacks.raise_failure()
         if last and all(row["round"] == done for row in last):
             has_ended = source.resident and done > can_end and all(row.get("ended", False) for row in last)
