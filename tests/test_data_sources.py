@@ -6,8 +6,10 @@ import hashlib
 import io
 import json
 import lzma
+import re
 import shutil
 import sys
+import tomllib
 import urllib.error
 import urllib.request
 from pathlib import Path
@@ -452,6 +454,9 @@ def test_tfds_sets_that_do_not_fit(no_network):
 def test_what_cannot_be_prepared_is_said_at_once(no_network, monkeypatch):
     real = source.importlib.util.find_spec
     hidden = {"tensorflow", "importlib_resources"}
+    extras = tomllib.loads((Path(jfcl.__file__).parents[1] / "pyproject.toml").read_text())["project"]
+    extra = {re.match(r"\w+", needed)[0] for needed in extras["optional-dependencies"]["tfds"]}
+    assert extra == hidden  # what the message says to install has all that it misses
     monkeypatch.setattr(source.importlib.util, "find_spec", lambda name: None if name in hidden else real(name))
     official = r" Or set data_dir \(or JFCL_DATA_DIR\) to a folder with the official files in %s/: .*%s"
     places = {
