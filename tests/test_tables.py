@@ -473,6 +473,14 @@ def test_numbers_written_as_texts_are_no_names(texts):
     assert from_frame(frame.astype({"c": "category"}), x=["c", "age"], y="y").train["x"].shape == (12, 3)
 
 
+def test_the_text_that_keeps_a_column_from_being_numbers_is_named():
+    frame = pd.DataFrame({"c": ["4", "?", "5.5"] * 4, "age": np.arange(12) % 5, "y": [0, 1] * 6})
+    with pytest.raises(ValueError, match=r"column 'c' holds numbers or dates .* such as '4' beside '\?'; make them"):
+        from_frame(frame, x=["c", "age"], y="y")
+    with pytest.raises(ValueError, match=r"column 'c' holds numbers or dates .* \('4' beside '\?'\): give"):
+        from_frame(frame, x="age", y="c")
+
+
 def test_what_the_splits_do_not_share_is_refused(tmp_path):
     frame = pd.DataFrame({"c": [True, False] * 6, "age": np.arange(12) % 5, "y": [0, 1] * 6})
     for change, words in [

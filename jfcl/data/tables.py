@@ -24,7 +24,7 @@ import numpy as np
 
 from jfcl.core import check, shown
 from jfcl.data.images import alike
-from jfcl.data.targets import targets_of, written_number
+from jfcl.data.targets import targets_of, written_example, written_number
 from jfcl.data.values import array_of, inputs_of, is_table, plain, side_by_side
 
 MOST_NAMES = 100  # different names in a column that become inputs; more are identifiers or texts
@@ -123,9 +123,9 @@ def fit_inputs(columns: dict[Any, list[np.ndarray]], categorical: Collection[Any
         names = sorted(set(train.tolist())) if column in texts else []
         written = [] if column in categorical else list(filter(written_number, names))
         if names and column not in categorical and 2 * len(written) >= len(names):
-            what = f"holds numbers or dates written as texts, such as {shown(written[0])}; make them numbers, as with"
-            remedies = "pandas.to_numeric or read_csv(decimal=','), or names with astype('category'), or leave it out"
-            raise ValueError(f"column {column!r} {what} {remedies}")
+            what = f"column {column!r} holds numbers or dates written as texts, such as {written_example(names)}"
+            remedy = "make them numbers, as with pandas.to_numeric or read_csv(decimal=',')"
+            raise ValueError(f"{what}; {remedy}, or names with astype('category'), or leave it out")
         if names and joined:
             inputs[-1]["between"] = between
         elif names:

@@ -23,6 +23,12 @@ def written_number(text: Any) -> bool:
     return isinstance(text, str) and bool(_NUMBER.fullmatch(text) or _DATE.fullmatch(text))
 
 
+def written_example(texts: list[Any]) -> str:
+    """Returns for a message the first text that is a written number, and the first that is none, such as "?"."""
+    first = {written_number(text): shown(text) for text in reversed(texts)}
+    return first[True] + (f" beside {first[False]}" if False in first else "")
+
+
 def targets_of(
     splits: dict[str, Any], column: Any, num_classes: int | None, kind: str | None
 ) -> tuple[dict[str, np.ndarray], int | None, list[Any] | None]:
@@ -50,7 +56,7 @@ def targets_of(
         labels, names = numbered(arrays, column)
         if kind is None and any(map(written_number, names)):
             either = "give kind='classification' for names of labels, or make them numbers, as with pandas.to_numeric"
-            raise ValueError(f"{where} holds numbers or dates written as texts ({shown(names[0])}): {either}")
+            raise ValueError(f"{where} holds numbers or dates written as texts ({written_example(names)}): {either}")
         return labels, len(names), names
     if floats:
         check(whole(arrays), f"{where}: labels", "numbers with fractions", "whole numbers, or give kind='regression'")
