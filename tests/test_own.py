@@ -468,11 +468,11 @@ ATTACKED = ["fedavg", "--clients", "8", "--malicious", "0.25", "--examples-per-c
         (["mine_import:f"], "module 'mine_import' cannot be imported: ModuleNotFoundError: No module named 'not_"),
         (["mine_exit:f"], "module 'mine_exit' cannot be imported: SystemExit: 3"),
         (["mine_models:VALUE"], "method 'mine_models:VALUE' must be a function (task, training, *, client_axis, ...)"
-         " that returns an Algorithm, and is int"),
-        (["mine_factories:plain"], "that returns an Algorithm, and takes (a, b)"),
-        (["mine_factories:no_axis"], "that returns an Algorithm, and takes (task, training)"),
+         " that returns an Algorithm, but is int"),
+        (["mine_factories:plain"], "that returns an Algorithm, but takes (a, b)"),
+        (["mine_factories:no_axis"], "that returns an Algorithm, but takes (task, training)"),
         (["mine_factories:no_text"], "argument heat of method 'mine_factories:no_text' must have an entry under Args"),
-        (["mine_factories:positional"], "and takes (task, training, heat, client_axis); write a * before heat: o"),
+        (["mine_factories:positional"], "but takes (task, training, heat, client_axis); write a * before heat: o"),
         (["mine_factories:no_default"], "argument fn of method 'mine_factories:no_default' must have a default, or an"),
         (["mine_factories:unread"], "annotations of method 'mine_factories:unread' cannot be read: name 'Missing'"),
         (["mine_factories:clash"], "argument lr of method 'mine_factories:clash' must have another name: --lr is of"),
@@ -496,7 +496,7 @@ ATTACKED = ["fedavg", "--clients", "8", "--malicious", "0.25", "--examples-per-c
         (["fedavg", "--dataset", "mine_models:listed"], "data set 'line' (train) must be a dict with arrays 'x' and"
          " 'y', got {'x': 'list', 'y': 'list'}"),
         (["fedavg", "--dataset", "mine_models:line", "--heterogeneity", "none", "--model", "linear", "--clients", "4"],
-         "dataset must be one of classes for model 'linear'; a regression needs a MODULE:NAME that returns a Task"),
+         "model must be MODULE:NAME, a function that returns a jfcl.models.regression: 'mine_models:line' has no c"),
         ([*ATTACKED, "--attack", "mine_hostile:too_few"], "attack must be the name of a function with the arguments"
          " (key, updates, malicious, usable), or (rng, x, y, num_classes) for an attack on data, got 'mine_hostile:t"),
         ([*ATTACKED, "--attack", "mine_models:VALUE"], "attack must be the name of a function with the arguments"),

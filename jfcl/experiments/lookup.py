@@ -279,7 +279,7 @@ def _as_method(name: str, make: Any) -> Method:
         takes = f"takes ({', '.join(parameters)})" if parameters else f"is {type(make).__name__}"
         form = "a function (task, training, *, client_axis, ...) that returns an Algorithm"
         remedy = f"; write a * before {further[0]}: options are keyword-only" if further else ""
-        raise ValueError(f"method {name!r} must be {form}, and {takes}{remedy}")
+        raise ValueError(f"method {name!r} must be {form}, but {takes}{remedy}")
     method = Method(make, first_sentence(" ".join((inspect.getdoc(make) or make.__name__).split("\n\n")[0].split())))
     try:
         declared = method.declared

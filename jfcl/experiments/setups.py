@@ -233,8 +233,8 @@ def make_task(
     if isinstance(model, Task):
         task = model
     elif vocab_size is None:
-        accepted = f"one of classes for model {config.model!r}; a regression needs a MODULE:NAME that returns a Task"
-        check(federation.num_classes is not None, "dataset", config.dataset, accepted)
+        accepted = f"MODULE:NAME, a function that returns a jfcl.models.regression: {config.dataset!r} has no classes"
+        check(federation.num_classes is not None, "model", config.model, accepted)
         task = models.classification(model, federation.input_shape, federation.num_classes)
     else:
         task = models.language_model(model, config.length, vocab_size)
