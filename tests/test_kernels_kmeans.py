@@ -46,6 +46,17 @@ def test_many_starts_find_the_optimum_of_a_few_points():
     np.testing.assert_allclose(found, best, rtol=1e-5)
 
 
+def test_rounding_does_not_reorder_the_clusters():
+    """Most starts find the same two clusters, in either order: one process and two number them alike."""
+    rng = np.random.default_rng(0)
+    for seed in range(30):
+        points = rng.normal(size=(9, 20)).astype(np.float32)
+        points[::2] += 3
+        rounded = points * (1 + 2e-7 * rng.normal(size=points.shape)).astype(np.float32)
+        first, second = (kmeans(x, 2, key=jax.random.key(seed)).cluster for x in (points, rounded))
+        np.testing.assert_array_equal(first, second)
+
+
 @pytest.mark.slow
 def test_digits():
     points = load_digits().data.astype(np.float32)

@@ -45,7 +45,7 @@ def kmeans(
       num_clusters: `K`, from 1 to the number of points that count.
       key: of the starts.
       num_iters: Lloyd steps at most, for each run, at least 1.
-      num_restarts: runs, at least 1; the one with the lowest inertia is returned.
+      num_restarts: runs, at least 1; the one with the lowest inertia is returned, up to rounding the first.
       tol: a run ends when the squared moves of all centres sum to at most this times the mean variance of a coordinate.
       mask: `[N]` bool: points that count. Inside `jit`, points with NaN or infinity do not.
 
@@ -142,7 +142,9 @@ def _kmeans(points, key, tol, mask, *, num_clusters, num_iters, num_restarts):
     at_once = AT_ONCE // (len(z) * num_clusters + num_clusters * z.shape[1])
     batch_size = None if in_coefficients or at_once < 2 else min(at_once, num_restarts)
     runs = jax.lax.map(run, jax.random.split(key, num_restarts), batch_size=batch_size)
-    best = jax.tree.map(lambda x: x[jnp.argmin(runs.inertia)], runs)
+    # The first of those that differ by rounding: they are mostly one partition, with the clusters in another order.
+    least = runs.inertia.min() * (1.0 + 100.0 * jnp.finfo(runs.inertia.dtype).eps)
+    best = jax.tree.map(lambda x: x[jnp.argmax(runs.inertia <= least)], runs)
     centers = blocks.matmul(best.centers, shifted) if in_coefficients else best.centers
     return best._replace(centers=centers + origin[None, :], cluster=jnp.where(usable, best.cluster, -1))
 
