@@ -866,6 +866,10 @@ def test_a_population_goes_on_from_the_store_that_is_there(tmp_path, capsys):
     resumed = ["run", "ifca", "--config", str(out / "config.json"), "--rounds", "5", "--out", str(out), "--resume"]
     assert cli.main([*resumed, "--quiet"]) == 0
     assert [r["round"] for r in map(json.loads, (out / "metrics.jsonl").read_text().splitlines())] == [1, 2, 3, 4, 5]
+    store = store.rename(tmp_path / "moved")
+    moved = ["--store", str(store), "--quiet"]
+    assert cli.main([*resumed, *moved]) == 0, capsys.readouterr().err
+    command[-1] = str(store)
     capsys.readouterr()
     for options, said in {
         "--heterogeneity none": "heterogeneity: it has 'rotation', asked for 'none'",

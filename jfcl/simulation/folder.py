@@ -76,9 +76,12 @@ def check_folder(path: str | Path, resume: bool, kind: str) -> None:
 
 
 def check_same(path: Path, config: dict[str, Any], unknown: Sequence[str] = ()) -> dict[str, Any]:
-    """Returns the configuration of the run in `path`; `ValueError` unless it is `config`, apart from `unknown`."""
+    """Returns the configuration of the run in `path`; `ValueError` unless it is `config`, apart from `unknown`.
+
+    A store may have moved: its content is compared, as a part of `cohorts`.
+    """
     old, new = saved_config(path), _as_read(config)
-    if changed := differences(old, new, {*old, *new} - {*FREE, *unknown}):
+    if changed := differences(old, new, {*old, *new} - {*FREE, *unknown, "store"}):
         raise ValueError(f"{path} holds a run of another configuration ({changed}); {UNCHANGED}")
     return old
 
