@@ -351,7 +351,8 @@ def test_the_best_configuration_runs(capsys):
     # The test examples of the run are none that the sweep trained on or judged by.
     assert config["split_hash"] == saved["config"]["split_hash"]
     before = Path("out/sweep.json").read_bytes()
-    assert cli.main([*command, *grid, "--resume"]) == 0 and Path("out/sweep.json").read_bytes() == before
+    again = [*command, *grid, "--resume", "--devices", "1"]
+    assert cli.main(again) == 0 and Path("out/sweep.json").read_bytes() == before
     assert cli.main([*command, *grid[2:], "--grid", "lr=0.2", "--resume"]) == 2
     assert "out holds another sweep" in capsys.readouterr().err
 

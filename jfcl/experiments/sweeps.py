@@ -135,7 +135,8 @@ def run_sweep(
     seeds = setups.seeds_of(config)
 
     # Run.
-    setting = {name: value for name, value in to_saved(config, federation.split_hash).items() if name != "given"}
+    setting = to_saved(config, federation.split_hash) | {"devices": None}  # a resumption may have others
+    del setting["given"]
     named = renamed(setups.names_of_method(config, grid))
     with jax.default_matmul_precision(setups.matmul_precision(config.precision)), named:
         swept = sweep(
