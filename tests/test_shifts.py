@@ -348,7 +348,7 @@ def test_images_that_are_not_in_0_to_1_are_not_corrupted():
 
 def test_shifts_on_the_command_line():
     config = Config("fedavg", heterogeneity="colour+offset", strength=0.5, clients=6, clusters=2)
-    fed, _ = load_clients(config, None, jax.vmap)
+    fed = load_clients(config, None, jax.vmap)
     options = {"num_clients": 6, "num_clusters": 2, "heterogeneity": "colour+offset", "strength": 0.5}
     assert_same(fed.train, build("digits", **options).train)
     with pytest.raises(ValueError, match="did you mean 'colour'"):

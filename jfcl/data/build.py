@@ -41,6 +41,7 @@ class Federation(NamedTuple):
         step of each in `"step"` `[N, M]`; `cluster` and `test` are those of the last step.
       mixture: `[N, K]` float32, the share of each cluster in a client's training examples, where clients mix clusters;
         `cluster` then has the largest share. Else `None`.
+      vocab_size: of texts, the number of token ids, else `None`.
     """
 
     train: Clients
@@ -59,6 +60,7 @@ class Federation(NamedTuple):
     table: dict[str, Any] | None = None
     drift: Drift | None = None
     mixture: np.ndarray | None = None
+    vocab_size: int | None = None
 
 
 def build(
@@ -227,6 +229,7 @@ def build(
         table=dataset.table,
         drift=steps,
         mixture=shares,
+        vocab_size=dataset.vocab_size,
     )
 
 

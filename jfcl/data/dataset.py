@@ -30,6 +30,7 @@ class Dataset(NamedTuple):
       tokens: of texts: what `tokenize` cuts them into, "words" or "characters".
       table: of a table, how it was read, for `jfcl.data.read_rows` (see `jfcl.data.tables`); `None` for other data
         sets.
+      vocab_size: of tokens: the number of ids in all, else `None`.
     """
 
     name: str
@@ -41,6 +42,7 @@ class Dataset(NamedTuple):
     writer_names: Sequence[Any] | None = None
     tokens: str = "words"
     table: dict[str, Any] | None = None
+    vocab_size: int | None = None
 
 
 def normalised(dataset: Any, *, texts: bool = False) -> Dataset:

@@ -66,4 +66,5 @@ def tokenize(dataset: Dataset, *, vocab_size: int = 10_000, length: int = 32) ->
         encoded[name] = jax.tree.map(lambda values: np.asarray(values)[text], part | {"x": part["y"]}) | {"x": x}  # noqa: B023
         if writer is not None:
             writer[name] = dataset.writer[name][text]
-    return dataset._replace(**encoded, writer=writer), ["<pad>", "<unknown>", *common]
+    vocabulary = ["<pad>", "<unknown>", *common]
+    return dataset._replace(**encoded, writer=writer, vocab_size=len(vocabulary)), vocabulary

@@ -114,9 +114,9 @@ def _learning_rate(config: Any, training: LocalTraining, largest: int) -> float 
     return lambda count: lr * share(count)
 
 
-def beginnings(listed: str) -> tuple[str, ...]:
-    """Returns the beginnings of paths in an option such as `--share`, separated by commas."""
-    return tuple(beginning.strip() for beginning in listed.split(","))
+def beginnings(listed: str | None) -> tuple[str, ...]:
+    """Returns the beginnings of paths in an option such as `--share`, separated by commas; none for None."""
+    return () if listed is None else tuple(beginning.strip() for beginning in listed.split(","))
 
 
 def starting_with(listed: str) -> Callable[[str], bool]:

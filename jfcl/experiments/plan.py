@@ -51,9 +51,9 @@ def plan_run(
     check(config.mapping != "pmap", "mapping", config.mapping, "vmap, chunked, sharded or auto")
     check(config.devices is None, "devices", config.devices, "left out: the target has its own")
     targets.mesh(chosen)  # refuses a compiler that is not there before data are read
-    dataset, vocab_size = setups.load_dataset(config, data_dir)
+    dataset = setups.load_dataset(config, data_dir)
     federation = setups.make_federation(config, dataset, lambda count: slice(0, 1))  # one client
-    task = setups.make_task(config, federation, vocab_size, target="tpu" if chosen.chip.is_tpu else "gpu")
+    task = setups.make_task(config, federation, target="tpu" if chosen.chip.is_tpu else "gpu")
     training = setups.make_training(config, max_examples(federation.train))
     both = federation.train, federation.test
     clients, tests = (client_shapes(Clients(part.examples, part.size), config.clients) for part in both)

@@ -14,19 +14,15 @@ import jax
 import numpy as np
 from rich.console import Console
 
-from jfcl import data
+from jfcl import data, models
 from jfcl.core import Clients, check, check_labels
 from jfcl.core.names import renamed
-from jfcl.data import ClientStore, Population
-from jfcl.data.heterogeneity import shifts_of
-from jfcl.data.pools import with_channels
+from jfcl.data import ClientStore, Population, heterogeneity, pools
 from jfcl.data.tables import is_file
-from jfcl.experiments import setups
+from jfcl.experiments import lookup, setups
 from jfcl.experiments.config import Config, check_options
-from jfcl.experiments.lookup import find_attack, find_method, is_import_path, is_on_data
 from jfcl.experiments.options import OF_PARTITION
 from jfcl.experiments.setups import Setup
-from jfcl.models import LANGUAGE_MODELS
 from jfcl.robust import attacks
 from jfcl.simulation.folder import differences
 from jfcl.simulation.layout import Start, check_cohorts
@@ -60,15 +56,35 @@ def open_population(
             folder = Path(stack.enter_context(scratch)) / "store"
         new_stores = stack.enter_context(_cleared(Path(folder), out))
         config, store, tests, vocab_size = _make_or_open(config, Path(folder), data_dir, progress, new_stores)
+        unknown = store.cluster is None and "cluster" in lookup.find_method(config.method).options
+        check(not unknown, "method", config.method, "one for unknown clusters")
         # Evaluated clients.
         malicious, rng = setups.malicious_clients(config), np.random.default_rng([config.data_seed, len(store)])
         benign = np.flatnonzero(~malicious)
         evaluated = np.sort(rng.choice(benign, min(EVALUATED, len(benign)), replace=False))
-        parts, join = _setup(config, store, tests, evaluated, vocab_size)
+        cluster = np.zeros(len(store), np.int32) if store.cluster is None else np.asarray(store.cluster)
+        sample = data.Federation(
+            train=store.gather(evaluated),
+            test=tests.gather(evaluated),
+            cluster=cluster,
+            num_clusters=store.about.get("num_clusters", max(int(cluster.max()) + 1, 1)),
+            num_classes=store.about.get("num_classes"),
+            input_shape=store.fields["x"].shape,
+            split_hash=store.hash,
+            description=store.about.get("description", f"{len(store)} clients"),
+            mixture=data.mixture_of(store, evaluated),
+            vocab_size=vocab_size,
+        )
+        fits = sample.num_classes is not None or vocab_size is not None
+        check(fits, "store", store.path, "one with its num_classes")
+        if vocab_size is None:
+            check_labels(sample.train, sample.num_classes)
+        parts, join = _assembled(config, sample, store.max_size)
+        parts = parts._replace(federation=sample._replace(cluster=cluster[evaluated]))
         # Attacks on data.
         change = None
-        if is_on_data(config.attack):
-            attack, num_classes = find_attack(config.attack), parts.federation.num_classes
+        if lookup.is_on_data(config.attack):
+            attack, num_classes = lookup.find_attack(config.attack), parts.federation.num_classes
 
             def change(cohort: Clients) -> Clients:
                 hostile = malicious[cohort.id]
@@ -96,13 +112,12 @@ def _cleared(folder: Path, out: str | Path | None) -> Iterator[list]:
 
     The store of a run that has begun is kept. The list that it yields is filled once this process has made the store.
     """
-    new_stores, new_out = [], out is not None and not Path(out).exists()
-    run = None if out is None else Path(out) / "config.json"
-    resumed = run is not None and run.exists()
+    run, new_out = Path(out or folder) / "config.json", out is not None and not Path(out).exists()
+    new_stores, resumed = [], run.exists()
     try:
         yield new_stores
     except ValueError:
-        if resumed or run is None or not run.exists():
+        if resumed or not run.exists():
             if new_stores:
                 shutil.rmtree(folder, ignore_errors=True)
             if new_out:
@@ -125,35 +140,31 @@ def _make_or_open(
     vocab_size = None
     if not folder.exists():
         check(config.population is not None, "population", None, f"given, as there is no store {folder} yet")
-        dataset, vocab_size = setups.load_dataset(config, data_dir)
-        _rehearse(config, dataset, vocab_size)
-    if folder.exists():  # perhaps another process has made it meanwhile
-        store, tests = data.open_stores(folder)
-        for part in (store, tests):
-            part.verify(progress=progress)
-        options, asked = _as_dealt(store), config.given if config.population is None else config.values
-        if differ := differences(options, asked, [name for name in options if name in asked]):
-            raise ValueError(f"store {folder} is of another population ({differ}); nothing was changed")
-        config = dataclasses.replace(config, **options)
-        of_texts = "vocab_size" in store.about.get("made", {})
-        if config.model in LANGUAGE_MODELS or (is_import_path(config.model) and of_texts):
-            vocab_size = setups.load_dataset(config, data_dir)[1]
-        return config, store, tests, vocab_size
-    if progress:
-        Console(stderr=True).print(f"dealing {dataset.name} to {config.population:,} clients, in {folder}")
-    names = (*(OF_TABLE if is_file(config.dataset) else ()), *(() if vocab_size is None else OF_TEXTS))
-    with renamed(setups.names_of_data(config)):
-        store, tests = data.generate_store(
-            folder,
-            dataset,
-            num_clients=config.population,
-            examples_per_client=config.examples_per_client,
-            about={name: getattr(config, name) for name in ("dataset", *names)},  # the name that finds it again
-            progress=progress,
-            **setups.dealt(config),
-        )
-    new_stores.append(folder)
-    return dataclasses.replace(config, **_as_dealt(store)), store, tests, vocab_size
+        dataset = setups.load_dataset(config, data_dir)
+        vocab_size = dataset.vocab_size
+        _rehearse(config, dataset)
+    if not folder.exists():  # else another process has made it meanwhile
+        if progress:
+            Console(stderr=True).print(f"dealing {dataset.name} to {config.population:,} clients, in {folder}")
+        names = (*(OF_TABLE if is_file(config.dataset) else ()), *(() if vocab_size is None else OF_TEXTS))
+        about = {name: getattr(config, name) for name in ("dataset", *names)}  # the name that finds it again
+        numbers = {"num_clients": config.population, "examples_per_client": config.examples_per_client}
+        with renamed(setups.names_of_data(config)):
+            dealt = numbers | setups.dealt(config)
+            store, tests = data.generate_store(folder, dataset, about=about, progress=progress, **dealt)
+        new_stores.append(folder)
+        return dataclasses.replace(config, **_as_dealt(store)), store, tests, vocab_size
+    store, tests = data.open_stores(folder)
+    for part in (store, tests):
+        part.verify(progress=progress)
+    options, asked = _as_dealt(store), config.given if config.population is None else config.values
+    if differ := differences(options, asked, [name for name in options if name in asked]):
+        raise ValueError(f"store {folder} is of another population ({differ}); nothing was changed")
+    config = dataclasses.replace(config, **options)
+    of_texts = "vocab_size" in store.about.get("made", {})
+    if config.model in models.LANGUAGE_MODELS or (lookup.is_import_path(config.model) and of_texts):
+        vocab_size = setups.load_dataset(config, data_dir).vocab_size
+    return config, store, tests, vocab_size
 
 
 def _as_dealt(store: ClientStore) -> dict[str, Any]:
@@ -175,10 +186,10 @@ def _as_dealt(store: ClientStore) -> dict[str, Any]:
 # The method.
 
 
-def _rehearse(config: Config, dataset: data.Dataset, vocab_size: int | None) -> None:
+def _rehearse(config: Config, dataset: data.Dataset) -> None:
     """Raises `ValueError` for options that the method refuses, before the data are dealt, which takes long."""
     most, largest_id = config.examples_per_client, config.clients - 1
-    dataset = with_channels(dataset, shifts_of(config.heterogeneity) if config.strength else ())
+    dataset = pools.with_channels(dataset, heterogeneity.shifts_of(config.heterogeneity) if config.strength else ())
 
     def cohorts(count):  # of the same example, without a copy
         examples = {n: np.broadcast_to(v[:1], (count, most, *v.shape[1:])) for n, v in dataset.train.items()}
@@ -186,45 +197,19 @@ def _rehearse(config: Config, dataset: data.Dataset, vocab_size: int | None) -> 
 
     cluster = (np.arange(min(config.clients, EVALUATED)) % setups.true_clusters(config)).astype(np.int32)
     fields = (setups.true_clusters(config), dataset.num_classes, tuple(dataset.train["x"].shape[1:]), "", "")
-    parts, join = _assembled(config, data.Federation(cohorts(1), cohorts(1), cluster, *fields), vocab_size, most)
+    sample = data.Federation(cohorts(1), cohorts(1), cluster, *fields, vocab_size=dataset.vocab_size)
+    parts, join = _assembled(config, sample, most)
     check_cohorts(parts.algorithm, config.clients, config.cohort, join, config.remember, cohorts)
     if parts.algorithm.check is not None:
         parts.algorithm.check(cohorts(config.cohort))
 
 
-def _setup(
-    config: Config, store: ClientStore, tests: ClientStore, evaluated: np.ndarray, vocab_size: int | None
-) -> tuple[Setup, Start | None]:
-    """Returns the `Setup` of the evaluated clients, and the start of clients that never took part, or None."""
-    unknown = store.cluster is None and "cluster" in find_method(config.method).options
-    check(not unknown, "method", config.method, "one for unknown clusters")
-    cluster = np.zeros(len(store), np.int32) if store.cluster is None else np.asarray(store.cluster)
-    sample = data.Federation(
-        train=store.gather(evaluated),
-        test=tests.gather(evaluated),
-        cluster=cluster,
-        num_clusters=store.about.get("num_clusters", max(int(cluster.max()) + 1, 1)),
-        num_classes=store.about.get("num_classes"),
-        input_shape=store.fields["x"].shape,
-        split_hash=store.hash,
-        description=store.about.get("description", f"{len(store)} clients"),
-        mixture=data.mixture_of(store, evaluated),
-    )
-    check(sample.num_classes is not None or vocab_size is not None, "store", store.path, "one with its num_classes")
-    if vocab_size is None:
-        check_labels(sample.train, sample.num_classes)
-    parts, join = _assembled(config, sample, vocab_size, store.max_size)
-    return parts._replace(federation=sample._replace(cluster=cluster[evaluated])), join
-
-
-def _assembled(
-    config: Config, sample: data.Federation, vocab_size: int | None, most: int
-) -> tuple[Setup, Start | None]:
+def _assembled(config: Config, sample: data.Federation, most: int) -> tuple[Setup, Start | None]:
     """Returns the `Setup`, and the start of clients that never took part, or None; `most` are a client's examples."""
 
     def assembled(**changes) -> Setup:
         of_changes = dataclasses.replace(config, **changes)
-        return setups.assemble(of_changes, sample, vocab_size, most, setups.mapping_of(config))
+        return setups.assemble(of_changes, sample, most, setups.mapping_of(config))
 
     join = None  # new clients start without what chose the first cohort's models: restarts, warm rounds, draws
     if config.restarts not in (None, 1) or config.warm_rounds or config.min_share:

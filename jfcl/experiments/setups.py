@@ -12,19 +12,14 @@ import jax
 import numpy as np
 
 from jfcl import data, kernels, mapping, models
-from jfcl.core import Adversary, Algorithm, PyTree, Task, check, is_concrete, max_examples, platform, shown
-from jfcl.core.clients import client_ids
+from jfcl.core import Adversary, Algorithm, PyTree, Task, check, client_ids, is_concrete, max_examples, platform, shown
 from jfcl.core.names import renamed
+from jfcl.data import heterogeneity, tables
 from jfcl.data.build import select_clients
-from jfcl.data.heterogeneity import SELECTIVE
-from jfcl.data.tables import is_file
-from jfcl.experiments import lookup
+from jfcl.experiments import lookup, privacy, results
 from jfcl.experiments.config import Config
 from jfcl.experiments.optimizers import SERVER_OPTIMIZERS, beginnings, make_training, starting_with
-from jfcl.experiments.options import AS_DECLARED, OF_PARTITION, PRECISIONS, method_options
-from jfcl.experiments.privacy import mechanism
-from jfcl.experiments.results import load_params
-from jfcl.models.pretrained import fitting
+from jfcl.experiments.options import OF_PARTITION, PRECISIONS
 from jfcl.robust import attacks
 from jfcl.simulation import probe
 from jfcl.training.local import LocalTraining
@@ -72,22 +67,20 @@ def true_clusters(config: Config) -> int:
 def make_algorithm(config: Config, task: Task, training: LocalTraining, federation, client_axis) -> Algorithm:
     """Returns the method of `config`."""
     method = lookup.find_method(config.method)
-    # Options with the same name and type in the factory.
-    names = [name for name in (*AS_DECLARED, *method_options(config.method)) if name in method.options]
-    if config.of_population and not config.remember and "cohort" in names:
-        names.remove("cohort")  # all clients that are on the device
-    options: dict[str, Any] = {name: config.values[name] for name in names}
-    # Options that stand for an object.
+    # Options with the same name and type in the factory, and those that stand for an object.
+    options: dict[str, Any] = {name: value for name, value in config.values.items() if name in method.options}
+    if config.of_population and not config.remember:  # the cohort is all clients that are on the device
+        options.pop("cohort", None)
     _check_beginnings(config, task)
     aggregator = None if config.aggregator is None else make_aggregator(config)
     if lookup.is_on_updates(config.attack) and "adversary" in method.options:
         attack = lookup.find_attack(config.attack, aggregator=aggregator)
         options["adversary"] = Adversary(attack, malicious_clients(config))
-    if config.server_optimizer != "average" or not (is_concrete(config.server_lr) and config.server_lr == 1):
-        options["server_optimizer"] = SERVER_OPTIMIZERS[config.server_optimizer](config.server_lr)
+    is_average = config.server_optimizer == "average" and is_concrete(config.server_lr) and config.server_lr == 1
     options |= {
+        "server_optimizer": None if is_average else SERVER_OPTIMIZERS[config.server_optimizer](config.server_lr),
         "aggregator": aggregator,
-        "dp": None if config.dp_clip is None else mechanism(config),
+        "dp": None if config.dp_clip is None else privacy.mechanism(config),
         "shared": None if config.share is None else starting_with(config.share),
         "personal": None if config.personal is None else starting_with(config.personal),
         "init_params": None if config.init_from is None else _warm_start(config, task),
@@ -109,9 +102,8 @@ def oracle_clusters(federation: data.Federation) -> np.ndarray:
 def _check_beginnings(config: Config, task: Task) -> None:
     """Checks that each beginning in `--share`, `--personal` and `--decay-only` is one of the model's parameters."""
     for option in ("share", "personal", "decay_only"):
-        listed = getattr(config, option)
-        paths = [] if listed is None else models.parameter_paths(task)
-        for beginning in () if listed is None else beginnings(listed):
+        for beginning in beginnings(getattr(config, option)):
+            paths = models.parameter_paths(task)
             fits = beginning and any(path.startswith(beginning) for path in paths)
             check(fits, option, beginning, f"the beginning of one of the model's parameters: {', '.join(paths)}")
 
@@ -133,9 +125,9 @@ def make_aggregator(config: Config) -> Callable:
 
 def _warm_start(config: Config, task: Task) -> PyTree:
     """Returns the models of `--init-from`: `[K, ...]`, or one without that axis, from which all clients start."""
-    params = load_params(config.init_from)
+    params = results.load_params(config.init_from)
     try:
-        fitting(task, jax.tree.map(lambda leaf: leaf[0], params))
+        models.pretrained.fitting(task, jax.tree.map(lambda leaf: leaf[0], params))
     except ValueError as error:
         accepted = f"a run that ended with models {config.model!r} of these sizes ({error})"
         raise ValueError(f"init_from must be {accepted}, got {config.init_from!r}") from None
@@ -163,9 +155,9 @@ def attack_data(config: Config, federation):
     return federation._replace(train=train, test=test._replace(size=size), drift=drift)
 
 
-def load_dataset(config: Config, data_dir: str | None) -> tuple[data.Dataset, int | None]:
-    """Returns the data set of `config`, texts as token ids, and the size of their vocabulary; `None` for images."""
-    if is_file(config.dataset):
+def load_dataset(config: Config, data_dir: str | None) -> data.Dataset:
+    """Returns the data set of `config`, texts as token ids."""
+    if tables.is_file(config.dataset):
         x = None if config.inputs is None else [column.strip() for column in config.inputs.split(",")]
         columns = {"by": config.by, "x": x, "y": config.target, "kind": config.kind}
         with renamed({"frame": "dataset", "x": "inputs", "y": "target"}):
@@ -175,13 +167,12 @@ def load_dataset(config: Config, data_dir: str | None) -> tuple[data.Dataset, in
     texts = dataset.train["x"].dtype.kind in "UO"
     check_model_reads(config, texts)
     if not texts:
-        return dataset, None
-    kinds = ("none", *SELECTIVE)
+        return dataset
+    kinds = ("none", *heterogeneity.SELECTIVE)
     accepted = f"{', '.join(kinds[:-1])} or {kinds[-1]} for texts, as model {config.model!r} does not use labels"
     check(config.heterogeneity in kinds, "heterogeneity", config.heterogeneity, accepted)
     check(not lookup.is_on_data(config.attack), "attack", config.attack, "one on updates for texts")
-    dataset, vocabulary = data.tokenize(dataset, vocab_size=config.vocab_size, length=config.length)
-    return dataset, len(vocabulary)
+    return data.tokenize(dataset, vocab_size=config.vocab_size, length=config.length)[0]
 
 
 def check_model_reads(config: Config, texts: bool) -> None:
@@ -196,36 +187,30 @@ def check_model_reads(config: Config, texts: bool) -> None:
 
 
 def make_federation(
-    config: Config, dataset: data.Dataset, rows: Callable[[int], slice] | None = None
+    config: Config, dataset: data.Dataset, rows: Callable[[int], slice] | None = None, *, everyone: bool = False
 ) -> data.Federation:
-    """Returns the clients of `config`, of which `rows` are stacked; those on which options are tuned are left out."""
-    if config.tuning_clients:
-        check(jax.process_count() == 1, "tuning_clients", config.tuning_clients, "0 with several processes")
-        return select_clients(make_everyone(config, dataset), slice(config.clients))
-    return make_everyone(config, dataset, rows)
-
-
-def make_everyone(config: Config, dataset: data.Dataset, rows: Callable[[int], slice] | None = None) -> data.Federation:
-    """Returns the clients of `config`, and behind them those on which options are tuned; `rows` of them are stacked."""
+    """Returns the clients of `config`, of which `rows` are stacked; `everyone`: also those for tuning."""
     count = config.clients + config.tuning_clients
     names = ("examples_per_client", "reuse", "newcomer_examples", "drift_window")
     arguments = {name: getattr(config, name) for name in names}
-    arguments |= {"newcomers_of": config.clients} if config.tuning_clients else {}
+    if config.tuning_clients:
+        check(jax.process_count() == 1, "tuning_clients", config.tuning_clients, "0 with several processes")
+        arguments["newcomers_of"] = config.clients
     with renamed(names_of_data(config)):
         if config.drift is not None:
             options = {"num_steps": config.drift_steps, "num_clusters": config.clusters, "seed": config.data_seed}
             arguments["drift"] = data.drift_pattern(config.drift, count, **options)
-        return data.build(dataset, num_clients=count, rows=rows, **arguments, **dealt(config))
+        federation = data.build(dataset, num_clients=count, rows=rows, **arguments, **dealt(config))
+    return federation if everyone or not config.tuning_clients else select_clients(federation, slice(config.clients))
 
 
-def make_task(
-    config: Config, federation: data.Federation, vocab_size: int | None, *, target: str | None = None
-) -> Task:
-    """Returns the model of `config` for the federation's classes, or for a vocabulary.
+def make_task(config: Config, federation: data.Federation, *, target: str | None = None) -> Task:
+    """Returns the model of `config` for the federation's classes, or its vocabulary.
 
     On a GPU, `--precision bfloat16` is `models.in_bfloat16`, since rounding the operands alone is no faster there.
     `target` is the platform of the run, by default that of this machine.
     """
+    vocab_size = federation.vocab_size
     if vocab_size is not None:
         models.check_tokens(federation.train, vocab_size)
         models.check_tokens(federation.test, vocab_size, name="test clients")
@@ -309,14 +294,10 @@ def _read_table(path: str) -> np.ndarray:
         raise ValueError(f"distribution must be {accepted}, got {shown(path)}: {error}") from None
 
 
-def algorithms_of(
-    config: Config, federation: data.Federation, vocab_size: int | None, largest: int, client_axis: mapping.Mapping
-) -> Callable[..., Algorithm]:
+def algorithms_of(config: Config, federation: data.Federation, largest: int, client_axis: mapping.Mapping) -> Callable:
     """Returns the function of some options, which may be tracers, that makes the method with these and `config`."""
 
-    @functools.cache
-    def task(model: str) -> Task:
-        return make_task(dataclasses.replace(config, model=model), federation, vocab_size)
+    task = functools.cache(lambda model: make_task(dataclasses.replace(config, model=model), federation))
 
     def make(**values: Any) -> Algorithm:
         chosen = dataclasses.replace(config, **values)
@@ -325,11 +306,9 @@ def algorithms_of(
     return make
 
 
-def assemble(
-    config: Config, federation: data.Federation, vocab_size: int | None, largest: int, client_axis: mapping.Mapping
-) -> Setup:
+def assemble(config: Config, federation: data.Federation, largest: int, client_axis: mapping.Mapping) -> Setup:
     """Builds task, local training and algorithm for clients of which the largest has `largest` examples."""
-    task, training = make_task(config, federation, vocab_size), make_training(config, largest)
+    task, training = make_task(config, federation), make_training(config, largest)
     make = functools.partial(make_algorithm, config, task, training, federation)
     if config.mapping == "auto":
         costless = ("mapping", "seed", "seeds", "data_seed", "rounds", "eval_every", "lr", "lr_decay", "init_from")
@@ -339,15 +318,11 @@ def assemble(
     return Setup(federation, task, make(client_axis), seeds_of(config), client_axis, training)
 
 
-def load_clients(
-    config: Config, data_dir: str | None, client_axis: mapping.Mapping
-) -> tuple[data.Federation, int | None]:
-    """Returns this process's clients, after an attack on their data, and the size of the vocabulary of texts."""
-    dataset, vocab_size = load_dataset(config, data_dir)
-    federation = make_federation(config, dataset, functools.partial(mapping.own_rows, client_axis))
-    if config.attack is not None:
-        federation = attack_data(config, federation)
-    return federation, vocab_size
+def load_clients(config: Config, data_dir: str | None, client_axis: mapping.Mapping) -> data.Federation:
+    """Returns this process's clients, after an attack on their data."""
+    rows = functools.partial(mapping.own_rows, client_axis)
+    federation = make_federation(config, load_dataset(config, data_dir), rows)
+    return federation if config.attack is None else attack_data(config, federation)
 
 
 def most_held(federation: data.Federation) -> int:
@@ -371,6 +346,6 @@ def setup(config: Config, *, data_dir: str | None = None) -> Setup:
     processes = jax.process_count()
     check(config.clients >= processes, "clients", config.clients, f"at least one for each of the {processes} processes")
     client_axis = mapping_of(config)
-    federation, vocab_size = load_clients(config, data_dir, client_axis)
-    parts = assemble(config, federation, vocab_size, most_held(federation), client_axis)
+    federation = load_clients(config, data_dir, client_axis)
+    parts = assemble(config, federation, most_held(federation), client_axis)
     return parts if config.attack is None else parts._replace(malicious=malicious_clients(config))

@@ -182,7 +182,7 @@ def run_cell(cell: Cell, setting: dict[str, Any], data_dir: str | None) -> dict[
 
 def divided_clients(config: Config, data_dir: str | None) -> tuple[Federation, Federation]:
     """Returns the clients of `config`, and those on which options are tuned, after an attack on the data of both."""
-    federation, n = setups.make_everyone(config, _dataset(config.dataset, data_dir)), config.clients
+    federation, n = setups.make_federation(config, _dataset(config.dataset, data_dir), everyone=True), config.clients
     # Evaluations have the same shapes for most shifts, and so the same programs.
     test, new = federation.test, federation.newcomers
     length = max(max_examples(test), 2 * -(-int(np.sum(test.size)) // len(test.size)))
@@ -204,7 +204,7 @@ def _filled(x: np.ndarray, axis: int, length: int) -> np.ndarray:
 
 @cache
 def _dataset(name: str, data_dir: str | None) -> Dataset:
-    return setups.load_dataset(Config("fedavg", dataset=name), data_dir)[0]
+    return setups.load_dataset(Config("fedavg", dataset=name), data_dir)
 
 
 def run_once(
@@ -337,7 +337,7 @@ def _maker(config: Config, clients: Federation, traced: tuple[str, ...]) -> Call
     key = (json.dumps(values, default=str), traced, clients.input_shape, clients.num_classes, largest)
     key += (None if of_clusters is None else of_clusters.tobytes(),)
     if key not in _makers:
-        _makers[key] = setups.algorithms_of(config, clients, None, largest, mapping.auto())
+        _makers[key] = setups.algorithms_of(config, clients, largest, mapping.auto())
     return _makers[key]
 
 

@@ -126,9 +126,9 @@ def run_sweep(
     client_axis = setups.mapping_of(dataclasses.replace(config, mapping=config.mapping or "chunked"))
     mesh = mapping.client_mesh(config.devices)
     row_axis = mapping.auto() if mesh.size == 1 else mapping.sharded(mesh, mapping.auto())
-    federation, vocab_size = setups.load_clients(cells[0], data_dir, client_axis)
+    federation = setups.load_clients(cells[0], data_dir, client_axis)
     for cell in cells:
-        setups.check_model_reads(cell, vocab_size is not None)
+        setups.check_model_reads(cell, federation.vocab_size is not None)
     train, held_out = hold_out(federation.train, holdout, seed=config.data_seed)
     attackers = setups.malicious_clients(config)  # as in the final test, they do not count
     held_out = held_out._replace(size=np.where(attackers, 0, held_out.size).astype(np.int32))
@@ -140,7 +140,7 @@ def run_sweep(
     named = renamed(setups.names_of_method(config, grid))
     with jax.default_matmul_precision(setups.matmul_precision(config.precision)), named:
         swept = sweep(
-            setups.algorithms_of(config, federation, vocab_size, max_examples(train), client_axis),
+            setups.algorithms_of(config, federation, max_examples(train), client_axis),
             grid,
             train,
             key=jax.vmap(jax.random.key)(jnp.array(seeds, jnp.uint32)),
