@@ -144,9 +144,9 @@ def table_of(options: Mapping[str, Option], texts: Mapping[str, str]) -> str:
 
 
 def accepted(metadata) -> str:
-    """Returns the values that a `Range`, `Interval`, `OneOf` or `Named` accepts, in Markdown."""
+    """Returns the values that a `Range`, `Interval` or `OneOf` accepts, in Markdown."""
     if hasattr(metadata, "choices"):
-        others = f" or {metadata.form}" if hasattr(metadata, "form") else ""
+        others = f" or {metadata.form}" if metadata.find else ""
         return " ".join(f"`{choice}`" for choice in metadata.choices) + others
     if hasattr(metadata, "text"):
         return f"`{metadata.text}`"

@@ -29,7 +29,8 @@ Real = float | jax.Array  # a float, which may be a tracer
 MOST_REPEATED = 10**6  # repetitions inside one call of a compiled program; an interruption waits for its end
 MOST_ADDED = 2**30  # counts that are added to others, or doubled, in int32
 LONGEST_TEXT = 4096  # characters; the longest path on Linux
-SEVERAL = "several"  # among the metadata of a sequence: its values are given one after the other
+# Among the metadata of a sequence: its values are given one after the other, between spaces or commas, or spaces alone.
+SEVERAL, EACH = "several", "each"
 CLASSES = {bool: (bool, np.bool_), int: (int, np.integer), float: (int, float, np.integer, np.floating), str: str}
 
 
@@ -52,7 +53,12 @@ class Interval(NamedTuple):
 
     def check(self, name: str, value: Any) -> None:
         """Raises `ValueError` for a number outside the interval, and for one that float32 does not hold."""
-        check_real(name, value, infinite=self.text.endswith("inf]"))
+        infinite = self.text.endswith("inf]")
+        if not (infinite and value == math.inf):
+            largest, smallest = float(np.finfo(np.float32).max), float(np.finfo(np.float32).tiny)
+            finite = "a number, or inf" if infinite else "finite"
+            check(abs(value) <= largest, name, value, f"{finite}, at most {largest:.3g} in float32")
+            check(value == 0 or abs(value) >= smallest, name, value, f"0, or at least {smallest:.3g} in float32")
         least, most = map(float, self.text[1:-1].split(","))
         above = value >= least if self.text[0] == "[" else value > least
         below = value <= most if self.text[-1] == "]" else value < most
@@ -61,25 +67,18 @@ class Interval(NamedTuple):
 
 
 class OneOf(NamedTuple):
-    """The names in `choices`."""
+    """The names in `choices`, and with `find`, which raises `ValueError`, further texts, described by `form`."""
 
     choices: Collection[str]
-
-    def check(self, name: str, value: Any) -> None:
-        """Raises `ValueError`, with the nearest name, for a value that is not a choice."""
-        check_choice(name, value, self.choices)
-
-
-class Named(NamedTuple):
-    """The names in `choices`, and other texts, of which `form` says what they are; `find` raises `ValueError`."""
-
-    choices: Collection[str]
-    find: Callable[[str], Any]
+    find: Callable[[str], Any] | None = None
     form: str = "`MODULE:NAME`"
 
     def check(self, name: str, value: Any) -> None:
-        """Raises `ValueError` for an unknown name, and for what does not fit."""
-        self.find(value)
+        """Raises `ValueError`, with the nearest name, for an unknown one, and for what does not fit."""
+        if self.find is not None:
+            self.find(value)
+        else:
+            check_choice(name, value, self.choices)
 
 
 class Search(NamedTuple):
@@ -117,6 +116,13 @@ class Needs(NamedTuple):
         return " or ".join(flag_of(name) for name in self.names) + f" {values}" * bool(values)
 
 
+class Reaches(NamedTuple):
+    """The argument of a method's factory, or either of two, through which an option of a run reaches the method."""
+
+    argument: str
+    other: str = ""
+
+
 HELD = {int: (Range(-INT32_MAX),), float: (Interval("(-inf, inf)"),)}  # what int32 and float32 hold
 
 
@@ -126,62 +132,46 @@ class Option(NamedTuple):
     Attributes:
       name: as in Python; the flag is `--` and the name, with hyphens.
       kind: `bool`, `int`, `float` or `str`.
-      optional: whether `None` is accepted.
       default: the value where none is given.
       text: one line of help.
-      metadata: the `Range`, `Interval`, `OneOf`, `Needs` and `Search` of the annotation.
+      metadata: the `Range`, `Interval`, `OneOf`, `Needs`, `Reaches` and `Search` of the annotation.
+      members: the types that the annotation names. Instead of a text, its function checks arrays and a `Path` itself.
       traced: whether a value may be a tracer, an argument of the compiled program.
-      arrays: whether a text may be an array instead, which its function checks itself.
       words: texts that an option of another kind accepts too, such as `"auto"` beside a number.
-      paths: whether a text may be a `Path` instead, which its function checks itself.
-      several: whether a value is a sequence of such values.
+      several: `SEVERAL` or `EACH` where a value is a sequence of such values, else empty.
     """
 
     name: str
     kind: type
-    optional: bool
     default: Any
     text: str
-    metadata: tuple
+    metadata: tuple = ()
+    members: tuple = ()
     traced: bool = False
-    arrays: bool = False
     words: tuple[str, ...] = ()
-    paths: bool = False
-    several: bool = False
+    several: str = ""
 
     def check(self, value: Any) -> None:
         """Raises `ValueError` for a value of another type, or one that the annotation does not accept."""
         if self.several and value is not None:
             for one in value:
-                self._replace(several=False).check(one)
+                self._replace(several="").check(one)
             return
-        if (value is None and self.optional) or (isinstance(value, str) and value in self.words):
+        if (value is None and type(None) in self.members) or (isinstance(value, str) and value in self.words):
             return
         name, kind = self.name, self.kind
         fits = isinstance(value, CLASSES[kind]) and (kind is bool or not isinstance(value, bool))
-        alternatives = "".join(f" or {word!r}" for word in self.words) + " or an array" * self.arrays
+        alternatives = "".join(f" or {word!r}" for word in self.words) + " or an array" * (
+            jax.Array in self.members and kind is str
+        )
         check(fits, name, value, f"of type {kind.__name__}" + alternatives + note_on(name))
         if kind is str:
-            check(is_text(value), name, value, f"text of 1 to {LONGEST_TEXT} characters in UTF-8, none of them NUL")
+            encodable = "\0" not in value and not any("\ud800" <= character <= "\udfff" for character in value)
+            fits = encodable and bool(value.strip()) and len(value) <= LONGEST_TEXT
+            check(fits, name, value, f"text of 1 to {LONGEST_TEXT} characters in UTF-8, none of them NUL")
         accepted = [accepts for accepts in self.metadata if hasattr(accepts, "check")]
         for accepts in accepted or HELD.get(kind, ()):
             accepts.check(name, value)
-
-
-def is_text(value: str) -> bool:
-    """Returns whether `value` can name a file: not empty, not too long, in UTF-8 and without NUL."""
-    encodable = not any("\ud800" <= character <= "\udfff" for character in value)
-    return encodable and bool(value.strip()) and "\0" not in value and len(value) <= LONGEST_TEXT
-
-
-def check_real(name: str, value: Any, *, infinite: bool = False) -> None:
-    """Raises `ValueError` for a number outside the range of float32, in which models compute."""
-    if infinite and value == math.inf:
-        return
-    largest, smallest = float(np.finfo(np.float32).max), float(np.finfo(np.float32).tiny)
-    finite = "a number, or inf" if infinite else "finite"
-    check(abs(value) <= largest, name, value, f"{finite}, at most {largest:.3g} in float32")
-    check(value == 0 or abs(value) >= smallest, name, value, f"0, or at least {smallest:.3g} in float32")
 
 
 def _members(hint: Any) -> tuple:
@@ -196,8 +186,8 @@ def options_of(function: Callable) -> dict[str, Option]:
 
     Example:
       >>> def method(*, linkage: typing.Annotated[str | None, OneOf(("single", "complete"))] = None, task: Any): ...
-      >>> [(option.kind, option.optional) for option in options_of(method).values()]
-      [(<class 'str'>, True)]
+      >>> [(option.kind, option.default) for option in options_of(method).values()]
+      [(<class 'str'>, None)]
     """
     hints, texts = typing.get_type_hints(function, include_extras=True), argument_texts(function)
     if isinstance(function, type):
@@ -208,7 +198,7 @@ def options_of(function: Callable) -> dict[str, Option]:
     options = {}
     for name, default in defaults.items():
         members, metadata = _members(hints.get(name)), getattr(hints.get(name), "__metadata__", ())
-        several = SEVERAL in metadata
+        several = next((mark for mark in (SEVERAL, EACH) if mark in metadata), "")
         if several:
             members = [part for member in members for part in typing.get_args(member) or (member,)]
         kind = next((kind for kind in CLASSES if kind in members), None)
@@ -216,12 +206,9 @@ def options_of(function: Callable) -> dict[str, Option]:
         if kind is None or {*members} - {*CLASSES, *literals, type(None), jax.Array, Path}:
             continue
         default = None if default is inspect.Parameter.empty else default
-        takes_arrays = jax.Array in members
-        traced, arrays = takes_arrays and kind is not str, takes_arrays and kind is str
         words = tuple(word for literal in literals for word in typing.get_args(literal))
-        optional, text = type(None) in members, texts.get(name, "")
-        fields = (metadata, traced, arrays, words, Path in members, several)
-        options[name] = Option(name, kind, optional, default, text, *fields)
+        traced, text = jax.Array in members and kind is not str, texts.get(name, "")
+        options[name] = Option(name, kind, default, text, metadata, tuple(members), traced, words, several)
     return options
 
 
@@ -242,10 +229,10 @@ def check_options(function: Callable, arguments: Mapping[str, Any]) -> None:
     """
     for name, option in options_of(function).items():
         value = arguments[name]
-        is_array = isinstance(value, (np.ndarray, jax.Array)) and is_concrete(value)
-        if option.paths or (option.arrays and is_array):
+        is_array = isinstance(value, (np.ndarray, jax.Array)) and is_concrete(value) and jax.Array in option.members
+        if Path in option.members or (is_array and not option.traced):
             continue
-        if option.traced and is_array:
+        if is_array:
             for extreme in (np.min, np.max) if value.size else ():
                 option.check(float(extreme(np.asarray(value))))
         elif is_concrete(value):

@@ -10,27 +10,17 @@ import functools
 from typing import Annotated, Literal
 
 from jfcl import data, models
-from jfcl.core.options import MOST_REPEATED, Interval, Named, Needs, OneOf, Option, Range, Real, Search, options_of
-from jfcl.data.heterogeneity import shifts_of
-from jfcl.data.partition import partitions_with
-from jfcl.data.targets import KINDS
+from jfcl.core.options import MOST_REPEATED, Interval, Needs, OneOf, Option, Range, Reaches, Real, Search, options_of
 from jfcl.experiments import lookup
-from jfcl.experiments.lookup import find_method, is_import_path
 from jfcl.experiments.optimizers import OPTIMIZERS, SCHEDULES, SERVER_OPTIMIZERS
 from jfcl.methods import METHODS
-from jfcl.robust import attacks
-from jfcl.robust.privacy import SAMPLING as PRIVATE_SAMPLING
-from jfcl.simulation.cohorts import SAMPLING
-from jfcl.simulation.evaluation import SERVE
+from jfcl.robust import attacks, privacy
+from jfcl.simulation import cohorts, evaluation
 from jfcl.training.augment import AUGMENTATIONS
 from jfcl.training.local import KEEP
 
 # Names of JAX. On a CPU all of them compute in float32 (measured with jax 0.10.2: the errors of one product are equal).
 PRECISIONS = {"default": None, "float32": "float32", "tf32": "tensorfloat32", "bfloat16": "BF16_BF16_F32"}
-OF_PARTITION = {  # option: the partitions that take it
-    option: partitions_with(option)
-    for option in ("alpha", "exponent", "sigma", "num_groups", "labels_per_client", "distribution")
-}
 MAPPINGS = ("vmap", "chunked", "sharded", "pmap", "auto")
 MONITORED = ("accuracy", "worst_client_accuracy", "loss", "train_loss")
 MOST_SEEDS = 10**4
@@ -42,6 +32,14 @@ Steps = Annotated[int | None, Range(1, MOST_REPEATED)]
 Seed = Range(0, 2**32 - 1)
 NotNegative = Annotated[Real, Interval("[0, inf)")]
 OF_POPULATION, PRIVATE = Needs(("population", "store")), Needs("dp_clip")
+
+
+def _of_partition(option: str) -> Needs:
+    """Returns that an option needs one of the partitions that take it."""
+    return Needs("partition", data.partition.partitions_with(option))
+
+
+OF_SERVER, OF_MEAN, OF_PRIVACY = Reaches("server_optimizer"), Reaches("aggregator"), Reaches("dp")
 
 
 class Data:
@@ -95,8 +93,10 @@ class Data:
     by: str | None = None
     target: str | None = None
     inputs: str | None = None
-    kind: Annotated[str | None, OneOf(KINDS)] = None
-    heterogeneity: Annotated[str, Named(data.HETEROGENEITY, shifts_of, "several joined by `+`")] = "rotation"
+    kind: Annotated[str | None, OneOf(data.targets.KINDS)] = None
+    heterogeneity: Annotated[str, OneOf(data.HETEROGENEITY, data.heterogeneity.shifts_of, "several joined by `+`")] = (
+        "rotation"
+    )
     strength: Annotated[float, Interval("[0, 1]")] = 1.0
     mixture: Annotated[float | None, Interval("(0, inf)")] = None
     clients: Count = 40
@@ -104,12 +104,12 @@ class Data:
     examples_per_client: CountOrNone = None
     test_fraction: Annotated[float, Interval("(0, 1)")] = 0.2
     partition: Annotated[str, OneOf(data.PARTITIONS)] = "iid"
-    alpha: Annotated[float, Needs("partition", OF_PARTITION["alpha"])] = 0.5
-    exponent: Annotated[float, Needs("partition", OF_PARTITION["exponent"])] = 1.0
-    sigma: Annotated[float, Needs("partition", OF_PARTITION["sigma"])] = 1.0
-    num_groups: Annotated[int, Range(1), Needs("partition", OF_PARTITION["num_groups"])] = 3
-    labels_per_client: Annotated[int, Range(1), Needs("partition", OF_PARTITION["labels_per_client"])] = 2
-    distribution: Annotated[str | None, Needs("partition", OF_PARTITION["distribution"])] = None
+    alpha: Annotated[float, _of_partition("alpha")] = 0.5
+    exponent: Annotated[float, _of_partition("exponent")] = 1.0
+    sigma: Annotated[float, _of_partition("sigma")] = 1.0
+    num_groups: Annotated[int, Range(1), _of_partition("num_groups")] = 3
+    labels_per_client: Annotated[int, Range(1), _of_partition("labels_per_client")] = 2
+    distribution: Annotated[str | None, _of_partition("distribution")] = None
     reuse: Annotated[str, OneOf(("auto", "cluster", "none"))] = "auto"
     drift: Annotated[str | None, OneOf(data.PATTERNS)] = None
     drift_steps: Annotated[int | None, Range(2), Needs("drift")] = None
@@ -165,7 +165,7 @@ class Training:
       remember: clients outside the cohort of a --population that are compared by their last updates (cfl).
     """
 
-    model: Annotated[str, Named(models.MODELS, lookup.find_model)] = "mlp"
+    model: Annotated[str, OneOf(models.MODELS, lookup.find_model)] = "mlp"
     rounds: Count = 100
     local_steps: Steps = None
     local_epochs: Steps = None
@@ -183,16 +183,16 @@ class Training:
     decay_only: Annotated[str | None, Needs("weight_decay")] = None
     clip_norm: Annotated[Real | None, Interval("(0, inf)")] = None
     prox: NotNegative = 0.0
-    augment: Annotated[str | None, Named(AUGMENTATIONS, lookup.find_augmentation)] = None
+    augment: Annotated[str | None, OneOf(AUGMENTATIONS, lookup.find_augmentation)] = None
     keep: Annotated[str | None, OneOf(KEEP)] = None
-    num_models: Annotated[int | Literal["auto"] | None, Range(1)] = None
-    share: str | None = None
-    personal: str | None = None
-    init_from: str | None = None
-    server_optimizer: Annotated[str, OneOf(SERVER_OPTIMIZERS)] = "average"
-    server_lr: Annotated[Real, Interval("(0, inf)")] = 1.0
-    cohort: CountOrNone = None
-    sampling: Annotated[str, OneOf(SAMPLING), OF_POPULATION] = "uniform"
+    num_models: Annotated[int | Literal["auto"] | None, Range(1), Reaches("num_clusters")] = None
+    share: Annotated[str | None, Reaches("shared")] = None
+    personal: Annotated[str | None, Reaches("personal")] = None
+    init_from: Annotated[str | None, Reaches("init_params")] = None
+    server_optimizer: Annotated[str, OneOf(SERVER_OPTIMIZERS), OF_SERVER] = "average"
+    server_lr: Annotated[Real, Interval("(0, inf)"), OF_SERVER] = 1.0
+    cohort: Annotated[CountOrNone, Reaches("cohort")] = None
+    sampling: Annotated[str, OneOf(cohorts.SAMPLING), OF_POPULATION] = "uniform"
     dropout: Annotated[float, Interval("[0, 1)"), OF_POPULATION] = 0.0
     stragglers: Annotated[float, Interval("[0, inf)"), OF_POPULATION] = 0.0
     remember: Annotated[int | None, Range(0), OF_POPULATION] = None
@@ -210,11 +210,11 @@ class Attack:
       bucket_size: clients per bucket of --aggregator bucketing+...; default: 2.
     """
 
-    attack: Annotated[str | None, Named({**attacks.UPDATE_ATTACKS, **attacks.DATA_ATTACKS}, lookup.find_attack)] = None
+    attack: Annotated[str | None, OneOf({**attacks.UPDATE_ATTACKS, **attacks.DATA_ATTACKS}, lookup.find_attack)] = None
     malicious: Annotated[float, Interval("[0, 1)"), Needs("attack")] = 0.0
-    aggregator: str | None = None
-    radius: Annotated[Real | None, Interval("(0, inf]")] = None
-    bucket_size: CountOrNone = None
+    aggregator: Annotated[str | None, OF_MEAN] = None
+    radius: Annotated[Real | None, Interval("(0, inf]"), Reaches("aggregator", "radius")] = None
+    bucket_size: Annotated[CountOrNone, OF_MEAN] = None
 
 
 class Privacy:
@@ -230,12 +230,12 @@ class Privacy:
       dp_delta: delta of the epsilon that is reported; default: clients ** -1.1.
     """
 
-    dp_clip: Annotated[float | None, Interval("(0, inf)")] = None
-    dp_noise: Annotated[float, Interval("[0, inf)"), PRIVATE] = 0.0
-    dp_quantile: Annotated[float | None, Interval("[0, 1]"), PRIVATE] = None
-    dp_min_size: Annotated[int, Range(1), PRIVATE] = 1
-    dp_sampling: Annotated[str | None, OneOf(PRIVATE_SAMPLING), PRIVATE] = None
-    dp_delta: Annotated[float | None, Interval("(0, 1)"), Needs("dp_noise")] = None
+    dp_clip: Annotated[float | None, Interval("(0, inf)"), OF_PRIVACY] = None
+    dp_noise: Annotated[float, Interval("[0, inf)"), PRIVATE, OF_PRIVACY] = 0.0
+    dp_quantile: Annotated[float | None, Interval("[0, 1]"), PRIVATE, OF_PRIVACY] = None
+    dp_min_size: Annotated[int, Range(1), PRIVATE, OF_PRIVACY] = 1
+    dp_sampling: Annotated[str | None, OneOf(privacy.SAMPLING), PRIVATE, OF_PRIVACY] = None
+    dp_delta: Annotated[float | None, Interval("(0, 1)"), Needs("dp_noise"), OF_PRIVACY] = None
 
 
 class Run:
@@ -269,10 +269,10 @@ class Run:
     eval_every: CountOrNone = None
     patience: CountOrNone = None
     monitor: Annotated[str, OneOf(MONITORED), Needs("patience")] = "accuracy"
-    serve: Annotated[str, OneOf(SERVE)] = "loss"
-    metrics: Annotated[str | None, Named(lookup.METRICS, lookup.find_metrics)] = None
+    serve: Annotated[str, OneOf(evaluation.SERVE)] = "loss"
+    metrics: Annotated[str | None, OneOf(lookup.METRICS, lookup.find_metrics)] = None
     keep_clients: bool = False
-    track_gap: bool = False
+    track_gap: Annotated[bool, Reaches("true_cluster")] = False
     chunk: CountOrNone = None
     mapping: Annotated[str | None, OneOf(MAPPINGS)] = None
     devices: CountOrNone = None
@@ -281,28 +281,19 @@ class Run:
 
 # Common options that a factory declares itself, by the same name.
 AS_DECLARED = ("cohort", "momentum", "prox", "radius")
-# Common options that reach a method through arguments of its factory; a method without any of these refuses the option.
-STANDS_FOR = {
-    "num_models": ("num_clusters",),
-    "share": ("shared",),
-    "personal": ("personal",),
-    "init_from": ("init_params",),
-    "server_optimizer": ("server_optimizer",),
-    "server_lr": ("server_optimizer",),
-    "cohort": ("cohort",),
-    "aggregator": ("aggregator",),
-    "radius": ("aggregator", "radius"),
-    "bucket_size": ("aggregator",),
-    "track_gap": ("true_cluster",),
-    **dict.fromkeys(Privacy.__annotations__, ("dp",)),
-}
 GROUPS = (Data, Training, Attack, Privacy, Run)
+# Common options that reach a method through arguments of its factory; a method without any of these refuses the option.
+DECLARED = [option for group in GROUPS for option in options_of(group).values()]
+OF_PARTITION = {
+    o.name: m.values for o in DECLARED for m in o.metadata if isinstance(m, Needs) and m.option == "partition"
+}
+STANDS_FOR = {o.name: entry for o in DECLARED for entry in o.metadata if isinstance(entry, Reaches)}
 
 
 @functools.cache
 def common_options() -> dict[str, Option]:
     """Returns the options that are common to the methods."""
-    return {name: option for group in GROUPS for name, option in options_of(group).items()}
+    return {option.name: option for option in DECLARED}
 
 
 def method_options(method: str) -> dict[str, Option]:
@@ -312,8 +303,8 @@ def method_options(method: str) -> dict[str, Option]:
       ValueError: a method of a user with an option that has the name of a common one, or no text in the docstring.
     """
     of_common = {*AS_DECLARED, *(argument for arguments in STANDS_FOR.values() for argument in arguments)}
-    options = {name: o for name, o in find_method(method).declared.items() if name not in of_common}
-    for name, option in options.items() if is_import_path(method) else ():
+    options = {name: o for name, o in lookup.find_method(method).declared.items() if name not in of_common}
+    for name, option in options.items() if lookup.is_import_path(method) else ():
         where = f"argument {name} of method {method!r} must have"
         if name in common_options() or name in ("method", "given", "values"):
             raise ValueError(f"{where} another name: --{name.replace('_', '-')} is of every method")
@@ -335,7 +326,7 @@ def _options_of_all(methods: tuple[str, ...]) -> dict[str, Option]:
 def takes(method: str, name: str) -> bool:
     """Returns whether a method takes an option."""
     needed = set(STANDS_FOR.get(name, () if name in common_options() else (name,)))
-    return not needed or not needed.isdisjoint(find_method(method).options)
+    return not needed or not needed.isdisjoint(lookup.find_method(method).options)
 
 
 def methods_with(name: str) -> list[str]:
