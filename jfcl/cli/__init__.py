@@ -6,7 +6,6 @@ import gc
 import itertools
 import os
 import sys
-import sysconfig
 import traceback
 import warnings
 from pathlib import Path
@@ -19,9 +18,7 @@ from jfcl.cli.commands import run_command
 from jfcl.cli.parser import parse
 from jfcl.core.texts import printable
 from jfcl.mapping import hosts
-from jfcl.simulation.callbacks import CallbackError
-from jfcl.simulation.probe import cache_dir
-from jfcl.simulation.progress import DivergedError
+from jfcl.simulation import callbacks, probe, progress
 
 LONGEST_MESSAGE = 4000  # characters
 
@@ -36,7 +33,7 @@ class _Console(Console):
 
 def _compilation_cache() -> None:
     """Keeps compiled programs between runs: the second start of the same run compiles almost nothing."""
-    folder = cache_dir()
+    folder = probe.cache_dir()
     if jax.config.jax_compilation_cache_dir is None and folder is not None:
         jax.config.update("jax_compilation_cache_dir", str(folder / "xla"))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
@@ -77,7 +74,7 @@ def _main(argv: list[str], console: Console, errors: Console) -> int:
             remedy = "; continue with --resume, with any number of processes" if getattr(args, "out", None) else ""
             errors.print(f"jfcl: stopped: another process was lost{remedy} ({str(error).splitlines()[0]})")
             return 1
-        stopped = isinstance(error, (DivergedError, CallbackError))
+        stopped = isinstance(error, (progress.DivergedError, callbacks.CallbackError))
         if stopped or isinstance(error, (ValueError, OSError, MemoryError)):  # OSError: no permission, a full disk
             errors.print(Text.assemble((f"jfcl: {'stopped' if stopped else 'error'}:", "red"), " ", _sentence(error)))
             return 1 if stopped else 2
@@ -96,12 +93,10 @@ def _frames_of_user(error: Exception) -> list[traceback.FrameSummary]:
     """Returns the frames of an error that are in a user's own module; none with `JAX_TRACEBACK_FILTERING=off`."""
     if os.environ.get("JAX_TRACEBACK_FILTERING") == "off":
         return []
-    ours, others = str(Path(__file__).parents[1]), (sysconfig.get_path("stdlib"), "<")
+    ours, others = str(Path(__file__).parents[1]), (sys.prefix, sys.base_prefix, "<")
     frames = traceback.extract_tb(error.__traceback__)
     called = itertools.dropwhile(lambda frame: not frame.filename.startswith(ours), frames)  # not the script
-    packages = ("site-packages", "dist-packages")
-    own = (frame for frame in called if not frame.filename.startswith((ours, *others)))
-    return [frame for frame in own if not any(name in Path(frame.filename).parts for name in packages)]
+    return [frame for frame in called if not frame.filename.startswith((ours, *others))]
 
 
 def _sentence(error: Exception) -> str:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import math
 import os
 import shlex
-from collections.abc import Callable, Iterator
+from argparse import Namespace
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -20,12 +20,10 @@ from jfcl.analysis import plots
 from jfcl.cli import tables
 from jfcl.core import check, check_choice, platform
 from jfcl.core.names import flag_of
-from jfcl.core.options import Range, options_of
-from jfcl.experiments import bench, comparison, plan, report, run, sweeps, trackers
+from jfcl.core.options import EACH, options_of
+from jfcl.experiments import bench, comparison, lookup, plan, privacy, report, run, sweeps, trackers
 from jfcl.experiments.config import Config, default_precision, read_config
-from jfcl.experiments.lookup import find_method
-from jfcl.experiments.options import all_options, takes
-from jfcl.experiments.privacy import privacy_text
+from jfcl.experiments.options import CountOrNone, all_options, takes
 from jfcl.experiments.shifts import FILES as RANKING_FILES
 from jfcl.experiments.shifts import shifts
 from jfcl.mapping import hosts
@@ -61,7 +59,7 @@ def _check_out(out: str) -> None:
     check(os.access(existing, os.W_OK | os.X_OK), "out", out, f"in a folder that can be written: {existing} cannot")
 
 
-def _find_devices(args: argparse.Namespace, config: Config) -> None:
+def _find_devices(args: Namespace, config: Config) -> None:
     """Connects to the other processes and divides the CPU, where the options say so."""
     if args.coordinator is not None:
         if args.process_id is not None:  # jax ends a process without a word of ours where two have the same number
@@ -74,7 +72,7 @@ def _find_devices(args: argparse.Namespace, config: Config) -> None:
     _start_devices(config.devices, min(mapping.num_cores(), config.clients) if divides else None)
 
 
-def given_options(args: argparse.Namespace) -> dict[str, Any]:
+def given_options(args: Namespace) -> dict[str, Any]:
     """Returns the method, and the options in `--config` and in flags."""
     options = {} if args.config is None else read_config(args.config, args.method)
     options |= {"method": args.method} if args.method else {}
@@ -89,15 +87,18 @@ def given_options(args: argparse.Namespace) -> dict[str, Any]:
     return options
 
 
-def _arguments(function: Callable, args: argparse.Namespace) -> dict[str, Any]:
+def _arguments(function: Callable, args: Namespace) -> dict[str, Any]:
     """Returns the keyword arguments of a function that have flags."""
     return {name: getattr(args, name) for name in options_of(function) if hasattr(args, name)}
 
 
-def command_run(args: argparse.Namespace, console: Console) -> None:
-    """Runs one method and keeps its results in a folder."""
-    config = Config(**given_options(args))
-    names = dict.fromkeys(args.track or ())
+def command_run(args: Namespace, console: Console, *, track: Annotated[Sequence[str], EACH] = ()) -> None:
+    """Runs one method and keeps its results in a folder.
+
+    Args:
+      track: send the records to tensorboard, wandb or mlflow; may be given several times.
+    """
+    config, names = Config(**given_options(args)), dict.fromkeys(track)
     check(args.out is not None or "tensorboard" not in names, "out", None, "given with --track tensorboard")
     callbacks = [trackers.tracker(name) for name in names]
     # Run.
@@ -116,7 +117,8 @@ def command_run(args: argparse.Namespace, console: Console) -> None:
 
 def _remedies(config: Config) -> str:
     """Returns what can help where a method has not found the true clusters."""
-    number = find_method(config.method).finds_number_by or ("num_models" if config.num_models == "auto" else None)
+    by_models = "num_models" if config.num_models == "auto" else None
+    number = lookup.find_method(config.method).finds_number_by or by_models
     others = [] if number is None else [f"another {flag_of(number)}"]
     ways = ("restarts", "warm_rounds", "init_from")[config.dp_clip is not None :]  # restarts would decide without noise
     others += [flag_of(name) for name in ways if takes(config.method, name)]
@@ -131,13 +133,18 @@ def _bar(begin: str, progress: bool) -> Iterator[Callable[[str, int], None]]:
         yield lambda what, total: bar.update(task, description=what, total=total, advance=1)
 
 
-def command_plan(args: argparse.Namespace, console: Console) -> None:
-    """Compiles a run for a TPU or GPU that you do not have: does it fit, and how long may a round take."""
+def command_plan(args: Namespace, console: Console, *, chip: str | None = None, progress: bool = True) -> None:
+    """Compiles a run for a TPU or GPU that you do not have: does it fit, and how long may a round take.
+
+    Args:
+      chip: v5e:2x2 or v5e-4, v6e:2x4, v5p:2x2x2, ..., a100, h100, h200, b200, h100:8.
+      progress: show a progress bar.
+    """
     config = Config(**given_options(args))
     check(args.out is None or not Path(args.out, "config.json").exists(), "out", args.out, "a folder without a run")
     targets.only_compile()
-    with _bar("compiling for a target", args.progress) as tick:
-        planned = plan.plan_run(config, args.chip, **_arguments(plan.plan_run, args), tick=tick)
+    with _bar("compiling for a target", progress) as tick:
+        planned = plan.plan_run(config, chip, **_arguments(plan.plan_run, args), tick=tick)
     for table in tables.plan_tables(planned, config):
         console.print(table, "")
     console.print("Nothing was run. Memory and communication are facts of the programs, times are predictions.")
@@ -149,16 +156,20 @@ def command_plan(args: argparse.Namespace, console: Console) -> None:
         raise ValueError(f"memory: a round needs {needed:.1f} GB of the {limit:.1f} GB of a chip; {advice}")
 
 
-def command_sweep(args: argparse.Namespace, console: Console) -> None:
-    """Runs one method with all combinations of some options, and chooses the best on held-out examples."""
+def command_sweep(args: Namespace, console: Console, *, grid: Annotated[Sequence[str] | None, EACH] = None) -> None:
+    """Runs one method with all combinations of some options, and chooses the best on held-out examples.
+
+    Args:
+      grid: values of an option, such as lr=0.01,0.1; once for each option. All combinations are run.
+    """
     # Read and check the options.
     options = given_options(args)
-    grid = sweeps.read_grid(args.grid, options["method"])
+    values = sweeps.read_grid(grid, options["method"])
     config = Config(**(options if "seed" in options else {"seeds": sweeps.SEEDS} | options))
-    runs = config.seeds * math.prod(len(values) for values in grid.values())
+    runs = config.seeds * math.prod(map(len, values.values()))
     _start_devices(config.devices, min(mapping.num_cores(), runs))
     # Run, and print the best.
-    swept = sweeps.run_sweep(config, grid, **_arguments(sweeps.run_sweep, args))
+    swept = sweeps.run_sweep(config, values, **_arguments(sweeps.run_sweep, args))
     title = f"{config.method} on held-out training examples after {config.rounds} rounds, seeds: {config.seeds}"
     console.print(tables.sweep_table(swept, title))
     count = len(swept.cells)
@@ -175,7 +186,7 @@ def command_sweep(args: argparse.Namespace, console: Console) -> None:
         console.print(f"next: jfcl run {config.method} --config {best} --seed {fresh} --out {folder}", soft_wrap=True)
 
 
-def command_shifts(args: argparse.Namespace, console: Console) -> None:
+def command_shifts(args: Namespace, console: Console) -> None:
     """Ranks methods, each tuned with the same budget on every shift: which method for which shift, at what cost."""
     result = shifts(**_arguments(shifts, args))
     cost = f"{result.programs} programs compiled, {result.training:.0%} of the time in training and evaluation"
@@ -202,7 +213,7 @@ def _print_summary(config: Config, summary: dict[str, Any], out: str | None, con
     ran = ", ".join([f"{summary['num_rounds']} rounds{start}", *speeds, seconds])
     console.print(f"{ran}, on {summary['device']}, products in {precision}")
     if "privacy" in summary:
-        console.print(privacy_text(summary["privacy"]))
+        console.print(privacy.privacy_text(summary["privacy"]))
     planned = config.rounds + summary["init_rounds"]
     if summary["num_rounds"] < planned:
         console.print(f"note: ended after {summary['num_rounds']} of {planned} rounds: {summary['ended']}")
@@ -210,52 +221,61 @@ def _print_summary(config: Config, summary: dict[str, Any], out: str | None, con
     console.print(f"kept in {out}: {kept}" if out else "nothing is kept without --out DIR")
 
 
-def command_compare(args: argparse.Namespace, console: Console) -> None:
-    """Compares finished runs side by side, in a table and plots."""
-    runs = comparison.read_runs(args.runs)
+def command_compare(args: Namespace, console: Console, *, runs: Annotated[Sequence[str], EACH]) -> None:
+    """Compares finished runs side by side, in a table and plots.
+
+    Args:
+      runs: folders written by 'jfcl run --out' or jfcl.simulate(out=).
+    """
+    finished = comparison.read_runs(runs)
     # The table, and the differences that it does not show.
-    summaries = {name: run.summary for name, run in runs.items()}
-    title = f"{len(runs)} run{'s' * (len(runs) > 1)}; {comparison.seeds_text(summaries)}"
+    summaries = {name: run.summary for name, run in finished.items()}
+    title = f"{len(finished)} run{'s' * (len(finished) > 1)}; {comparison.seeds_text(summaries)}"
     console.print(tables.results_table(summaries, title))
-    if differ := comparison.differences_text(comparison.run_differences(runs)):
+    if differ := comparison.differences_text(comparison.run_differences(finished)):
         console.print(f"they differ in {differ}")
-    unknown = comparison.differences_notes({name: run.config for name, run in runs.items()})
+    unknown = comparison.differences_notes({name: run.config for name, run in finished.items()})
     for note in [*comparison.results_notes(summaries), *unknown]:
         console.print(f"note: {note}")
     # The files.
-    files = comparison.write_comparison(runs, **_arguments(comparison.compare, args))
+    files = comparison.write_comparison(finished, **_arguments(comparison.compare, args))
     console.print(f"kept: {', '.join(map(str, files))}")
 
 
-def command_report(args: argparse.Namespace, console: Console) -> None:
-    """Writes one page of HTML on a run, or on several side by side; also on unfinished ones."""
-    console.print(f"kept in {report(args.runs, out=args.out)}", soft_wrap=True)
+def command_report(args: Namespace, console: Console, *, runs: Annotated[Sequence[str], EACH]) -> None:
+    """Writes one page of HTML on a run, or on several side by side; also on unfinished ones.
+
+    Args:
+      runs: folders written by 'jfcl run --out' or jfcl.simulate(out=).
+    """
+    console.print(f"kept in {report(runs, out=args.out)}", soft_wrap=True)
 
 
-def command_list(args: argparse.Namespace, console: Console) -> None:
-    """Lists methods, data sets, models, ... in one line each."""
-    if args.what is not None:
-        check_choice("list", args.what, tables.lists())
-    for table in tables.list_tables(tables.lists() if args.what is None else [args.what]):
+def command_list(args: Namespace, console: Console, *, what: str | None = None) -> None:
+    """Lists methods, data sets, models, ... in one line each.
+
+    Args:
+      what: one of the lists, such as methods.
+    """
+    if what is not None:
+        check_choice("list", what, tables.lists())
+    for table in tables.list_tables(tables.lists() if what is None else [what]):
         console.print(table, "")
 
 
 def command_bench(
-    args: argparse.Namespace,
-    console: Console,
-    *,
-    devices: Annotated[int | None, Range(1)] = None,
-    out: str = "runs/bench",
+    args: Namespace, console: Console, *, devices: CountOrNone = None, out: str = "runs/bench", progress: bool = True
 ) -> None:
     """Measures rounds on this machine: method x model x mapping x number of clients.
 
     Args:
       devices: divide the CPU into this number of devices; see 'sharded(chunked(1))' among the mappings.
       out: folder for results.
+      progress: show a progress bar.
     """
     folder = comparison.unused(out)
     _start_devices(devices)
-    with _bar("rounds", args.progress) as tick:
+    with _bar("rounds", progress) as tick:
         benchmark = bench.sweep(**_arguments(bench.sweep, args), tick=tick)
     console.print(tables.bench_table(benchmark))
     console.print(f"on {benchmark['device']}")
@@ -266,7 +286,7 @@ def command_bench(
 
 
 def command_demo(
-    args: argparse.Namespace, console: Console, *, out: str = "runs/demo", seeds: int = 5, rounds: int = 100
+    args: Namespace, console: Console, *, out: str = "runs/demo", seeds: int = 5, rounds: int = 100
 ) -> None:
     """Runs IFCA against FedAvg, local training and the oracle on rotated digits.
 
@@ -286,24 +306,18 @@ def command_demo(
     )
     for config in configs:
         run(config, out=folder / config.method, progress=True)
-    command_compare(argparse.Namespace(runs=[folder / method for method in DEMO], out=folder / "compare"), console)
+    runs = [str(folder / method) for method in DEMO]
+    command_compare(Namespace(out=folder / "compare"), console, runs=runs)
     console.print(f"IFCA, client by client: {folder / 'ifca' / 'plots' / 'clusters.png'}")
 
 
-COMMANDS = {  # the docstrings are their help, keyword arguments are flags; the first three have the options of a run
-    "run": command_run,
-    "plan": command_plan,
-    "sweep": command_sweep,
-    "shifts": command_shifts,
-    "compare": command_compare,
-    "report": command_report,
-    "list": command_list,
-    "bench": command_bench,
-    "demo": command_demo,
-}
+# The docstrings are their help, keyword arguments are flags; the first three have the options of a run.
+_OF_RUNS, _OF_RESULTS = (command_run, command_plan, command_sweep, command_shifts), (command_compare, command_report)
+_COMMANDS = (*_OF_RUNS, *_OF_RESULTS, command_list, command_bench, command_demo)
+COMMANDS = {command.__name__.removeprefix("command_"): command for command in _COMMANDS}
 
 
-def run_command(args: argparse.Namespace, console: Console) -> None:
+def run_command(args: Namespace, console: Console) -> None:
     """Runs the command of `args`."""
     data_dir = getattr(args, "data_dir", None)
     check(data_dir is None or not Path(data_dir).is_file(), "data_dir", data_dir, "a folder, and not a file")
