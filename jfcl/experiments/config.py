@@ -22,23 +22,21 @@ from jfcl import kernels
 from jfcl.core import check, check_choice, platform, shown
 from jfcl.core.names import option_hint
 from jfcl.core.options import Needs, Option
-from jfcl.data.concepts import CONCEPTS
-from jfcl.data.tables import is_file, read_file
+from jfcl.data import concepts, tables
+from jfcl.experiments import lookup
 from jfcl.experiments import options as declared
-from jfcl.experiments.lookup import find_aggregator, find_method, is_on_data, is_on_updates, required
 from jfcl.experiments.optimizers import OPTIMIZERS
 from jfcl.experiments.options import all_options, common_options, method_options, methods_with, takes
-from jfcl.robust import attacks
-from jfcl.robust.privacy import accountant, default_delta
+from jfcl.robust import attacks, privacy
 from jfcl.simulation.versions import check_version
 
 EVALUATIONS = 50  # in a run, about
 LOCAL_STEPS = 10
 COHORT, EXAMPLES = 100, 20  # of a population
 BUCKET_SIZE = 2
-LARGEST_FILE = 2**20  # bytes; the config.json of a run has about 2,000
+METHOD = Option("method", str, None, "")
 # Entries of config.json that are no options; `cohorts`: how those of a population were drawn.
-NO_OPTIONS = ("num_rounds", "split_hash", "cohorts", "versions", "schedule_rounds", "given")
+NO_OPTIONS = ("split_hash", "cohorts", "versions", "schedule_rounds", "given")
 
 
 @dataclasses.dataclass(frozen=True, init=False, eq=False)
@@ -73,19 +71,23 @@ class Config(declared.Data, declared.Training, declared.Attack, declared.Privacy
     values: dict[str, Any] = dataclasses.field(init=False, repr=False)
 
     def __init__(self, method: str, *, given: dict[str, Any] | None = None, **options: Any):
-        check(isinstance(method, str), "method", method, "of type str")
-        find_method(method)
         given = {name: value for name, value in ((given or {}) | options).items() if value is not None}
         schema = all_options(method)
-        for name, value in given.items():
-            if name not in schema:
-                raise TypeError(f"Config has no option {name!r}{option_hint(name, schema)}")
-            if not isinstance(value, jax.Array):  # as in a sweep, perhaps a tracer
-                schema[name].check(value)
-        check_method_takes(method, given)
+        for name in [name for name in given if name not in schema]:
+            raise TypeError(f"Config has no option {name!r}{option_hint(name, schema)}")
+        # Options that the method does not have.
+        common, names = common_options(), [name for name in given if not takes(method, name)]
+        if {"population", "store"} & given.keys():  # the population draws its cohorts itself
+            names = [name for name in names if name != "cohort"]
+        if names := [name for name in names if name not in common or given[name] != common[name].default]:
+            words = "; ".join(f"{name} (only {', '.join(methods_with(name))})" for name in sorted(names))
+            raise ValueError(f"method {method} has no option {words}")
+        for name in [name for name in given if not isinstance(given[name], jax.Array)]:  # as in a sweep, or a tracer
+            schema[name].check(given[name])
         values = _resolved(method, given)
         self.__dict__.update(values | {"method": method, "given": given, "values": {"method": method} | values})
-        _check_together(self)
+        for fits, name, accepted in _rules(self):
+            check(fits, name, getattr(self, name), accepted)
 
     def __getattr__(self, name: str) -> None:
         """None, for an option that only other methods have."""
@@ -104,22 +106,11 @@ class Config(declared.Data, declared.Training, declared.Attack, declared.Privacy
         return self.population is not None or self.store is not None
 
 
-def check_method_takes(method: str, given: dict[str, Any]) -> None:
-    """Raises `ValueError` for given options that the method does not have; it names the methods that do."""
-    common, names = common_options(), [name for name in given if not takes(method, name)]
-    if {"population", "store"} & given.keys():  # the population draws its cohorts itself
-        names = [name for name in names if name != "cohort"]
-    names = [name for name in names if name not in common or given[name] != common[name].default]
-    if names:
-        words = "; ".join(f"{name} (only {', '.join(methods_with(name))})" for name in sorted(names))
-        raise ValueError(f"method {method} has no option {words}")
-
-
 def _resolved(name: str, given: dict[str, Any]) -> dict[str, Any]:
     """Returns all options of a run: those `given`, and the others as they follow from these, or by default."""
-    method = find_method(name)
+    method = lookup.find_method(name)
     defaults = {option.name: option.default for option in (common_options() | method_options(name)).values()}
-    values = defaults | _of_table(given) | _of_drift(given) | given
+    values = defaults | _of_data(given) | given
 
     def derive(**derived: Any) -> None:
         values.update({name: value for name, value in derived.items() if name in values and name not in given})
@@ -147,41 +138,39 @@ def _resolved(name: str, given: dict[str, Any]) -> dict[str, Any]:
         derive(restarts=1)
     # Robust and private means.
     if values["aggregator"] is not None:
-        needed = kernels.aggregator_options(find_aggregator(values["aggregator"]), required=True)
+        needed = kernels.aggregator_options(lookup.find_aggregator(values["aggregator"]), required=True)
         derive(weights="equal", bucket_size=BUCKET_SIZE if "bucket_size" in needed else None)
     if values["dp_clip"] is not None:
         derive(weights="equal", dp_sampling="fixed" if of_population else "poisson")
     if values["dp_noise"]:
-        derive(dp_delta=default_delta(values["clients"]))
+        derive(dp_delta=privacy.default_delta(values["clients"]))
     return values
 
 
-def _of_table(given: dict[str, Any]) -> dict[str, Any]:
-    """Returns what a table decides: its clients are the values of the column `by` that have two rows or more."""
-    if not is_file(given.get("dataset")):
-        return {}
-    values: dict[str, Any] = {"heterogeneity": "none"}
-    if "by" in given and given.get("partition", "writer") == "writer" and not {"population", "store"} & given.keys():
-        values["partition"] = "writer"
-        if "clients" not in given:
-            file = Path(given["dataset"])
-            values["clients"] = _num_users(str(file), given["by"], file.stat().st_mtime_ns if file.is_file() else None)
-            values["clusters"] = min(4, values["clients"])  # the number of models
-    return values
+def _of_data(given: dict[str, Any]) -> dict[str, Any]:
+    """Returns what a drift decides, a synthetic problem with concepts, and a table.
 
-
-def _of_drift(given: dict[str, Any]) -> dict[str, Any]:
-    """Returns what a synthetic problem with concepts decides, and a drift."""
+    The clients of a table are the values of the column `by` that have two rows or more.
+    """
     values: dict[str, Any] = {} if given.get("drift") is None else {"heterogeneity": "swap_pairs", "clients": 10}
-    if given.get("dataset") in CONCEPTS:
-        values |= {"heterogeneity": given["dataset"], "clusters": CONCEPTS[given["dataset"]].count}
+    if given.get("dataset") in concepts.CONCEPTS:
+        values |= {"heterogeneity": given["dataset"], "clusters": concepts.CONCEPTS[given["dataset"]].count}
+    if tables.is_file(given.get("dataset")):
+        values["heterogeneity"] = "none"
+        if "by" in given and given.get("partition", "writer") == "writer" and not {"population", "store"} & {*given}:
+            values["partition"] = "writer"
+            if "clients" not in given:
+                file = Path(given["dataset"])
+                changed = file.stat().st_mtime_ns if file.is_file() else None
+                values["clients"] = _num_users(str(file), given["by"], changed)
+                values["clusters"] = min(4, values["clients"])  # the number of models
     return values
 
 
 @functools.lru_cache(maxsize=8)
 def _num_users(file: str, by: str, changed: int | None) -> int:
     """Returns the number of clients of a table, at least 1; `changed`, the time of its file, is a key of the cache."""
-    frame = read_file(file, "dataset", by)
+    frame = tables.read_file(file, "dataset", by)
     check_choice("column for by", by, list(frame.columns))
     return max(int((frame[by].value_counts() > 1).sum()), 1)
 
@@ -195,92 +184,67 @@ def default_precision() -> str:
 # What depends on several options, and would give a wrong number, or one that misleads. Rules are triples: whether
 # the options fit, the option that is to blame, and its accepted values.
 
-Rules = Iterator[tuple[Any, str, str]]
 
-
-def _check_together(config: Config) -> None:
-    """Raises `ValueError` for every mistake that is visible without data."""
-    # Options without which others have no effect.
-    options, method = common_options() | method_options(config.method), find_method(config.method)
-    for name in required(method.make):
-        has = name not in options or config.values[name] is not None
-        check(has, name, None, f"given: method {config.method} has no default for it")
-    for name, value in config.given.items():
-        for needs in options[name].metadata if name in options else ():
-            if isinstance(needs, Needs) and value != options[name].default:
-                check(needs.are_met(config.values), name, value, f"left out without {needs}")
-    # Options of which one is given, the second with another value than this.
+def _rules(config: Config) -> Iterator[tuple[Any, str, str]]:
+    """Yields, of every mistake that is visible without data, whether there is none, the option, and what it accepts."""
+    given, values, method = config.given, config.values, lookup.find_method(config.method)
+    options, taken = common_options() | method_options(config.method), method.options
+    # Options without which others have no effect, and those of which one is given.
+    for name in [name for name in lookup.required(method.make) if name in options]:
+        yield values[name] is not None, name, f"given: method {config.method} has no default for it"
+    for name, option in [(name, options[name]) for name in given if name in options]:
+        for needs in [entry for entry in option.metadata if isinstance(entry, Needs)]:
+            yield given[name] == option.default or needs.are_met(values), name, f"left out without {needs}"
     for first, second, without in (("seed", "seeds", 1), ("local_steps", "local_epochs", None)):
-        if config.values[first] is not None and config.values[second] != without:
-            got = f"{config.values[first]} and {config.values[second]}"
-            raise ValueError(f"Give {first} or {second}, not both (got {got}).")
-    # The others.
-    fits = config.num_models != "auto" or method.chooses_number
-    check(fits, "num_models", config.num_models, f"a number: method {config.method} does not choose it")
-    for rules in (_of_population, _of_data, _of_training, _of_attack, _of_privacy):
-        for fits, name, accepted in rules(config):
-            check(fits, name, getattr(config, name), accepted)
-
-
-def _of_population(config: Config) -> Rules:
-    if not config.of_population:
-        return
-    fits = "clients" not in config.given or config.clients == config.population
-    yield fits, "clients", "left out with --population or --store, which have their own number"
-    for name in ("reuse", "newcomer_examples", "drift", "tuning_clients"):
-        yield config.values[name] == common_options()[name].default, name, "left out with --population"
-    if config.population is not None:  # else the store knows its number of clients
-        yield config.cohort <= config.clients, "cohort", f"at most the {config.clients} clients"
-    yield config.seeds == 1, "seeds", "1 with --population: run it once for each --seed"
-    yield config.mapping != "auto", "mapping", "another with --population: the probe is of all clients"
-
-
-def _of_data(config: Config) -> Rules:
-    for name in () if is_file(config.dataset) else ("by", "target", "inputs", "kind"):
-        yield getattr(config, name) is None, name, "left out unless --dataset is a table, as FILE.csv"
+        if values[first] is not None and values[second] != without:
+            raise ValueError(f"Give {first} or {second}, not both (got {values[first]} and {values[second]}).")
+    if config.of_population:
+        fits = "clients" not in given or config.clients == config.population
+        yield fits, "clients", "left out with --population or --store, which have their own number"
+        for name in ("reuse", "newcomer_examples", "drift", "tuning_clients"):
+            yield values[name] == options[name].default, name, "left out with --population"
+        if config.population is not None:  # else the store knows its number of clients
+            yield config.cohort <= config.clients, "cohort", f"at most the {config.clients} clients"
+        yield config.seeds == 1, "seeds", "1 with --population: run it once for each --seed"
+        yield config.mapping != "auto", "mapping", "another with --population: the probe is of all clients"
+    # The data.
+    for name in () if tables.is_file(config.dataset) else ("by", "target", "inputs", "kind"):
+        yield values[name] is None, name, "left out unless --dataset is a table, as FILE.csv"
     if config.drift is not None:
         yield not config.track_gap, "track_gap", "left out with --drift: true clusters change"
         yield config.patience is None, "patience", "left out with --drift: the run would end before the last step"
     table = config.partition != "distribution" or config.distribution is not None
     yield table, "distribution", "the csv file of a table with --partition distribution"
-
-
-def _of_training(config: Config) -> Rules:
-    of_method = find_method(config.method).options
+    # Training.
+    fits = config.num_models != "auto" or method.chooses_number
+    yield fits, "num_models", f"a number: method {config.method} does not choose it"
     name, momentum = config.optimizer, OPTIMIZERS[config.optimizer].momentum
-    fits = "momentum" in of_method or momentum is not None or config.momentum is None
+    fits = "momentum" in taken or momentum is not None or config.momentum is None
     yield fits, "momentum", f"left out with --optimizer {name}, which has its own"
-    yield "momentum" not in of_method or not momentum, "optimizer", f"one without momentum: {config.method} has its own"
-    falls = f"--schedule {config.schedule}" if config.schedule != "constant" else "--lr-decay"
-    counts = config.schedule != "constant" or config.lr_decay != 1
-    yield config.keep != "nothing" or not counts, "keep", f"schedule or everything with {falls}, which counts steps"
-
-
-def _of_attack(config: Config) -> Rules:
-    method, taken = find_method(config.method), find_method(config.method).options
+    yield "momentum" not in taken or not momentum, "optimizer", f"one without momentum: {config.method} has its own"
+    falls = "--lr-decay" if config.schedule == "constant" else f"--schedule {config.schedule}"
+    fits = config.keep != "nothing" or (config.schedule == "constant" and config.lr_decay == 1)
+    yield fits, "keep", f"schedule or everything with {falls}, which counts steps"
+    # Hostile clients and robust means.
     if config.attack is not None:
         some = round(config.malicious * config.clients)
         is_counted = config.store is None or config.population is not None
         accepted = f"enough for one of the {config.clients} clients, and not for all"
         yield 0 < some < config.clients or not is_counted, "malicious", accepted
         # Local training sends no updates: an attack on them changes only which clients are evaluated.
-        attacked = "adversary" in taken or not method.sends or is_on_data(config.attack)
+        attacked = "adversary" in taken or not method.sends or lookup.is_on_data(config.attack)
         on_data = ", ".join(attacks.DATA_ATTACKS)
         yield attacked, "attack", f"one on data ({on_data}, or of your own): {config.method} has no argument adversary"
     if config.aggregator is not None:
         yield config.weights in (None, "equal"), "weights", "left out with --aggregator, which counts all clients alike"
-        taken = [*taken, *kernels.aggregator_options(find_aggregator(config.aggregator))]
+        taken = [*taken, *kernels.aggregator_options(lookup.find_aggregator(config.aggregator))]
     for name in ("radius", "bucket_size"):
-        fits = getattr(config, name) is None or name in taken
-        yield fits, name, "left out: neither method nor aggregator has one"
-
-
-def _of_privacy(config: Config) -> Rules:
-    """Yields what would void the guarantee, or what its accountant does not know."""
+        yield values[name] is None or name in taken, name, "left out: neither method nor aggregator has one"
+    # What would void the guarantee of privacy, or what its accountant does not know.
     if config.dp_clip is None:
         return
-    why = "left out with --dp-clip: "
-    yield not is_on_updates(config.attack), "attack", f"{why}the updates of hostile clients depend on those of others"
+    fits, why = not lookup.is_on_updates(config.attack), "left out with --dp-clip: "
+    yield fits, "attack", f"{why}the updates of hostile clients depend on those of others"
     yield config.aggregator is None, "aggregator", f"{why}the guarantee is that of a mean"
     yield config.patience is None, "patience", f"{why}the round of its end follows from results without noise"
     if config.of_population:
@@ -290,7 +254,7 @@ def _of_privacy(config: Config) -> Rules:
     if config.dp_noise:
         yield config.dp_delta < 1, "dp_delta", "given for one client: the default is 1 there, and promises nothing"
         try:
-            accountant()
+            privacy.accountant()
         except ImportError as error:
             raise ValueError(f"dp_noise must be used with an accountant: {error}") from None
 
@@ -325,8 +289,8 @@ def from_saved(saved: dict[str, Any], where: str = "config.json", *, method: str
       >>> from_saved({"method": "ifca", "clients": 8, "chunk": None, "num_rounds": 30})
       {'method': 'ifca', 'clients': 8, 'rounds': 30}
     """
-    options = {name: value for name, value in saved.items() if name not in NO_OPTIONS and value is not None}
-    options |= {"rounds": saved["num_rounds"]} if "num_rounds" in saved else {}
+    saved = {"rounds" if name == "num_rounds" else name: value for name, value in saved.items() if value is not None}
+    options = {name: value for name, value in saved.items() if name not in NO_OPTIONS}
     options = {name: float(v) if v in ("inf", "-inf") else v for name, v in options.items()}  # JSON has no inf
     options, names = check_options(options, where, method, text), saved.get("given")
     if not isinstance(names, list) or "method" not in options:
@@ -339,18 +303,17 @@ def from_saved(saved: dict[str, Any], where: str = "config.json", *, method: str
 def check_options(raw: dict[str, Any], where: str, method: str | None = None, text: str = "") -> dict[str, Any]:
     """Returns the options in `raw`, read from the file `where`, which has `text`; of `method`, or that in it."""
     method = method or raw.get("method")
-    schema = {"method": Option("method", str, False, None, "", ())}
-    schema |= all_options(method if isinstance(method, str) else None)
+    schema = all_options(method if isinstance(method, str) else None) | {"method": METHOD}
     options: dict[str, Any] = {}
     for key, value in raw.items():
         name = key.replace("-", "_")
         lines = [i for i, line in enumerate(text.splitlines(), 1) if re.match(rf"\s*\"?{re.escape(key)}\b", line)]
         at = f"{where}, line {lines[0]}" if lines else where
-        if name not in schema:
-            raise ValueError(f"{at}: unknown option {shown(key)}{option_hint(name, schema)}")
-        if name in options:
-            raise ValueError(f"{at}: {name} is given twice")
         try:
+            if name not in schema:
+                raise ValueError(f"unknown option {shown(key)}{option_hint(name, schema)}")
+            if name in options:
+                raise ValueError(f"{name} is given twice")
             schema[name].check(value)
         except ValueError as error:
             raise ValueError(f"{at}: {error}") from None
@@ -363,7 +326,6 @@ def read_config(path: str, method: str | None = None) -> dict[str, Any]:
     file, where = Path(path), f"--config {path}"
     if not file.is_file():
         raise ValueError(f"{where}: {'it is no regular file' if file.exists() else 'no such file'}")
-    check(file.stat().st_size <= LARGEST_FILE, where, "more", f"a list of options of at most {LARGEST_FILE} bytes")
     yaml, is_json = file.suffix.lower() in (".yaml", ".yml"), file.suffix == ".json"
     check(not yaml, where, "YAML", "TOML, a line such as lr = 0.1 for each option, or the config.json of a run")
     try:
