@@ -59,14 +59,19 @@ def option_hint(name: str, options: Iterable[str], form: Callable[[str], str] = 
       >>> option_hint("participation", ["rounds", "cohort"], flag_of), option_hint("ronds", ["rounds", "cohort"])
       (': did you mean --cohort (a number of clients, not a share)?', ": did you mean 'rounds'?")
     """
-    options, name, table = list(options), name[:100].replace("-", "_").lower(), _table()
-    if name in table["sentences"] and name not in options:
+    name, table = name[:100].replace("-", "_").lower(), _table()
+    ours = {option: option for option in options}
+    if name in table["sentences"] and name not in ours:
         return f": {_filled(table['sentences'][name], form)}"
-    if table["options"].get(name) == "method" and "method" not in options:  # on the command line
+    if table["options"].get(name) == "method" and "method" not in ours:  # on the command line
         return ": METHOD comes first, as in jfcl run ifca"
-    near = near_option(name, options)
-    note = note_on(near) if near and name in table["options"] else ""
-    return f": did you mean {form(near)}{note}?" if near else ""
+    foreign = {other: option for other, option in table["options"].items() if option in ours}
+    if name in foreign:
+        return f": did you mean {form(foreign[name])}{note_on(foreign[name])}?"
+    for names in (ours, foreign):
+        if near := difflib.get_close_matches(name, names, n=1):
+            return f": did you mean {form(names[near[0]])}?"
+    return ""
 
 
 def value_hint(kind: str, value: str, choices: Iterable[str]) -> str:
@@ -92,20 +97,3 @@ def _plain(name: str) -> str:
 
 def _filled(text: str, form: Callable[[str], str]) -> str:
     return re.sub(r"\{(\w+)\}", lambda match: form(match[1]), text)
-
-
-def near_option(name: str, options: Iterable[str]) -> str | None:
-    """Returns the one of `options` that a wrong name means: by its name in other libraries, or the nearest.
-
-    Example:
-      >>> near_option("num-epochs", ["rounds", "local_epochs"]), near_option("ronds", ["rounds", "local_epochs"])
-      ('local_epochs', 'rounds')
-    """
-    name, ours = name[:100].replace("-", "_").lower(), {option: option for option in options}
-    foreign = {other: option for other, option in _table()["options"].items() if option in ours}
-    if name in foreign:
-        return foreign[name]
-    for names in (ours, foreign):
-        if near := difflib.get_close_matches(name, names, n=1):
-            return names[near[0]]
-    return None

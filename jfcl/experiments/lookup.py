@@ -22,16 +22,12 @@ from typing import Any
 
 import flax.linen as nn
 
-from jfcl import data, kernels
+from jfcl import data, kernels, models
 from jfcl.analysis import metrics
-from jfcl.analysis.metrics import Metric
 from jfcl.core import check, check_choice
 from jfcl.core.options import first_sentence
-from jfcl.data.dataset import normalised
 from jfcl.methods import METHODS, Method
-from jfcl.models import MODELS
-from jfcl.robust.aggregate import taken_arguments
-from jfcl.robust.attacks import DATA_ATTACKS, UPDATE_ATTACKS, DataAttack, UpdateAttack
+from jfcl.robust import aggregate, attacks
 from jfcl.simulation.evaluation import check_further
 from jfcl.training.augment import AUGMENTATIONS
 
@@ -73,34 +69,31 @@ def find_model(name: str) -> Callable[[int], Any]:
       >>> find_model("mlp")(10) == find_model("jfcl.models:MLP")(10)
       True
     """
-    if name in MODELS:
-        return MODELS[name][0]
-    make = _imported("model", name, MODELS)
+    if name in models.MODELS:
+        return models.MODELS[name][0]
+    accepted = "the name of a class or function of the number of outputs, such as a flax module with num_outputs"
+    make = _imported("model", name, models.MODELS)
     nnx = sys.modules.get("flax.nnx")  # takes long to import, and without it no class is derived from its own
     if nnx is not None and inspect.isclass(make) and issubclass(make, nnx.Module):
         return lambda num_outputs: partial(make, num_outputs)  # a function of rngs
-    accepted = "the name of a class or function of the number of outputs, such as a flax module with num_outputs"
     check(not isinstance(make, nn.Module), "model", name, f"{accepted}; it is an instance of {type(make).__name__}")
     if inspect.isclass(make) and issubclass(make, nn.Module):
         fields = {field.name for field in dataclasses.fields(make) if field.init}
         check(fields - {"parent", "name"}, "model", name, accepted)
-    _check_takes("model", name, make, (10,), accepted)
-    return make
+    return _function("model", name, accepted, (10,))
 
 
-def find_metrics(names: str) -> dict[str, Metric]:
+def find_metrics(names: str) -> dict[str, metrics.Metric]:
     """Returns the metrics that a list, separated by commas, names as in `METRICS` or by `MODULE:NAME`, by their names.
 
     Example:
       >>> list(find_metrics("macro_f1,jfcl.metrics:auc"))
       ['macro_f1', 'auc']
     """
-    functions: dict[str, Metric] = {}
-    for name in map(str.strip, names.split(",")):
-        metric = METRICS[name] if name in METRICS else _imported("metric", name, METRICS)
-        short = name.rpartition(":")[2]
-        check(short not in functions, "metrics", name, "names that differ in their last part")
-        functions[short] = metric
+    listed = [name.strip() for name in names.split(",")]
+    found = [METRICS[name] if name in METRICS else _imported("metric", name, METRICS) for name in listed]
+    functions = {name.rpartition(":")[2]: metric for name, metric in zip(listed, found, strict=True)}
+    check(len(functions) == len(listed), "metrics", names, "names that differ in their last part")
     check_further(functions)
     return functions
 
@@ -114,9 +107,7 @@ def find_augmentation(name: str) -> Callable[..., Any]:
     """
     if name in AUGMENTATIONS:
         return AUGMENTATIONS[name]
-    augment = _imported("augment", name, AUGMENTATIONS)
-    _check_takes("augment", name, augment, (None, None), "the name of a function (key, batch) -> batch")
-    return augment
+    return _function("augment", name, "the name of a function (key, batch) -> batch", (None, None), AUGMENTATIONS)
 
 
 def find_dataset(name: str, data_dir: str | None) -> data.Dataset:
@@ -129,14 +120,12 @@ def find_dataset(name: str, data_dir: str | None) -> data.Dataset:
     if not is_import_path(name):
         return data.load(name, data_dir=data_dir)
     accepted = "the name of a function without arguments that returns a jfcl.data.Dataset"
-    make = _imported("dataset", name)
-    _check_takes("dataset", name, make, (), accepted)
-    dataset = make()
+    dataset = _function("dataset", name, accepted)()
     check(isinstance(dataset, data.Dataset), "dataset", name, f"{accepted}; it returns {type(dataset).__name__}")
-    return normalised(dataset, texts=True)
+    return data.dataset.normalised(dataset, texts=True)
 
 
-def find_attack(name: str, **offered: Any) -> UpdateAttack | DataAttack:
+def find_attack(name: str, **offered: Any) -> attacks.UpdateAttack | attacks.DataAttack:
     """Returns the attack of a name in `UPDATE_ATTACKS` or `DATA_ATTACKS`, or of `MODULE:NAME`.
 
     An attack of `UPDATE_ATTACKS` receives those of the offered arguments that it takes, such as the run's aggregator.
@@ -145,16 +134,17 @@ def find_attack(name: str, **offered: Any) -> UpdateAttack | DataAttack:
       >>> find_attack("label_reverse") is find_attack("jfcl.robust.attacks:label_reverse")
       True
     """
-    if name in UPDATE_ATTACKS:
-        return UPDATE_ATTACKS[name](**taken_arguments(UPDATE_ATTACKS[name], **offered))
-    if name in DATA_ATTACKS:
-        return DATA_ATTACKS[name]
-    attack = _imported("attack", name, (*UPDATE_ATTACKS, *DATA_ATTACKS))
+    if name in attacks.UPDATE_ATTACKS:
+        return attacks.UPDATE_ATTACKS[name](**aggregate.taken_arguments(attacks.UPDATE_ATTACKS[name], **offered))
+    if name in attacks.DATA_ATTACKS:
+        return attacks.DATA_ATTACKS[name]
     accepted = "the name of a function with the arguments (key, updates, malicious, usable), or (rng, x, y,"
     accepted += " num_classes) for an attack on data"
-    signature = _check_takes("attack", name, attack, (None,) * 4, accepted, offered=("cluster", "ids"))
+    attack = _function(
+        "attack", name, accepted, (None,) * 4, attacks.UPDATE_ATTACKS | attacks.DATA_ATTACKS, offered=("cluster", "ids")
+    )
     fits = _positional(attack)[:4] in OF_ATTACKS.values()
-    check(fits, "attack", f"{name}{signature}", accepted)
+    check(fits, "attack", f"{name}{inspect.signature(attack)}", accepted)
     return attack
 
 
@@ -167,7 +157,7 @@ def is_on_data(attack: str | None) -> bool:
     """
     if is_import_path(attack):
         return _positional(find_attack(attack))[:4] == OF_ATTACKS["data"]
-    return attack in DATA_ATTACKS
+    return attack in attacks.DATA_ATTACKS
 
 
 def is_on_updates(attack: str | None) -> bool:
@@ -182,12 +172,9 @@ def find_aggregator(name: str) -> list[str | Callable[..., Any]]:
       >>> find_aggregator("nnm+krum"), find_aggregator("nnm+jfcl.kernels:krum")[1] is kernels.krum
       (['nnm', 'krum'], True)
     """
-    parts, further = name.split("+"), ", ".join(OF_AGGREGATORS)
-    accepted = f"the name of a function (updates, *, mask, ...); further arguments may be {further}"
-    for i, part in enumerate(parts):
-        if is_import_path(part):
-            parts[i] = _imported("aggregator", part)
-            _check_takes("aggregator", part, parts[i], (None,), accepted, ("mask",), OF_AGGREGATORS)
+    accepted = f"the name of a function (updates, *, mask, ...); further arguments may be {', '.join(OF_AGGREGATORS)}"
+    arguments = {"arguments": (None,), "keywords": ("mask",), "offered": OF_AGGREGATORS}
+    parts = [_function("aggregator", n, accepted, **arguments) if is_import_path(n) else n for n in name.split("+")]
     try:
         kernels.aggregator_options(parts)
     except ValueError as error:
@@ -250,24 +237,23 @@ def _positional(function: Callable) -> list[str]:
     return [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
 
 
-def _check_takes(
+def _function(
     what: str,
     name: str,
-    function: Any,
-    arguments: tuple,
     accepted: str,
-    keywords: Collection[str] = (),
-    offered: Collection[str] = (),
-) -> inspect.Signature:
-    """Checks that a call with `arguments`, `keywords` and what it takes of `offered` fits; returns the signature."""
+    arguments: tuple = (),
+    choices: Collection[str] = (),
+    **further: Collection[str],
+) -> Callable[..., Any]:
+    """Imports a function that can be called with `arguments`, `keywords=`, and what it takes of `offered=`."""
+    function = _imported(what, name, choices)
     check(callable(function), what, name, accepted)
     try:
-        signature = inspect.signature(function)
-        taken = taken_arguments(function, **dict.fromkeys(offered))
-        signature.bind(*arguments, **dict.fromkeys((*keywords, *taken)))
+        taken = aggregate.taken_arguments(function, **dict.fromkeys(further.get("offered", ())))
+        inspect.signature(function).bind(*arguments, **dict.fromkeys((*further.get("keywords", ()), *taken)))
     except (TypeError, ValueError) as error:  # the latter for some classes and builtins, whose signature is unknown
         raise ValueError(f"{what} must be {accepted}, got {name!r}: {error}") from None
-    return signature
+    return function
 
 
 @functools.cache
