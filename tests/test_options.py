@@ -279,6 +279,7 @@ def test_shares_counts_and_files_of_others_are_answered(tmp_path, capsys):
     for flags, said in [
         (["--clusters", "auto"], "the hidden ones of the data; num_models is the number of models"),
         (["--cohort", "0.1"], "argument --cohort: invalid int value: '0.1' (a number of clients, not a share)"),
+        (["--num-models", "autoo"], "argument --num-models: invalid int or 'auto' value: 'autoo'"),
         (
             ["--config", str(tmp_path / "x.toml")],
             "cohort must be of type int (a number of clients, not a share), got 0.1",

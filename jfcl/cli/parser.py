@@ -239,5 +239,5 @@ def _reader(option: Option) -> Any:
             return [option.kind(part) for part in parts or [text]]
         return text if text in option.words else option.kind(text)
 
-    read.__name__ = option.kind.__name__
+    read.__name__ = " or ".join([option.kind.__name__, *map(repr, option.words)])
     return read
