@@ -15,6 +15,8 @@ from jfcl.experiments import Config, export_model, load_params, load_run, run
 from jfcl.experiments.serving import LoadedRun, structured
 
 BYTES = np.full((2, 8, 8, 1), 255, np.uint8)
+NAN = np.zeros((2, 8, 8, 1))
+NAN[1, 2, 3] = np.nan
 
 
 @pytest.fixture(scope="module")
@@ -175,7 +177,10 @@ def test_models_of_a_method_with_its_own_structure(tmp_path):
         (lambda f: f["ifca"].predictor(0)(BYTES), r"x must be floats in \[0, 1\], such as images / 255"),
         (lambda f: f["ifca"].choose({"x": BYTES}, by="inputs"), r"examples\['x'\] must be floats in \[0, 1\]"),
         (lambda f: f["ifca"].choose({"x": np.zeros((2, 3))}, by="inputs"), r"examples\['x'\] must be of shape \(B, "),
-        (lambda f: f["ifca"].choose({"x": np.zeros((2, 8, 8, 1))}), "examples must be with x and y"),
+        (lambda f: f["ifca"].choose({"x": np.zeros((2, 8, 8, 1))}), "examples must be a dict with x and y"),
+        (lambda f: f["ifca"].choose(np.zeros((2, 8, 8, 1))), "examples must be a dict with x and y, .* got 'ndarray'"),
+        (lambda f: f["ifca"].choose({"x": NAN, "y": np.zeros(2, int)}), r"examples\['x'\]: NaN or infinity in 1 ex"),
+        (lambda f: f["ifca"].choose({"x": NAN}, by="inputs"), r"examples\['x'\]: NaN or infinity in 1 example"),
         (lambda f: f["ifca"].choose({"x": np.zeros((2, 8, 8, 1))}, by="los"), "los.*loss"),
         (lambda f: f["fedper"].choose({"x": np.zeros((2, 8, 8, 1))}), "a run without personal parameters"),
         (lambda f: export_model(f["ifca"].setup.task, f["ifca"].model(0), "m.h5"), "unknown suffix"),

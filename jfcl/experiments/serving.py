@@ -16,6 +16,7 @@ from jax import export
 
 from jfcl.analysis.metrics import evaluate
 from jfcl.core import Clients, PyTree, Task, check, check_choice, check_count, check_labels, joined, mixture_task
+from jfcl.core.checks import check_held
 from jfcl.core.files import npz_bytes, write_whole
 from jfcl.core.parameters import named_leaves, named_parameters
 from jfcl.data import read_rows
@@ -116,8 +117,8 @@ class LoadedRun(NamedTuple):
             labels. It distinguishes rotated images, not swapped labels.
 
         Raises:
-          ValueError: an unknown `by`; examples of another shape than those of the run; a run with personal parameters,
-            of which a new client has none.
+          ValueError: an unknown `by`; examples of another shape than those of the run, or with NaN; a run with personal
+            parameters, of which a new client has none.
         """
         accepted = "a run of single models; a new client's mixture is that of the algorithm's adopt"
         check(self.weights is None, "folder", "one with mixtures of models", accepted)
@@ -126,16 +127,18 @@ class LoadedRun(NamedTuple):
         check_choice("by", by, BY)
         task, train, cluster = self.setup.task, self.setup.federation.train, self.cluster
         needed = tuple(dict.fromkeys(("x", "y", *task.reads))) if by == "loss" else ("x",)
-        missing = [name for name in needed if name not in examples]
-        check(not missing, "examples", sorted(examples), f"with {' and '.join(needed)}, for by={by!r}")
+        names = list(examples) if isinstance(examples, dict) else type(examples).__name__
+        fits = isinstance(examples, dict) and set(needed) <= set(examples)
+        check(fits, "examples", names, f"a dict with {' and '.join(needed)}, for by={by!r}")
         x = np.asarray(examples["x"])
         wanted = np.shape(train.examples["x"])[2:]
         check(x.ndim > 1 and x.shape[1:] == wanted and len(x), "examples['x']", x.shape, f"of shape (B, *{wanted})")
         _check_no_bytes("examples['x']", x, train.examples["x"])
+        for name, values in named_leaves(examples).items():
+            values, where = np.asarray(values), f"examples{name}"
+            check(values.shape[:1] == (len(x),), where, values.shape, f"one for each of the {len(x)} inputs")
+            check_held(where, values)
         if by == "loss":
-            for name, values in named_leaves(examples).items():
-                shape = np.shape(values)
-                check(shape[:1] == (len(x),), f"examples{name}", shape, f"one for each of the {len(x)} inputs")
             examples = jax.tree.map(lambda values: np.asarray(values)[None], examples)
             client = Clients(examples, np.array([len(x)], np.int32))
             if task.num_classes is not None:
