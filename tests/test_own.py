@@ -10,6 +10,7 @@ import pytest
 
 import jfcl
 from jfcl import cli
+from jfcl.cli import commands
 from jfcl.cli.parser import parse
 from jfcl.experiments import Config, load_run, read_run, run
 from jfcl.experiments.lookup import find_method, find_model
@@ -427,6 +428,10 @@ def test_an_own_method_in_a_bench(folder, capsys):
     assert "method must be one that has a default for quantile, got 'mine_factories:needs'" in capsys.readouterr().err
     assert cli.main(["bench", "--methods", METHOD, *measured, "--out", "b"]) == 0
     assert json.loads((folder / "b" / "bench.json").read_text())["rows"][0]["seconds"] > 0
+
+
+def test_a_method_without_restarts_or_a_warm_start_is_helped_by_rounds_alone():
+    assert commands._remedies(Config(METHOD)) == "more --rounds can help"
 
 
 def test_options_of_an_own_method_in_python():

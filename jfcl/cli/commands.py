@@ -122,7 +122,7 @@ def _remedies(config: Config) -> str:
     others = [] if number is None else [f"another {flag_of(number)}"]
     ways = ("restarts", "warm_rounds", "init_from")[config.dp_clip is not None :]  # restarts would decide without noise
     others += [flag_of(name) for name in ways if takes(config.method, name)]
-    return f"{', '.join(others)} or more --rounds can help"
+    return f"{' or '.join([', '.join(others)] * bool(others) + ['more --rounds'])} can help"
 
 
 @contextlib.contextmanager
