@@ -746,6 +746,9 @@ def test_seeds_that_found_the_clusters_are_explained():
         per_seed = [{"seed": s, "rounds_to_recovery": r} for s, r in enumerate(rounds)]
         return {"mean": {"clusters_in_use": 2.0}, "std": {}, "per_seed": per_seed, "num_clusters": 2} | summary
 
+    assert comparison.seeds_text({"a": rows([3, 3]), "b": rows([2]), "c": rows([2] * 3), "d": rows([3, 4])}) == (
+        "mean ± sample std over 2 or 3 seeds or seed 0"
+    )
     [note] = comparison.results_notes({"a": rows([3, None]), "b": rows([2, 2])})
     assert "in n of the m seeds, at least 99% of the clients" in note
     assert comparison.results_rows({"a": rows([3, None])})[1][0][6] == "3 (1/2)"

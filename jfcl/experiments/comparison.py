@@ -259,8 +259,9 @@ def compares_clusters(summary: dict[str, Any]) -> bool:
 def seeds_text(summaries: dict[str, dict[str, Any]]) -> str:
     """Returns the seeds of runs, for the title of a table."""
     runs = [summary["per_seed"] for summary in summaries.values()]
-    texts = {f"mean ± sample std over {len(r)} seeds" if len(r) > 1 else f"seed {r[0]['seed']}" for r in runs}
-    return " or ".join(sorted(texts))
+    single = {f"seed {run[0]['seed']}" for run in runs if len(run) == 1}
+    counts = " or ".join(map(str, sorted({len(run) for run in runs if len(run) > 1})))
+    return " or ".join([f"mean ± sample std over {counts} seeds"] * bool(counts) + sorted(single))
 
 
 def results_notes(summaries: dict[str, dict[str, Any]]) -> list[str]:
