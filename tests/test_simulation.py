@@ -137,6 +137,18 @@ def test_a_second_call_compiles_nothing_and_gives_the_same_bits():
     assert equal(first.state, second.state) and first.records == second.records
 
 
+def test_arrays_have_no_programs_of_their_own():
+    """Neither those of the data, nor those of the last state; no other test has these shapes."""
+    task = jfcl.models.classification(jfcl.models.Linear(31), (37,), 31)
+    algorithm = still(task, lambda key: jax.tree.map(lambda x: x[None], task.init(key)))
+    shard = {"x": np.zeros((5, 37), np.float32), "y": np.zeros(5, np.int32)}
+    clients = jfcl.stack_clients([shard] * 41)
+    sim(num_rounds=1)  # has compiled what does not depend on shapes
+    with count_compilations() as compiled:
+        sim(algorithm=algorithm, clients=clients, num_rounds=1, test_clients=clients, true_cluster=None)
+    assert compiled.count == 4  # those of `init`, of rounds and of evaluations, and one that takes the row of the seed
+
+
 @pytest.mark.slow
 def test_ten_learning_rates_compile_once():
     def make(lr):

@@ -157,7 +157,8 @@ def check_labels(clients: Clients, num_classes: int, *, name: str = "clients") -
     y = np.asarray(clients.examples["y"])
     accepted = f"labels of an integer type, as y.{'astype(np.int32)' if y.ndim == 2 else 'argmax(-1) of one-hot rows'}"
     check(np.issubdtype(y.dtype, np.integer), f'{name}.examples["y"]', y.dtype, accepted)
-    real = np.asarray(mask(clients)).reshape(*y.shape[:2], *[1] * (y.ndim - 2))
+    real = np.arange(y.shape[1]) < np.asarray(clients.size)[:, None]
+    real = real.reshape(*y.shape[:2], *[1] * (y.ndim - 2))
     bad = ((y < 0) | (y >= num_classes)) & real
     if bad.any():
         row = int(np.flatnonzero(bad.reshape(len(y), -1).any(axis=1))[0])

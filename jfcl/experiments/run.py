@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jfcl.analysis import metrics, plots
@@ -30,6 +29,7 @@ from jfcl.methods import METHODS
 from jfcl.simulation.callbacks import EarlyStopping, check_callbacks
 from jfcl.simulation.folder import RunFolder, check_folder, check_same, finite_or_none, write_results
 from jfcl.simulation.loop import History
+from jfcl.simulation.resident import row_of
 from jfcl.simulation.results import clients_csv, summarize
 from jfcl.simulation.run import simulate
 
@@ -86,7 +86,7 @@ def run(
         else:
             parts = setup(config, data_dir=data_dir)
             clients = parts.federation
-        keys = jax.vmap(jax.random.key)(jnp.array(parts.seeds, jnp.uint32))
+        keys = jax.vmap(jax.random.key)(np.array(parts.seeds, np.uint32))
         stopping = [EarlyStopping(patience=config.patience, metric=config.monitor)] if config.patience else []
         history = simulate(
             parts.algorithm,
@@ -192,7 +192,7 @@ def _write_results(out: Path, summary: dict[str, Any], history: History, parts: 
         arrays["personal"] = served.personal
     if of_all and served.to is not None and served.to.ndim == 3:
         arrays["mixture"] = {"weights": served.to}
-    first = jax.tree.map(lambda leaf: np.asarray(leaf[0] if of_all else leaf), arrays)  # a population has one seed
+    first = jax.tree.map(lambda x: np.asarray(x)[0] if of_all else np.asarray(x), arrays)  # a population has one seed
     contents = {f"{part}.npz": files.npz_bytes(named_parameters(tree)) for part, tree in first.items()}
     # The table of clients, with the hostile and the excluded ones where a run has any.
     extra = {} if parts.malicious is None else {"malicious": parts.malicious}
@@ -215,7 +215,7 @@ def _write_results(out: Path, summary: dict[str, Any], history: History, parts: 
     method = METHODS.get(name)  # None: of a user
     if of_all and method and method.tree and served.active.shape[1] > 1:
         for s, seed in enumerate(parts.seeds):
-            label, tree = f"tree-{seed}" if s else "tree", jax.tree.map(lambda x, s=s: x[s], history.state)
+            label, tree = f"tree-{seed}" if s else "tree", row_of(history.state, row=s)
             method.tree.save_tree(buffer := io.BytesIO(), tree)
             contents[f"{label}.npz"] = buffer.getvalue()
             figures[label] = plots.tree(method.tree.nodes(tree), cluster)

@@ -227,7 +227,7 @@ def run_once(
             history = simulate(
                 make,
                 clients._replace(newcomers=None),
-                key=jax.random.key(seed),
+                key=jax.random.key(seed)[None],
                 num_rounds=config.rounds,
                 true_cluster=_true_cluster(config, clients),
                 hyperparams=traced,
@@ -258,7 +258,7 @@ def measured(history: History, true_cluster: np.ndarray, cell: Cell) -> dict[str
     same_data = (record for record in records if record.get("step") == last.get("step"))  # before it they have drifted
     near = next(record for record in same_data if record["accuracy"] >= NEAR * last["accuracy"])
     finds = finds_clusters(history) and not find_method(cell.method).by_client
-    models = len(jax.tree.leaves(history.served.models)[0])
+    models = jax.tree.leaves(history.served.models)[0].shape[1]
     choices = choices_among(history.served, models, len(true_cluster), true_cluster)
     collapsed = finds and choices > 1 and last["clusters_in_use"] == 1
     per_client = np.asarray(history.clients["accuracy"], np.float64).reshape(-1).round(4)
@@ -296,8 +296,8 @@ def newcomer_accuracy(
         examples = jax.tree.map(lambda x, first=first: x[:, first::2], new.examples)
         parts.append(new._replace(examples=examples, size=(new.size + 1 - first) // 2))
     learners, tests = parts
-    rows = jax.tree.map(lambda x: x[None], (history.state, hyperparams))
-    models = len(jax.tree.leaves(history.served.models)[0])
+    rows = history.state, jax.tree.map(lambda x: x[None], hyperparams)
+    models = jax.tree.leaves(history.served.models)[0].shape[1]
     axis, of_newcomers = mapping.auto(), (num_clients(clients.train), models)
     options = {"algorithm": make, "row_axis": mapping.chunked(1), "client_axis": axis, "of_newcomers": of_newcomers}
     results = jax.device_get(evaluate_rows(*rows, tests, learners, **options))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -53,7 +52,7 @@ def place(client_axis: Mapping, clients: Clients, count: int | None = None) -> C
     with the ids after the largest one.
     """
     if not isinstance(client_axis, sharded):
-        return jax.device_put(Clients(clients.examples, jnp.asarray(clients.size), clients.id))
+        return jax.device_put(clients._replace(size=np.asarray(clients.size)))
     count = num_clients(clients) if count is None else count
     total = num_rows(client_axis, count)
     sharding = NamedSharding(client_axis.mesh, PartitionSpec(client_axis.mesh.axis_names))

@@ -41,6 +41,12 @@ def first_row(rows: Any) -> Any:
     return jax.tree.map(lambda x: x[0], rows)
 
 
+@partial(jitted, static_argnames=("row",))
+def row_of(rows, *, row):
+    """Returns one row of each array, by one program; without `jit` each shape has its own."""
+    return jax.tree.map(lambda x: x[row], rows)
+
+
 def _spread(place, state, clients, client_axis):
     """Returns `state` after `place(x, sharding)`: arrays `[R, N, ...]` divided as the clients, others on every device.
 
@@ -390,7 +396,7 @@ class Resident:
         to = clients.get("model") if assessment.weights is None else assessment.weights
         choices = {"to": to, "found": clients["cluster"]}
         if self._single:
-            state, choices = first_row((state, choices))
+            state, choices = row_of(state, row=0), first_row(choices)
         served = self.method.serve(state, None) if self._single else self._serve(state)  # shares its arrays
         if self._learns:  # clients have chosen by their examples, also those that have not taken part
             known = {name: choice for name, choice in choices.items() if getattr(served, name) is not None}

@@ -220,7 +220,7 @@ def _try(optimizer: optax.GradientTransformation, ranks: PyTree, kernel: str, bi
             constants = [c if is_concrete(c) else _stand_in(c) for c in traced.consts]
             moved = False
             for scale in (1e-8, 1, 1e8):
-                inputs = map(jnp.asarray, jax.tree.leaves(gradients(scale)))
+                inputs = jax.tree.leaves(gradients(scale))
                 values = map(np.asarray, jax.core.eval_jaxpr(traced.jaxpr, constants, *inputs))
                 for u, v in jax.tree.unflatten(jax.tree.structure(shapes), values):
                     if not all(map(_close, jax.tree.leaves(u), jax.tree.leaves(back(v)))):

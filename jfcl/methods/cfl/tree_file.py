@@ -65,8 +65,8 @@ def load_tree(file: str | Path, task: Task | None = None) -> CFLState:
     missing = [name for name in (*_RECORD, *_OF_TREE) if name not in saved]
     check(not missing, "file", str(file), f"a parameter tree; this one lacks {', '.join(missing)}")
     params, model = ((), ()) if task is None else (_models(saved, part, task, file) for part in ("params", "model"))
-    tree = ParameterTree(model=model, **{name: jnp.asarray(saved[name]) for name in _OF_TREE})
-    return CFLState(params=params, tree=tree, client=(), **{name: jnp.asarray(saved[name]) for name in _RECORD})
+    tree, record = (jax.device_put({name: saved[name] for name in names}) for names in (_OF_TREE, _RECORD))
+    return CFLState(params=params, tree=ParameterTree(model=model, **tree), client=(), **record)
 
 
 def _models(saved: dict[str, np.ndarray], part: str, task: Task, file: Path) -> PyTree:
