@@ -151,6 +151,13 @@ def test_processes_share_a_folder_of_programs(tmp_path):
 
 
 @pytest.mark.slow
+def test_a_process_runs_one_part_after_another(tmp_path):
+    told = "import os, pathlib; pathlib.Path({!r}).write_text(str(os.getpid()))"
+    names = list(in_processes({name: partial(exec, told.format(str(tmp_path / name))) for name in "abcd"}, 2))
+    assert sorted(names) == ["a", "b", "c", "d"] and len({(tmp_path / name).read_text() for name in names}) == 2
+
+
+@pytest.mark.slow
 def test_a_process_that_fails_ends_the_others(tmp_path, capfd):
     bench = Bench(tmp_path, jobs=2)
     calls = {"good": (dict, [["a", 1]]), "bad": (int, "x"), "late": (dict, [])}

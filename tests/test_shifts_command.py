@@ -3,6 +3,7 @@
 import contextlib
 import csv
 import functools
+import gc
 import itertools
 import json
 import re
@@ -11,6 +12,7 @@ import subprocess
 import sys
 import time
 import types
+import weakref
 
 import jax
 import numpy as np
@@ -25,6 +27,7 @@ from jfcl.core import Served, files
 from jfcl.experiments import Config, jobs, run, shift_cells
 from jfcl.experiments.shift_cells import (
     Cell,
+    _maker,
     divided_clients,
     draw_trials,
     modes,
@@ -203,6 +206,15 @@ def test_cells_are_those_of_all_names_modes_and_conditions():
     assert {*itertools.chain(*parts)} == {*cells} and max(map(len, parts)) - min(map(len, parts)) <= 1
     chains = chained(cells, 2)
     assert {*itertools.chain(*chains)} == {*cells} and sum(map(len, chains)) == len(cells)
+
+
+def test_programs_that_are_kept_hold_no_examples():
+    config = Config("oracle", **options_of_cell(Cell("digits", "rotation", 1.0, "oracle", ""), setting()))
+    clients, _ = divided_clients(config, None)
+    make, examples = _maker(config, clients, ()), weakref.ref(clients.train.examples["x"])
+    del clients, _
+    gc.collect()
+    assert make().task is not None and examples() is None
 
 
 @pytest.mark.slow

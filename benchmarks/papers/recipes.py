@@ -186,9 +186,9 @@ def reproduce(
       out: its folder; default `runs/reproduce/NAME-small` or `-full`. A folder of the same setting is resumed, with as
         many seeds and trials as are asked for now: those that are there are not repeated.
       data_dir, progress: as in `jfcl run`.
-      jobs: runs, trials or cells at a time, where the recipe has several that do not depend on each other. Above 1 each
-        has a process of its own, with its share of a CPU's cores, or of a GPU's memory if JAX has not started yet; a
-        script that asks for this needs a main guard.
+      jobs: runs, trials or cells at a time, where the recipe has several that do not depend on each other. Above 1 they
+        run in so many processes, each with its share of a CPU's cores, or of a GPU's memory if JAX has not started yet;
+        a script that asks for this needs a main guard.
       changes: entries of the setting to change, such as `rounds=40` or `mnist=[(1200, 200)]`.
 
     Returns:

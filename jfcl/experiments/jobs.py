@@ -14,13 +14,14 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from multiprocessing.connection import wait
+from multiprocessing.connection import Connection, wait
 from typing import Any
 
 import jax
 
 from jfcl import mapping
 from jfcl.core import check, platform
+from jfcl.mapping.jitted import clear_programs
 
 OF_CACHE = ("jax_enable_compilation_cache", "jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
 LEAST_COMPILATION = 0.1  # seconds, of a program that is kept for others
@@ -48,7 +49,7 @@ def share_of_cores(cores: list[int], jobs: int, slot: int) -> list[int]:
 def in_processes(
     parts: Mapping[str, Callable[[], Any]], jobs: int, *, cores: int | None = None, tick: Callable[[], None] = int
 ) -> Iterator[str]:
-    """Calls the `parts`, at most `jobs` at a time, each in a new process; yields the name of each that has ended.
+    """Calls the `parts` in `jobs` new processes, each one after another; yields the name of each that has ended.
 
     Parts are pickled, and leave their results in files. After an error, or Ctrl-C, no other part begins; those that run
     are interrupted as by Ctrl-C, which a run answers with a checkpoint, and awaited.
@@ -71,48 +72,61 @@ def in_processes(
             yield name
         return
     share_gpu()
-    context, waiting, free = multiprocessing.get_context("spawn"), list(parts.items())[::-1], list(range(jobs))
-    running = {}  # a process and its slot, by the object that tells of its end
+    context, waiting = multiprocessing.get_context("spawn"), list(parts.items())[::-1]
+    processes, running = {}, {}  # and the names of the parts that they run, by the connection to each process
     cache, opened = {name: getattr(jax.config, name) for name in OF_CACHE}, contextlib.ExitStack()
     if cache["jax_compilation_cache_dir"] is None:  # this process has no folder for programs
         temporary = tempfile.TemporaryDirectory(prefix="jfcl-programs-", ignore_cleanup_errors=True)
         folder = opened.enter_context(temporary)
         cache |= dict(zip(OF_CACHE[1:], (folder, LEAST_COMPILATION), strict=True))
     try:
+        for slot in range(min(jobs, len(waiting))):
+            here, there = context.Pipe()
+            process = context.Process(target=_work, args=(there, jobs, slot, cores, cache), daemon=True)
+            process.start()
+            processes[here] = process
+            there.close()  # the process has the only other one, so that its end is that of the connection
+        free = list(processes)
         while waiting or running:
             while waiting and free:
-                (name, part), slot = waiting.pop(), free.pop()
-                process = context.Process(target=_work, args=(part, jobs, slot, cores, cache), name=name, daemon=True)
-                process.start()
-                running[process.sentinel] = process, slot
+                connection, (name, part) = free.pop(), waiting.pop()
+                running[connection] = name
+                with contextlib.suppress(OSError):  # the process was killed, as is seen below
+                    connection.send((name, part))
             tick()
-            for sentinel in wait(list(running), timeout=1.0):
-                process, slot = running.pop(sentinel)
-                process.join()
-                free.append(slot)
-                _check_status(process)
-                yield process.name
+            for connection in wait(list(running), timeout=1.0):
+                name = running.pop(connection)
+                try:
+                    connection.recv()
+                except (EOFError, OSError):
+                    _raise_failure(name, processes[connection])
+                if waiting:
+                    free.append(connection)
+                else:
+                    connection.close()  # the process ends
+                yield name
     finally:
-        for process, _ in running.values():
+        for connection in running:
             with contextlib.suppress(OSError):
-                os.kill(process.pid, signal.SIGINT)
-        for process, _ in running.values():
+                os.kill(processes[connection].pid, signal.SIGINT)
+        for connection, process in processes.items():
+            connection.close()
             process.join()
         opened.close()
 
 
-def _check_status(process: multiprocessing.process.BaseProcess) -> None:
-    """Raises `ChildProcessError` for a process that did not end well."""
+def _raise_failure(name: str, process: multiprocessing.process.BaseProcess) -> None:
+    """Raises `ChildProcessError` for a process that has ended before its part."""
+    process.join()
     status = process.exitcode
     if status < 0:
         why = f"was killed by signal {-status}; if memory ran out, call again with fewer jobs"
-        raise ChildProcessError(f"the process of {process.name} {why}. What has run is kept")
-    if status:
-        raise ChildProcessError(f"{process.name} has failed, its error stands above. What has run is kept")
+        raise ChildProcessError(f"the process of {name} {why}. What has run is kept")
+    raise ChildProcessError(f"{name} has failed, its error stands above. What has run is kept")
 
 
-def _work(part: Callable[[], Any], jobs: int, slot: int, cores: int | None, cache: dict[str, Any]) -> None:
-    """Runs in a process: takes its share of the cores, or of a GPU's memory, and calls `part`."""
+def _work(connection: Connection, jobs: int, slot: int, cores: int | None, cache: dict[str, Any]) -> None:
+    """Runs in a process: takes its share of the cores, or of a GPU's memory, and calls the parts that it is sent."""
     for name, value in cache.items():
         jax.config.update(name, value)
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
@@ -126,12 +140,20 @@ def _work(part: Callable[[], Any], jobs: int, slot: int, cores: int | None, cach
     else:
         mapping.divide_cpu(cores or max(1, mapping.num_cores() // jobs))
     try:
-        part()
+        while True:
+            try:
+                name, part = connection.recv()
+            except EOFError:  # there are no more
+                break
+            try:
+                part()
+            except (ValueError, OSError, MemoryError) as error:
+                print(f"{name}: {error}", file=sys.stderr)
+                sys.exit(1)
+            connection.send(None)
+            clear_programs()  # the next part has its own
     except KeyboardInterrupt:  # which the parent has seen
         sys.exit(130)
-    except (ValueError, OSError, MemoryError) as error:
-        print(f"{multiprocessing.current_process().name}: {error}", file=sys.stderr)
-        sys.exit(1)
 
 
 def _end_with_parent() -> None:

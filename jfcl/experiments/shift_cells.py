@@ -10,7 +10,7 @@ import time
 import warnings
 import zlib
 from collections.abc import Callable
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -202,7 +202,7 @@ def _filled(x: np.ndarray, axis: int, length: int) -> np.ndarray:
     return np.pad(x, [(0, max(length - x.shape[i], 0) if i == axis else 0) for i in range(x.ndim)])
 
 
-@cache
+@lru_cache(maxsize=1)
 def _dataset(name: str, data_dir: str | None) -> Dataset:
     return setups.load_dataset(Config("fedavg", dataset=name), data_dir)
 
@@ -337,7 +337,10 @@ def _maker(config: Config, clients: Federation, traced: tuple[str, ...]) -> Call
     key = (json.dumps(values, default=str), traced, clients.input_shape, clients.num_classes, largest)
     key += (None if of_clusters is None else of_clusters.tobytes(),)
     if key not in _makers:
-        _makers[key] = setups.algorithms_of(config, clients, largest, mapping.auto())
+        # It is kept longer than the examples, of which those of any client do.
+        train, test = jax.tree.map(lambda x: x[:1].copy(), (clients.train, clients.test))
+        few = clients._replace(train=train, test=test, newcomers=None)
+        _makers[key] = setups.algorithms_of(config, few, largest, mapping.auto())
     return _makers[key]
 
 
