@@ -192,8 +192,10 @@ def test_every_option_is_declared_whole():
             assert option.text, f"{method}: {name} has no entry in the docstring"
             assert kinds.setdefault(name, option.kind) is option.kind, f"{name} is of two types"
             assert option.kind in CLASSES and (option.default is None or option.check(option.default) is None)
-            others = [other for entry in option.metadata if isinstance(entry, Needs) for other in entry.names]
-            assert all(other in method_options(method) | common_options() for other in others), (method, name)
+            others = [
+                other for entry in option.metadata if isinstance(entry, Needs) for other in (entry.option, entry.other)
+            ]
+            assert {*others} <= {"", *method_options(method), *common_options()}, (method, name)
 
 
 # ---- Names of Flower (run configurations, strategies, flwr-datasets), FedML (YAML files), PFLlib (flags of main.py),

@@ -96,24 +96,20 @@ class Search(NamedTuple):
 
 
 class Needs(NamedTuple):
-    """Another option, or one of several, without which (or without one of its `values`) this one has no effect."""
+    """Another option, or either of two, without which (or without one of its `values`) this one has no effect."""
 
-    option: str | tuple[str, ...]
+    option: str
     values: tuple = ()
+    other: str = ""
 
     def are_met(self, options: Mapping[str, Any]) -> bool:
         """Returns whether `options` have what is needed: one of the values, or any but 0, False and None."""
-        needed = [options.get(name) for name in self.names]
+        needed = [options.get(name) for name in (self.option, self.other)]
         return any(value in self.values if self.values else not is_concrete(value) or bool(value) for value in needed)
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The other options, of which one is enough."""
-        return (self.option,) if isinstance(self.option, str) else self.option
 
     def __str__(self) -> str:
         values = " or ".join(map(str, self.values))
-        return " or ".join(flag_of(name) for name in self.names) + f" {values}" * bool(values)
+        return " or ".join(flag_of(name) for name in (self.option, self.other) if name) + f" {values}" * bool(values)
 
 
 class Reaches(NamedTuple):

@@ -31,7 +31,7 @@ CountOrNone = Annotated[int | None, Range(1)]
 Steps = Annotated[int | None, Range(1, MOST_REPEATED)]
 Seed = Range(0, 2**32 - 1)
 NotNegative = Annotated[Real, Interval("[0, inf)")]
-OF_POPULATION, PRIVATE = Needs(("population", "store")), Needs("dp_clip")
+OF_POPULATION, PRIVATE = Needs("population", other="store"), Needs("dp_clip")
 
 
 def _of_partition(option: str) -> Needs:
