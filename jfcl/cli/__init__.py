@@ -96,7 +96,8 @@ def _frames_of_user(error: Exception) -> list[traceback.FrameSummary]:
     ours, others = str(Path(__file__).parents[1]), (sys.prefix, sys.base_prefix, "<")
     frames = traceback.extract_tb(error.__traceback__)
     called = itertools.dropwhile(lambda frame: not frame.filename.startswith(ours), frames)  # not the script
-    return [frame for frame in called if not frame.filename.startswith((ours, *others))]
+    own = (frame for frame in called if not frame.filename.startswith((ours, *others)))
+    return [frame for frame in own if "-packages" not in frame.filename]  # of site-packages in a home, too
 
 
 def _sentence(error: Exception) -> str:
