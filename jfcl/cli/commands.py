@@ -319,8 +319,6 @@ COMMANDS = {command.__name__.removeprefix("command_"): command for command in _C
 
 def run_command(args: Namespace, console: Console) -> None:
     """Runs the command of `args`."""
-    data_dir = getattr(args, "data_dir", None)
-    check(data_dir is None or not Path(data_dir).is_file(), "data_dir", data_dir, "a folder, and not a file")
     if (out := getattr(args, "out", None)) is not None:  # of some commands, a new file or folder beside others
         _check_out(str(Path(out).parent) if args.command in ("report", "bench", "demo") else out)
     command = COMMANDS[args.command]
