@@ -109,13 +109,13 @@ class Config(declared.Data, declared.Training, declared.Attack, declared.Privacy
 def _resolved(name: str, given: dict[str, Any]) -> dict[str, Any]:
     """Returns all options of a run: those `given`, and the others as they follow from these, or by default."""
     method = lookup.find_method(name)
-    defaults = {option.name: option.default for option in (common_options() | method_options(name)).values()}
+    schema = common_options() | {n: o for n, o in method.declared.items() if n in declared.AS_DECLARED}
+    defaults = {option.name: option.default for option in (schema | method_options(name)).values()}
     values = defaults | _of_data(given) | given
 
     def derive(**derived: Any) -> None:
         values.update({name: value for name, value in derived.items() if name in values and name not in given})
 
-    derive(**{name: method.declared[name].default for name in declared.AS_DECLARED if name in method.declared})
     if "momentum" not in method.options:
         derive(momentum=OPTIMIZERS[values["optimizer"]].momentum)
     of_population = values["population"] is not None or values["store"] is not None

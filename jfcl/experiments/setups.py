@@ -240,8 +240,7 @@ def candidates(config: Config) -> dict[str, mapping.Mapping]:
     """Returns the mappings that a probe compares: of one device, and of all where there are several."""
     sizes = (1, 4, 16) if platform() == "cpu" else (32, 256)
     inner = {f"chunked({size})": mapping.chunked(size) for size in sizes if size < config.clients}
-    inner |= {"vmap": jax.vmap}
-    mesh = _mesh(config)
+    inner, mesh = inner | {"vmap": jax.vmap}, _mesh(config)
     if mesh.size == 1:
         return inner
     several = {f"sharded({name})": mapping.sharded(mesh, axis) for name, axis in inner.items()}
