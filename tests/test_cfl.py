@@ -144,6 +144,16 @@ def test_resumed_equals_uninterrupted_bit_for_bit(tree_dim, tmp_path):
     assert resumed.records[-1]["split_from"] == whole.records[-1]["split_from"]
 
 
+def test_few_clients_go_on_with_another_number_of_devices(tmp_path):
+    """With a padding client there are 8, without it 7: the splits between two records are of as many models."""
+    clients = jax.tree.map(lambda x: x[:7], regression(TRUTH, CLUSTER))
+    for axis, stop in ((jfcl.sharded(jfcl.client_mesh(2)), 1), (jfcl.chunked(1), 3)):
+        algorithm = jfcl.cfl(TASK, TRAINING, eps_1=0.05, eps_2=0.2, client_axis=axis)
+        options = {"key": jax.random.key(0), "num_rounds": 3, "eval_every": 3, "client_axis": axis, "stop_after": stop}
+        history = jfcl.simulate(algorithm, clients, out=tmp_path / "run", resume=True, **options)
+    assert len(history.records[-1]["split_from"]) == 8
+
+
 @pytest.mark.slow
 def test_full_capacity_says_so_and_goes_on():
     clients = regression(TRUTH, CLUSTER)

@@ -780,7 +780,7 @@ def test_a_refused_resume_leaves_a_population_without_a_store_as_it_was(tmp_path
 @pytest.mark.parametrize(
     ("method", "options", "said"),
     [
-        ("cfl", [], "max_clusters must be given for a cohort of 4"),
+        ("stocfl", [], "max_clusters must be given for a cohort of 4"),
         ("ifca", ["--clusters", "5"], "clusters must be at most the 4 clients"),
         ("knn_per", ["--num-neighbours", "17"], "num_neighbours must be at most 16"),
     ],

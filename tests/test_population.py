@@ -721,7 +721,7 @@ ATTACKED = jfcl.fedavg(TASK, TRAINING, adversary=jfcl.Adversary(jfcl.attacks.zer
             {"algorithm": jfcl.cfl(TASK, TRAINING, max_clusters=2, cohort=4), "remember": 4},
             "remember must be at most the 3 clients beside the cohort",
         ),
-        ({"algorithm": jfcl.cfl(TASK, TRAINING)}, "max_clusters must be given for a cohort of 4"),
+        ({"algorithm": jfcl.stocfl(TASK, TRAINING)}, "max_clusters must be given for a cohort of 4"),
         pytest.param({"algorithm": RESTARTED}, "join must be given", marks=pytest.mark.slow),
         ({"algorithm": jfcl.fesem(TASK, TRAINING, num_clusters=2)}, "join must be given"),
         pytest.param(

@@ -79,8 +79,7 @@ def cfl(
       gamma_max: `γ_max` in [0, 1), the assumed approximation noise; 0 accepts every bipartition of clients whose
         updates differ by more than rounding (`jfcl.kernels.similarity_tolerance`).
       min_rounds: rounds that a cluster trains before it may be split, counted from its own split.
-      max_clusters: capacity; a split that would need more is not carried out, and `capacity_reached` is set. Default:
-        8, or as many as there are clients.
+      max_clusters: capacity, by default 8; a split that needs more is not carried out, and `capacity_reached` is set.
       recursive: Algorithm 3: a stationary cluster that is not split has ended; its clients train no more. With `cohort`
         a cluster ends in a round in which more than half of its clients took part.
         `simulate` ends when all clusters have.

@@ -61,8 +61,8 @@ def serve(state: CFLState, clients: Clients | None) -> Served:
 def init(rules: Rules, key: jax.Array, clients: Clients) -> CFLState:
     """Returns the state before the first round: all clients in one cluster."""
     common, n = rules.common, num_clients(clients)
-    capacity = min(8, n) if common.num_clusters is None else common.num_clusters
-    check_at_most_clients("max_clusters", capacity, n)
+    capacity = 8 if common.num_clusters is None else common.num_clusters
+    check_at_most_clients("max_clusters", common.num_clusters, n)
     check_at_most_clients("cohort", common.cohort, n)
     if rules.true_cluster is not None:
         shape = jnp.shape(rules.true_cluster)
