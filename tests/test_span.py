@@ -39,9 +39,10 @@ def slope64(p, x, y):
     return (error**2).sum() / len(x), {"Dense_0": first, "Dense_1": second}
 
 
-def train64(params, batches, *, lr, momentum=0.0, prox=0.0):
+def train64(params, batches, *, lr, momentum=0.0, prox=0.0, anchor=None):
     """Gradient descent with heavy-ball momentum over `batches` of `(x, y)`; the model and the mean loss."""
-    p = start = jax.tree.map(lambda v: np.asarray(v, np.float64), params)
+    p = jax.tree.map(lambda v: np.asarray(v, np.float64), params)
+    start = p if anchor is None else jax.tree.map(lambda v: np.asarray(v, np.float64), anchor)
     buffer, losses = jax.tree.map(np.zeros_like, p), []
     for x, y in batches:
         loss, grads = slope64(p, x.astype(np.float64), y.astype(np.float64))
@@ -74,9 +75,9 @@ def drawn_rows(key, training, size, m):
 
 @cache
 def compiled(task, training):
-    def run(key, params, examples, size, products=None):
+    def run(key, params, examples, size, **options):
         opt_state = local.start_optimizer(training, params, jnp.zeros((), jnp.int32))
-        return local.train(task, training, key, params, examples, size, opt_state, products=products)
+        return local.train(task, training, key, params, examples, size, opt_state, **options)
 
     return jax.jit(run)
 
@@ -127,6 +128,27 @@ def test_against_plain_descent_in_float64(options, seed, size):
     assert_close(got.params, want)
     np.testing.assert_allclose(got.loss, loss, rtol=1e-4)
     assert got.num_steps == len(batches)
+
+
+@pytest.mark.slow_cases("{'num_steps': 1}", "{'num_steps': 7, 'batch_size': 3}")
+@pytest.mark.parametrize("options", [{"num_steps": 1}, {"num_steps": 6}, {"num_steps": 7, "batch_size": 3}], ids=str)
+def test_a_pull_to_another_model_adds_one_direction(options):
+    training = jfcl.local_training(HEAVY_BALL, span="always", prox=5.0, **options)
+    key, examples, size = jax.random.key(3), data(3, size=6), 6
+    params, anchor = (jax.tree.map(lambda p, i=i: p + 0.1 * i, MLP.init(jax.random.key(i))) for i in (1, 2))
+    batches = [(examples["x"][rows], examples["y"][rows]) for rows in drawn_rows(key, training, size, M)]
+    want, loss = train64(params, batches, lr=0.02, momentum=0.9, prox=5.0, anchor=anchor)
+    got = run(MLP, training, params, examples, size, key, anchor=anchor)
+    assert got.opt_state == ()
+    assert_close(got.params, want)
+    np.testing.assert_allclose(got.loss, loss, rtol=1e-4)
+
+
+def test_outputs_that_an_optimizer_mixes_are_not_pulled_in_the_span():
+    centralized, params = optax.chain(optax.centralize(), optax.sgd(0.05)), MLP.init(jax.random.key(0))
+    for pulled in (False, True):
+        found = as_optax_needs(span.in_span, dense_start(MLP), centralized, params, pulled=pulled)
+        assert (found is None) is pulled
 
 
 @pytest.mark.slow
@@ -231,6 +253,8 @@ def test_costs():
     assert span.span_cost(200, 20, 30, 784, 200, has_products=True) == given + 200 * 200 * 784 + 30 * 20 * 200 * 200
     assert span.span_cost(200, 200, 1, 784, 200) == ends  # one step on all examples needs no X X^T
     assert span.span_cost(200, 200, 1, 784, 200, has_products=True) == given
+    pull = 200 * 784 * 200 + one_pass  # X V, and a pass over V
+    assert span.span_cost(200, 200, 1, 784, 200, pulled=True) == ends + pull
 
 
 @pytest.mark.parametrize(
@@ -310,26 +334,18 @@ def test_optimizers_that_leave_the_span_are_refused(optimizer):
 
 
 @pytest.mark.parametrize(
-    ("task", "options", "anchored", "words"),
+    ("task", "options", "words"),
     [
-        (MLP._replace(apply=lambda params, x: MLP.apply(params, x)), {}, False, "no dense_start"),
-        (MLP, {"augment": lambda key, batch: batch}, False, "augment changes"),
-        (MLP, {"keep": "everything"}, False, "from outside"),
-        (MLP, {"prox": 1.0}, True, "another model"),
+        (MLP._replace(apply=lambda params, x: MLP.apply(params, x)), {}, "no dense_start"),
+        (MLP, {"augment": lambda key, batch: batch}, "augment changes"),
+        (MLP, {"keep": "everything"}, "from outside"),
     ],
 )
-def test_always_says_why_it_cannot(task, options, anchored, words):
+def test_always_says_why_it_cannot(task, options, words):
     params = task.init(jax.random.key(0))
     training = jfcl.local_training(optax.sgd(0.1), num_steps=2, span="always", **options)
     with pytest.raises(ValueError, match=words):
-        local.trains_in_span(task, training, params, M, anchor=params if anchored else None)
-
-
-def test_an_anchor_without_a_pull_is_no_obstacle():
-    params = MLP.init(jax.random.key(0))
-    assert local.trains_in_span(
-        MLP, jfcl.local_training(optax.sgd(0.1), num_steps=2, span="always"), params, M, anchor=params
-    )
+        local.trains_in_span(task, training, params, M)
 
 
 def test_an_unknown_span_is_refused():
@@ -431,8 +447,9 @@ SMALL = jfcl.models.regression(jfcl.models.Linear(1, squeeze=True), (4,), half=T
         pytest.param(jfcl.fedavg, {}, marks=pytest.mark.slow),
         pytest.param(jfcl.ifca, {"num_clusters": 2}, marks=pytest.mark.slow),
         pytest.param(jfcl.ifca, {"num_clusters": 2, "stable_rounds": 2, "weights": "size"}, marks=pytest.mark.slow),
+        pytest.param(jfcl.ditto, {"lam": 0.5}, marks=pytest.mark.slow),
     ],
-    ids=["fedavg", "ifca", "ifca with the shortcut"],
+    ids=["fedavg", "ifca", "ifca with the shortcut", "ditto"],
 )
 def test_methods_keep_their_promises_in_the_span(method, options):
     def make(task, training, client_axis=None):

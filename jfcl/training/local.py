@@ -239,6 +239,11 @@ def rekeyed(training: LocalTraining, key: jax.Array, params: PyTree, opt_state: 
     return noise.rekeyed(key, opt_state, jax.eval_shape(training.optimizer.init, params))
 
 
+def is_pulled(training: LocalTraining, anchor: PyTree | None) -> bool:
+    """Returns whether the proximal term pulls to another model than that at the start of training."""
+    return anchor is not None and not (is_concrete(training.prox) and training.prox == 0)
+
+
 def outside_span(task: Task, training: LocalTraining, params: PyTree, anchor: PyTree | None) -> str | None:
     """Returns the reason why a client cannot train in the span of its examples; None if it can."""
     start = dense_start(task)
@@ -248,9 +253,7 @@ def outside_span(task: Task, training: LocalTraining, params: PyTree, anchor: Py
         return "augment changes the examples"
     if training.keep == "everything":
         return 'with keep="everything" momentum comes from other rounds, and so from outside'
-    if anchor is not None and not (is_concrete(training.prox) and training.prox == 0):
-        return "the proximal term pulls to another model than that at the start of training"
-    if spans.in_span(start, training.optimizer, params) is None:
+    if spans.in_span(start, training.optimizer, params, pulled=is_pulled(training, anchor)) is None:
         return "the optimizer is not linear in the gradients alone (as Adam, weight decay and clipping are not)"
     return None
 
@@ -276,7 +279,8 @@ def trains_in_span(
         return False
     steps = examples_per_step(training, max_examples), most_steps(training, max_examples)
     counts = (max_examples, *steps, *spans.size_of(dense_start(task), params))
-    less = spans.span_cost(*counts, has_products=has_products) < spans.plain_cost(*counts)
+    options = {"has_products": has_products, "pulled": is_pulled(training, anchor)}
+    less = spans.span_cost(*counts, **options) < spans.plain_cost(*counts)
     return less and outside_span(task, training, params, anchor) is None
 
 
@@ -340,20 +344,20 @@ def train(
     m = jax.tree.leaves(examples)[0].shape[0]
     batch_size = examples_per_step(training, m)
     full_batch = batch_size == m
-    anchor = None if anchor is None else trained_part(task, anchor)
+    pull = trained_part(task, anchor) if is_pulled(training, anchor) else None
     params, statistics = divided(task.statistics, params)
     if rounds is not None:
         opt_state = optimizer_at(training, params, opt_state, rounds, size, m)
     opt_state = rekeyed(training, key, params, opt_state)
-    in_span = trains_in_span(task, training, params, m, anchor=anchor, has_products=products is not None)
-    begin, start, anchor = params, None, params if anchor is None else anchor
+    in_span = trains_in_span(task, training, params, m, anchor=pull, has_products=products is not None)
+    begin, start, anchor = params, None, params if pull is None else pull
     if full_batch or in_span:
         examples = blank_padding(examples, size)
     if in_span:
-        start = spans.in_span(dense_start(task), training.optimizer, begin)
+        start = spans.in_span(dense_start(task), training.optimizer, begin, pulled=pull is not None)
         gram = not spans.one_full_step(m, batch_size, most_steps(training, m))
-        span = spans.enter(start, begin, task.inputs_of(examples), products, gram=gram)
-        params = anchor = spans.coefficients(start, span, begin)
+        span = spans.enter(start, begin, task.inputs_of(examples), products, gram=gram, anchor=pull)
+        params, anchor = spans.coefficients(start, span, begin, anchor)
         opt_state = spans.start_optimizer(training.optimizer, opt_state, params)
     order_key, augment_key = jax.random.split(key)
     model_key = jax.random.fold_in(key, MODEL_STREAM)

@@ -9,7 +9,12 @@ and moves `A` `[M, H]`, which begins at 0, by `D` exactly as it moves `W` by `X^
 client and round, a step on `B` examples costs `B M H` multiply-adds in this layer, not `2 B d H`. Nothing is
 approximated; floating point rounds differently.
 
-The gradient of a proximal term `mu / 2 ||W - W_0||^2`, which is `mu X^T A`, is in the span as well.
+The gradient of a proximal term `mu / 2 ||W - W_0||^2`, which is `mu X^T A`, is in the span as well. A term that pulls
+to another model `W'` adds one direction: with `V = W' - W_0`,
+
+    W = W_0 + X^T A + c V,     X W = Z + G A + c X V,
+
+the gradient of the term is `mu (X^T A + (c - 1) V)`. So `c`, a further row of `A`, begins at 0 and is pulled to 1.
 
 A bias `b` of the layer is the weight of one more input, which is always 1: with `G + 1` in the place of `G`,
 `b = b_0 + 1^T A`, and no step sums `D` over the examples.
@@ -40,12 +45,15 @@ TOLERANCE = 1e-4  # of float32 rounding in a few steps on a few numbers, far bel
 class Span(NamedTuple):
     """The values of one client and round: `X` `[M, d]`, `Z` `[M, H]`, `G` `[M, M]` (or None, where `A` stays 0).
 
-    All have the type of the inputs, which may have fewer digits than the parameters and `A`.
+    All have the type of the inputs, which may have fewer digits than the parameters and `A`. With a pull to another
+    model, `away` has its differences `V` `[d, H]` and those of the bias, and `away_products` are `X V` `[M, H]`.
     """
 
     inputs: jax.Array
     products: jax.Array
     gram: jax.Array | None
+    away: tuple[jax.Array, jax.Array] | None = None
+    away_products: jax.Array | None = None
 
 
 def size_of(start: DenseStart, params: PyTree) -> tuple[int, int]:
@@ -59,8 +67,12 @@ def plain_cost(m: int, batch_size: int, steps: int, d: int, h: int) -> int:
     return steps * (2 * batch_size + PASS) * d * h
 
 
-def span_cost(m: int, batch_size: int, steps: int, d: int, h: int, *, has_products: bool = False) -> int:
-    """Returns the cost in the span of `m` examples, with one pass over the weights; `has_products`: `Z` is known.
+def span_cost(
+    m: int, batch_size: int, steps: int, d: int, h: int, *, has_products: bool = False, pulled: bool = False
+) -> int:
+    """Returns the cost in the span of `m` examples, with one pass over the weights, or two where they are pulled.
+
+    With `has_products`, `Z` is known.
 
     Example:
       >>> plain_cost(200, 200, 10, 784, 200) / span_cost(200, 200, 10, 784, 200)
@@ -68,7 +80,7 @@ def span_cost(m: int, batch_size: int, steps: int, d: int, h: int, *, has_produc
       >>> plain_cost(200, 20, 10, 784, 200) / span_cost(200, 20, 10, 784, 200)  # one epoch does not quite repay `G`
       0.9...
     """
-    ends = ((1 if has_products else 2) * m + PASS) * d * h
+    ends = ((2 - has_products + pulled) * m + (1 + pulled) * PASS) * d * h
     return ends if one_full_step(m, batch_size, steps) else ends + m * m * d + steps * batch_size * m * h
 
 
@@ -77,37 +89,68 @@ def one_full_step(m: int, batch_size: int, steps: int) -> bool:
     return steps == 1 and batch_size == m
 
 
-def in_span(start: DenseStart, optimizer: optax.GradientTransformation, params: PyTree) -> DenseStart | None:
+def in_span(
+    start: DenseStart, optimizer: optax.GradientTransformation, params: PyTree, *, pulled: bool = False
+) -> DenseStart | None:
     """Returns `start`, without its bias where that leaves the span under `optimizer`; None if the kernel does."""
-    if start.bias is not None and stays_in_span(optimizer, params, start.kernel, start.bias):
+    if start.bias is not None and stays_in_span(optimizer, params, start.kernel, start.bias, pulled=pulled):
         return start
-    return start._replace(bias=None) if stays_in_span(optimizer, params, start.kernel) else None
+    return start._replace(bias=None) if stays_in_span(optimizer, params, start.kernel, pulled=pulled) else None
 
 
-def enter(start: DenseStart, params: PyTree, x: jax.Array, products: jax.Array | None, *, gram: bool) -> Span:
-    """Returns the `Span` of one client's inputs `x`, with padding 0, at `params`; `products`: `Z`, if known."""
+def enter(
+    start: DenseStart,
+    params: PyTree,
+    x: jax.Array,
+    products: jax.Array | None,
+    *,
+    gram: bool,
+    anchor: PyTree | None = None,
+) -> Span:
+    """Returns the `Span` of one client's inputs `x`, with padding 0, at `params`.
+
+    `products` are `Z`, if known, and `anchor` is the model of the proximal term, if it is not `params`.
+    """
     kernel = get_parameter(params, start.kernel)
     inputs = start.rows(x, kernel)
     if products is None:
         products = inputs @ kernel.astype(inputs.dtype)
+    span = Span(inputs, products, None)
+    if anchor is not None:
+        kernel_away = get_parameter(anchor, start.kernel) - kernel
+        bias_away = jnp.zeros(kernel.shape[1:], kernel.dtype)
+        if start.bias is not None:
+            bias_away = get_parameter(anchor, start.bias) - get_parameter(params, start.bias)
+        away_products = inputs @ kernel_away.astype(inputs.dtype) + bias_away.astype(inputs.dtype)[None]
+        span = span._replace(away=(kernel_away, bias_away), away_products=away_products)
     if not gram:
-        return Span(inputs, products, None)
+        return span
     of_bias = jnp.asarray(start.bias is not None, inputs.dtype)
-    return Span(inputs, products, inputs @ inputs.T + of_bias)
+    return span._replace(gram=inputs @ inputs.T + of_bias)
 
 
-def coefficients(start: DenseStart, span: Span, params: PyTree) -> PyTree:
-    """Returns the trained parameters: `params` with `A = 0` `[M, H]` in the place of the kernel."""
-    kernel = get_parameter(params, start.kernel)
-    return set_parameter(params, start.kernel, jnp.zeros(span.products.shape, kernel.dtype))
+def coefficients(start: DenseStart, span: Span, params: PyTree, anchor: PyTree) -> tuple[PyTree, PyTree]:
+    """Returns the trained parameters, and what the proximal term pulls them to.
+
+    They are `params` with `A = 0` `[M, H]` in the place of the kernel, and with `c = 0`, if any, which is pulled to 1.
+    """
+    kernel, (m, *width) = get_parameter(params, start.kernel), span.products.shape
+    a = jnp.zeros((m if span.away is None else m + 1, *width), kernel.dtype)
+    params = set_parameter(params, start.kernel, a)
+    if span.away is None:
+        return params, params
+    if start.bias is not None:  # it moves by `A` and `c` alone
+        anchor = set_parameter(anchor, start.bias, get_parameter(params, start.bias))
+    return params, set_parameter(anchor, start.kernel, a.at[-1].set(1))
 
 
 def products(start: DenseStart, span: Span, params: PyTree, rows: jax.Array | None) -> jax.Array:
     """Returns the layer's products `[B, H]` at some rows (None: all); `params` has `A` in the place of the kernel."""
     if span.gram is None:
         return span.products
-    z, g = (span.products, span.gram) if rows is None else (span.products[rows], span.gram[rows])
-    return z + g @ get_parameter(params, start.kernel).astype(g.dtype)
+    z, g, away = (x if x is None or rows is None else x[rows] for x in (span.products, span.gram, span.away_products))
+    a = get_parameter(params, start.kernel).astype(g.dtype)
+    return z + g @ a if away is None else z + g @ a[:-1] + away * a[-1:]
 
 
 def loss_and_gradient(
@@ -122,19 +165,23 @@ def loss_and_gradient(
     loss, (grads, d) = jax.value_and_grad(mean_loss, argnums=(0, 1))(params, z)
     a = get_parameter(params, start.kernel)
     d = d.astype(a.dtype)
-    of_all = d if rows is None else jnp.zeros_like(a).at[rows].add(d)  # rows drawn twice count twice
+    whole = rows is None and span.away is None
+    rows = slice(len(d)) if rows is None else rows
+    of_all = d if whole else jnp.zeros_like(a).at[rows].add(d)  # rows drawn twice count twice
     if start.bias is not None:  # it stays at its first value, and its gradient is not computed
         grads = set_parameter(grads, start.bias, jnp.zeros_like(get_parameter(params, start.bias)))
     return loss, set_parameter(grads, start.kernel, of_all)
 
 
 def leave(start: DenseStart, span: Span, params: PyTree, begin: PyTree) -> PyTree:
-    """Returns `params` with `W_0 + X^T A` in the place of `A`, and `b_0 + 1^T A`; `begin` holds `W_0` and `b_0`."""
+    """Returns `params` with `W_0 + X^T A + c V` in the place of `A`; `begin` holds `W_0`, and the same of the bias."""
     kernel, a = (get_parameter(tree, start.kernel) for tree in (begin, params))
-    x = span.inputs
+    x, bias = span.inputs, None if start.bias is None else get_parameter(begin, start.bias)
+    if span.away is not None:
+        c, a = a[-1:], a[:-1]
+        kernel, bias = kernel + c * span.away[0], None if bias is None else bias + c[0] * span.away[1]
     moved = jnp.tensordot(x, a.astype(x.dtype), ((0,), (0,)), preferred_element_type=kernel.dtype)
-    if start.bias is not None:
-        bias = get_parameter(begin, start.bias)
+    if bias is not None:
         params = set_parameter(params, start.bias, bias + a.sum(axis=0).astype(bias.dtype))
     return set_parameter(params, start.kernel, kernel + moved)
 
@@ -153,32 +200,37 @@ _trials: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 
 
 def stays_in_span(
-    optimizer: optax.GradientTransformation, params: PyTree, kernel: str, bias: str | None = None
+    optimizer: optax.GradientTransformation,
+    params: PyTree,
+    kernel: str,
+    bias: str | None = None,
+    *,
+    pulled: bool = False,
 ) -> bool:
     """Returns whether `optimizer` moves `A` as it moves the kernel `W_0 + X^T A`, and other parameters equally.
 
-    With the path of a `bias`, also whether it moves `A` as it moves the bias `b_0 + 1^T A`. True of gradient descent,
-    momentum, Nesterov, moving averages of gradients, and schedules; not of Adam, weight decay, or clipping. The trial
-    is on arrays of a few random numbers in the shape of the tree `params`, with gradients of size 1e-8, 1 and 1e8 and
-    unrelated values of kernel and `A`, from fresh states with counters of steps as in `COUNTED`. A learning rate that
-    is a tracer is 0.3 in it.
+    With the path of a `bias`, also whether it moves `A` as it moves the bias `b_0 + 1^T A`; with `pulled`, also whether
+    it moves `c` as it moves kernel and bias along `V`. True of gradient descent, momentum, Nesterov, moving averages of
+    gradients, and schedules; not of Adam, weight decay, or clipping. The trial is on arrays of a few random numbers in
+    the shape of the tree `params`, with gradients of size 1e-8, 1 and 1e8 and unrelated values of kernel and `A`, from
+    fresh states with counters of steps as in `COUNTED`. A learning rate that is a tracer is 0.3 in it.
 
     Cost: tenths of a second for the first of a kind, since jax compiles its operations; 20 to 40 ms for the next. The
     result is kept as long as the optimiser exists.
     """
     ranks = jax.tree.map(jnp.ndim, params)
     leaves, structure = jax.tree.flatten(ranks)
-    case = (structure, tuple(leaves), kernel, bias)
+    case = (structure, tuple(leaves), kernel, bias, pulled)
     try:
         results = _trials.setdefault(optimizer.update, {})
     except TypeError:  # a callable without weak references
         results = {}
     if case not in results:
-        results[case] = _try(optimizer, ranks, kernel, bias)
+        results[case] = _try(optimizer, ranks, kernel, bias, pulled)
     return results[case]
 
 
-def _try(optimizer: optax.GradientTransformation, ranks: PyTree, kernel: str, bias: str | None) -> bool:
+def _try(optimizer: optax.GradientTransformation, ranks: PyTree, kernel: str, bias: str | None, pulled: bool) -> bool:
     rng = np.random.default_rng(0)
     width = (2,) * (get_parameter(ranks, kernel) - 1)
 
@@ -187,18 +239,21 @@ def _try(optimizer: optax.GradientTransformation, ranks: PyTree, kernel: str, bi
         return set_parameter(values, kernel, rng.normal(size=(rows, *width)).astype(np.float32))
 
     x = rng.normal(size=(4, 3)).astype(np.float32)
-    short = draw(4)
+    many = 5 if pulled else 4
+    short = draw(many)
     # The other parameters are the same on both sides; the kernel's are unrelated, so that any use of them shows.
     full = set_parameter(short, kernel, get_parameter(draw(3), kernel))
-    slopes = [draw(4) for _ in range(4)]  # of as many steps
+    slopes = [draw(many) for _ in range(4)]  # of as many steps
     if bias is not None:  # in the span it has no gradient
         slopes = [set_parameter(tree, bias, np.zeros_like(get_parameter(tree, bias))) for tree in slopes]
+    away, bias_away = (rng.normal(size=shape).astype(np.float32) for shape in ((3, *width), width))
 
     def back(tree):  # from A to W, and to the bias
         a = get_parameter(tree, kernel)
+        a, c = a[:4], a[4] if pulled else np.zeros_like(a[0])
         if bias is not None:
-            tree = set_parameter(tree, bias, a.sum(axis=0))  # it moves by nothing else, such as its decay
-        return set_parameter(tree, kernel, np.tensordot(x.T, a, axes=1))
+            tree = set_parameter(tree, bias, a.sum(axis=0) + c * bias_away)  # by nothing else, such as its decay
+        return set_parameter(tree, kernel, np.tensordot(x.T, a, axes=1) + c * away)
 
     def gradients(scale):  # of W, and of A
         scaled = jax.tree.map(lambda g: g * np.float32(scale), slopes)
