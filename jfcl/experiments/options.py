@@ -21,10 +21,6 @@ from jfcl.training.local import KEEP
 
 # Names of JAX. On a CPU all of them compute in float32 (measured with jax 0.10.2: the errors of one product are equal).
 PRECISIONS = {"default": None, "float32": "float32", "tf32": "tensorfloat32", "bfloat16": "BF16_BF16_F32"}
-MAPPINGS = ("vmap", "chunked", "sharded", "pmap", "auto")
-MONITORED = ("accuracy", "worst_client_accuracy", "loss", "train_loss")
-MOST_SEEDS = 10**4
-MOST_CLIENTS = 10**8  # of a population: dealing the data to so many takes an hour
 
 Count = Annotated[int, Range(1)]
 CountOrNone = Annotated[int | None, Range(1)]
@@ -115,7 +111,7 @@ class Data:
     drift_steps: Annotated[int | None, Range(2), Needs("drift")] = None
     drift_window: Annotated[int | None, Range(1), Needs("drift")] = None
     newcomer_examples: CountOrNone = None
-    population: Annotated[int | None, Range(1, MOST_CLIENTS)] = None
+    population: Annotated[int | None, Range(1, 10**8)] = None  # dealing the data to so many takes an hour
     store: str | None = None
     vocab_size: Annotated[int, Range(3)] = 10_000
     length: Annotated[int, Range(2)] = 32
@@ -264,17 +260,19 @@ class Run:
         effect on a CPU.
     """
 
-    seeds: Annotated[int, Range(1, MOST_SEEDS)] = 1
+    seeds: Annotated[int, Range(1, 10**4)] = 1
     seed: Annotated[int | None, Seed] = None
     eval_every: CountOrNone = None
     patience: CountOrNone = None
-    monitor: Annotated[str, OneOf(MONITORED), Needs("patience")] = "accuracy"
+    monitor: Annotated[str, OneOf(("accuracy", "worst_client_accuracy", "loss", "train_loss")), Needs("patience")] = (
+        "accuracy"
+    )
     serve: Annotated[str, OneOf(evaluation.SERVE)] = "loss"
     metrics: Annotated[str | None, OneOf(lookup.METRICS, lookup.find_metrics)] = None
     keep_clients: bool = False
     track_gap: Annotated[bool, Reaches("true_cluster")] = False
     chunk: CountOrNone = None
-    mapping: Annotated[str | None, OneOf(MAPPINGS)] = None
+    mapping: Annotated[str | None, OneOf(("vmap", "chunked", "sharded", "pmap", "auto"))] = None
     devices: CountOrNone = None
     precision: Annotated[str, OneOf(PRECISIONS)] = "default"
 
