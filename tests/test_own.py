@@ -565,6 +565,8 @@ def test_own_metrics_are_recorded_beside_those_of_the_library(tmp_path, monkeypa
     assert cli.main([*run, "--model", "linear", "--metrics", "macro_f1,my_metrics:share", "--out", "out"]) == 0
     record = json.loads(Path("out/metrics.jsonl").read_text().splitlines()[-1])
     assert 0 < record["macro_f1"] < 1 and 0.9 < record["share"] <= 1
+    printed = capsys.readouterr().out
+    assert f"macro_f1: {record['macro_f1']:.3f}\nshare: {record['share']:.3f}\n" in printed
     assert Path("out/clients.csv").read_text().splitlines()[0].endswith("macro_f1,share")
     assert json.loads(Path("out/summary.json").read_text())["mean"]["macro_f1"] == record["macro_f1"]
     (tmp_path / "my_metrics.py").unlink()

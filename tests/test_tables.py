@@ -372,7 +372,8 @@ def test_a_table_on_the_command_line(tmp_path, capsys, monkeypatch):
         "--quiet",
     ]
     assert main([*command, "--rounds", "2", "--out", "run"]) == 0
-    assert "(solo)" in " ".join(capsys.readouterr().out.split())
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "(solo)" in printed and "columns left out, as they number the rows: Unnamed: 0; those named" in printed
     table = json.loads((tmp_path / "run" / "summary.json").read_text())["table"]
     assert table["left_out"] == ["Unnamed: 0"] and table["labels"] == ["no", "yes"]
     assert [one["column"] for one in table["inputs"]] == ["age", "tall", "device"]

@@ -202,8 +202,13 @@ def _print_summary(config: Config, summary: dict[str, Any], out: str | None, con
     summaries = {summary["method"]: summary}
     title = f"{summary['description']}{attack}; {comparison.seeds_text(summaries)}"
     console.print(tables.results_table(summaries, title))
+    for name in lookup.find_metrics(config.metrics) if config.metrics else ():
+        console.print(f"{name}: {comparison.number(*comparison.over_seeds(summary, name), 3)}")
     for note in comparison.results_notes(summaries):
         console.print(f"note: {note}")
+    if columns := summary.get("table", {}).get("left_out"):
+        names = ", ".join(map(str, columns))
+        console.print(f"note: columns left out, as they number the rows: {names}; those named in --inputs stay")
     start = f" (the first {summary['init_rounds']} to find a start)" if summary["init_rounds"] else ""
     precision = default_precision() if config.precision == "default" or platform() == "cpu" else config.precision
     speeds = [f"{summary['rounds_per_second']:.2f} rounds/s"]
