@@ -28,10 +28,8 @@ from jfcl.training.optimizer import check_optimizer
 
 DIVIDE_BY = ("cluster", "participants", "all")
 
-# (key of the client's training, its examples and size, its last cluster, the least `unchanged` of all clients, its
-# personal parameters) -> (its cluster, whether it compared all models, the products of `local.train` if they are known)
 Choice = Callable[..., tuple[jax.Array, jax.Array, jax.Array | None]]
-Choose = Callable[[PyTree], Choice]  # of the models [K, ...]; here belong computations for all clients
+Choose = Callable[[PyTree], Choice]  # see `Averaging.choose`
 
 
 class AveragingState(NamedTuple):
@@ -102,7 +100,11 @@ class Averaging(NamedTuple):
       num_clusters: `K`.
       at_most_clients: whether there may be no more models than clients.
       start: `(params, clients) -> [N]` int32, the clusters before the first round; default: the first one.
-      choose: how one client finds its cluster at the start of a round.
+      choose: how a client finds its cluster at the start of a round. `choose(params)`, of the models `[K, ...]`, does
+        what is the same for all clients, and returns the function of one client `(key, examples, size, cluster,
+        unchanged, personal) -> (cluster, compared, products)`. It gets the key of the client's training, its last
+        cluster, the least `unchanged` of all clients, and its personal parameters; it returns its cluster, whether it
+        compared all models, and the products of `local.train`, or None where they are not known.
       divide_by: the clients with the weights that divide the sum of a cluster's updates. `"cluster"`: those in the sum;
         `"participants"`: those in the sum of any cluster; `"all"`: those with examples, also where they are outside
         the cohort or their updates are not finite.
