@@ -57,6 +57,22 @@ def test_evaluate_against_a_loop(axis):
     assert got["cluster"].tolist() == cluster.tolist()
 
 
+def test_clients_that_would_give_wrong_results_are_refused():
+    task = jfcl.models.classification(jfcl.models.Linear(3), (2,), 3)
+    params = jax.tree.map(lambda p: p[None], task.init(jax.random.key(0)))
+    x, y = np.zeros((2, 4, 2), np.float32), np.ones((2, 4), np.int32)
+    clients, holed = Clients({"x": x, "y": y}, np.full(2, 4, np.int32)), x.copy()
+    holed[1, 2] = np.nan
+    for wrong, words in [
+        (clients._replace(examples={"x": holed, "y": y}), r"clients.examples\['x'\]: NaN or infinity in 1 example"),
+        (clients._replace(examples={"x": x, "y": 2 + y}), r"clients: labels must lie in 0..2, got 3 at client 0"),
+        (clients._replace(examples={"x": x[..., :1], "y": y}), r"inputs have shape \(1,\), but the model is made for"),
+        (clients.examples, "clients must be Clients, as from jfcl.stack_clients"),
+    ]:
+        with pytest.raises(ValueError, match=words):
+            evaluate(task, params, wrong, np.zeros(2, np.int32))
+
+
 def test_newcomers_get_the_model_of_lowest_loss():
     clients, params = data(), {"w": np.random.default_rng(1).normal(size=(3, 2)).astype(np.float32)}
     got = evaluate(SIGN, params, clients, client_axis=jax.vmap)

@@ -2,8 +2,7 @@
 
 `evaluate` runs on the device, for one model or mixture of models per client. The argument `cluster` chooses it:
 `Served.to` for the method's own choice (a *cluster* model, a mixture, or the client's own model), zeros for one
-*global* model, `None` for the model of lowest loss on the evaluated data (IFCA's inference for new clients). The rest
-is NumPy on the host.
+*global* model, `None` for the model of lowest loss on the evaluated data. The rest is NumPy on the host.
 """
 
 from __future__ import annotations
@@ -19,6 +18,7 @@ import numpy as np
 
 from jfcl import mapping
 from jfcl.core import Batch, Clients, PyTree, Task, check, check_mixes, mixture_task, num_clients, with_fixed
+from jfcl.core.clients import check_clients, check_examples, check_labels
 from jfcl.core.texts import first_line
 from jfcl.mapping.jitted import jitted
 from jfcl.training.losses import blank_padding, masked_mean, under_all
@@ -60,15 +60,14 @@ def evaluate(
       client_axis: a mapping; default: `jfcl.mapping.auto()`.
 
     Returns:
-      `loss` `[N]`, `accuracy` `[N]` (where the task has one), `perplexity` `[N]` (of language models: the exponential
-      of the client's loss) and `cluster` `[N]`, the model, or that of the largest weight; NaN for clients without
-      examples. Cost: one forward pass over all examples, `K + 1` if `cluster` is None, `K` for mixtures. Compiled once
-      for a task and a mapping.
+      `loss` `[N]`, `accuracy` `[N]` (where the task has one), `perplexity` `[N]` (of language models: `exp(loss)`) and
+      `cluster` `[N]`, the model, or that of the largest weight; NaN for clients without examples. Cost: one forward
+      pass over all examples, `K + 1` if `cluster` is None, `K` for mixtures. Compiled once for a task and a mapping.
 
     Raises:
-      ValueError: models without a leading axis; clusters on the host (numpy, a list) of another length, or outside
-        `0 .. K-1`; weights that do not sum to 1; mixtures for a task without `mix`; `metrics` that are not functions,
-        or that have the name of another result.
+      ValueError: clients on the host (numpy) with NaN, or that the task cannot read; models without a leading axis;
+        clusters on the host of another length, or outside `0 .. K-1`; weights that do not sum to 1; mixtures for a task
+        without `mix`; `metrics` that are not functions, or that have the name of another result.
 
     Example:
       >>> import jax.numpy as jnp, numpy as np, jfcl
@@ -80,6 +79,11 @@ def evaluate(
     counts = {jnp.shape(leaf)[:1] for leaf in jax.tree.leaves(params)}
     stacked = "models stacked on a leading axis, [K, ...]; jax.tree.map(lambda p: p[None], params) makes them of one"
     check(len(counts) == 1 and () not in counts, "params", f"leading axes {sorted(counts)}", stacked)
+    if not isinstance(getattr(clients, "size", None), jax.Array):  # those on the device are a simulation's
+        check_clients(clients, allow_empty=True)
+        check_examples(clients, task)
+        if task.num_classes is not None:
+            check_labels(clients, task.num_classes)
     if not (cluster is None or isinstance(cluster, jax.Array)):  # those on the device are a method's: not waited for
         n, count, cluster = num_clients(clients), len(jax.tree.leaves(params)[0]), np.asarray(cluster)
         is_mixture = np.issubdtype(cluster.dtype, np.floating) and cluster.shape == (n, count)
