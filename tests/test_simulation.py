@@ -630,8 +630,12 @@ def test_a_method_says_what_records_hold_and_why_it_ends():
 
 
 def test_a_function_is_no_algorithm():
-    with pytest.raises(ValueError, match="algorithm must be an Algorithm, or a function of hyperparams that"):
+    with pytest.raises(ValueError, match="algorithm must be an Algorithm, or with hyperparams a function of them that"):
         sim(algorithm=jfcl.ifca)
+    with pytest.raises(ValueError, match=r"algorithm must be an Algorithm, or with hyperparams a .* got 'Algorithm'"):
+        sim(hyperparams={"lr": 0.1})
+    with pytest.raises(ValueError, match=r"hyperparams\['lr'\] must be a number"):
+        sim(algorithm=lambda lr: IFCA, hyperparams={"lr": "fast"})
 
 
 def test_a_configuration_may_hold_what_json_spells_otherwise(tmp_path):

@@ -30,9 +30,12 @@ from jfcl.simulation.progress import compile_ahead
 
 def build(algorithm, hyperparams) -> Algorithm:
     """Returns the algorithm of one row, made from its `hyperparams` where `algorithm` is a function of them."""
-    method = algorithm if hyperparams is None else algorithm(**hyperparams)
-    accepted = "an Algorithm, or a function of hyperparams that returns one"
-    check(isinstance(method, Algorithm), "algorithm", method, accepted)
+    method = algorithm
+    if hyperparams is not None:
+        method = algorithm(**hyperparams) if callable(algorithm) else None
+    accepted = "an Algorithm, or with hyperparams a function of them that returns one"
+    actual = type(algorithm if method is None else method).__name__
+    check(isinstance(method, Algorithm), "algorithm", actual, accepted)
     return method
 
 

@@ -189,8 +189,12 @@ def simulate(
         check_data(client_axis, parts, true_cluster)
         parts["clients"] = clients if drift is None else drift.clients(clients, 0)
         if hyperparams is not None:  # the same for each seed, with types that do not depend on Python's
-            values = {name: jnp.asarray(np.asarray(value)) for name, value in hyperparams.items()}
-            hyperparams = {name: np.stack([value] * len(seeds)) for name, value in values.items()}
+            values = {name: np.asarray(value) for name, value in hyperparams.items()}
+            for name, value in values.items():
+                check(
+                    value.dtype.kind not in "OUS", f"hyperparams[{name!r}]", value, "a number, or an array of numbers"
+                )
+            hyperparams = {name: np.stack([jnp.asarray(value)] * len(seeds)) for name, value in values.items()}
         check_method(build(algorithm, first_row(hyperparams)), parts)
         seed_axis = seed_axis or (mapping.chunked(1) if len(seeds) == 1 else mapping.auto())
         axes = {"row_axis": seed_axis, "client_axis": client_axis}
