@@ -28,8 +28,7 @@ class Rules(NamedTuple):
     """The decisions of a variant of the method, and what clients keep from the server. `K` clusters throughout.
 
     Attributes:
-      common: the model, and the common options of methods. Its `num_clusters` are `K`; None: 8, or as many as there
-        are clients.
+      common: the model, and the common options of methods. Its `num_clusters` are `K`; None: 8.
       ripe: `(state, mean_norm [K], max_norm [K], members [K]) -> (stationary [K], wanted [K])` bool.
       accept: `(splits) -> [K]` bool: the bipartitions to act on.
       decide: `(rules, state, sent, comparison) -> Decision`: the action on them.
