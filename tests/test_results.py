@@ -201,8 +201,10 @@ def test_a_resumed_run_names_its_first_round(kind, tmp_path, capsys):
 
 def test_a_loss_that_grows_is_noted():
     wild = still(TASK, models_of(1), lambda t: jnp.where(t == 1, 1.0, 1e9))
-    with pytest.warns(UserWarning, match=r"round 2, .* training loss, .*, is far above that of round 1, .*--lr"):
+    message = r"round 2, .* training loss, .*, is far above that of round 1, .*--lr"
+    with pytest.warns(UserWarning, match=message) as warned:
         simulate(wild, num_rounds=2)
+    assert warned[0].filename == __file__  # where `jfcl.simulate` was called
 
 
 @pytest.mark.parametrize("loss, is_noted", [(24.0, True), (22.0, False), (float("inf"), True), (float("nan"), False)])

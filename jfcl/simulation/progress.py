@@ -205,7 +205,7 @@ def warn_once(warned: set, rows: list[dict[str, Any]], subjects: Subjects, *, is
             texts["nonfinite"] = f"{updates} so far held NaN or infinity and were left out"
         for kind in texts.keys() - warned:
             warned.add(kind)
-            warnings.warn(f"round {row['round']}, seed {row['seed']}: {texts[kind]}", stacklevel=4)
+            warnings.warn(f"round {row['round']}, seed {row['seed']}: {texts[kind]}", stacklevel=5)
 
 
 def warn_if_cores_are_idle(client_axis: mapping.Mapping, seconds: float) -> None:
@@ -230,6 +230,6 @@ def warn_if_loss_is_high(records: list[dict[str, Any]], subjects: Subjects) -> N
                 f"round {last['round']}, seed {last['seed']}: the training loss, {last['train_loss']:.3g}, is far above"
                 f" that of {what}, {guess:.3g}; a lower learning rate (--lr) usually helps, and with hostile clients"
                 " a robust aggregator",
-                stacklevel=4,
+                stacklevel=5,
             )
             return
