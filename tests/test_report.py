@@ -802,7 +802,7 @@ def test_an_unfinished_run_has_agreement_with_clusters_where_there_are_any(copy)
 @pytest.mark.slow_cases("figures")
 @pytest.mark.parametrize("forms", [[], ["pdf", "svg"]], ids=["table", "figures"])
 def test_a_comparison_for_a_paper(forms, finished, tmp_path, capsys):
-    awkward = tmp_path / "a_b 50% & #1 $x$ {y} ~^\\"
+    awkward = tmp_path / "[a_b] 50% & #1 $x$ {y} ~^\\"
     shutil.copytree(finished / "local", awkward)
     runs = [str(finished / "cfl"), str(awkward)]
     flags = [f"--{form}" for form in ("latex", *forms)]
@@ -815,7 +815,7 @@ def test_a_comparison_for_a_paper(forms, finished, tmp_path, capsys):
     ]
     head, cfl, local = ([cell.strip() for cell in re.split(r"(?<!\\)&", row)] for row in rows)
     assert len(head) == len(cfl) == len(local) == 9 and head[1] == r"client acc. \%"
-    assert local[0] == r"a\_b 50\% \& \#1 \$x\$ \{y\} \textasciitilde{}\textasciicircum{}\textbackslash{}"
+    assert local[0] == r"{[}a\_b] 50\% \& \#1 \$x\$ \{y\} \textasciitilde{}\textasciicircum{}\textbackslash{}"
     with (tmp_path / "out/results.csv").open() as file:
         numbers = {row["run"]: row for row in csv.DictReader(file)}["cfl"]
     mean, std = (100 * float(numbers[name]) for name in ("accuracy", "accuracy_std"))
@@ -824,3 +824,7 @@ def test_a_comparison_for_a_paper(forms, finished, tmp_path, capsys):
     for name in ("accuracy", "methods") if forms else ():
         [box] = re.findall(rb"/MediaBox \[ 0 0 ([\d.]+) ", (tmp_path / f"out/{name}.pdf").read_bytes())
         assert float(box) == 234 and 'width="234pt"' in (tmp_path / f"out/{name}.svg").read_text()
+
+
+def test_numbers_near_zero_have_no_sign():
+    assert comparison.number(-0.001, 0.002, 2) == "0.00±0.00"

@@ -35,6 +35,7 @@ MOST_DRAWN = 20  # runs in a picture, and with sections of their own in a report
 NOT_COMPARED = ("split_hash", "cohorts", "key", "versions", "schedule_rounds")
 TEX = {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "±": r" $\pm$ ", "–": "--"}
 TEX |= {character: f"\\{character}" for character in "&%$#_{}"} | {"<": r"\textless{}", ">": r"\textgreater{}"}
+TEX |= {"[": "{[}", "|": r"\textbar{}"}  # after the end of a row, a bracket would begin an option
 
 
 def compare(
@@ -207,7 +208,7 @@ def number(value: float | None, std: float | None, digits: int, scale: float = 1
     """Returns `value`, and the standard deviation where there is one, times `scale`, with so many decimals."""
     if value is None:
         return "–"
-    return f"{scale * value:.{digits}f}" + ("" if std is None else f"±{scale * std:.{digits}f}")
+    return f"{scale * value:z.{digits}f}" + ("" if std is None else f"±{scale * std:.{digits}f}")
 
 
 def metric_text(name: str, value: float | None, std: float | None = None) -> str:
