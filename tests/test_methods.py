@@ -114,6 +114,21 @@ def test_types_stay_with_64_bits_enabled(name):
             assert served.to is None or served.to.dtype in (jnp.int32, jnp.float32)
 
 
+@pytest.mark.parametrize("name", quick("stocfl", "cfl_gp", "fedsoft"))
+def test_clients_without_examples_in_a_round_keep_their_rows(name):
+    clients, _, task, training = problem(KIND.get(name, "regression"))
+    algorithm = factory(name, **({"period": 1} if name == "cfl_gp" else {}))(task, training)
+    state, _ = rollout(algorithm, clients, key=jax.random.key(0), num_rounds=3)
+    absent = clients._replace(size=np.where(np.isin(np.arange(7), [2, 3]), 0, clients.size).astype(np.int32))
+    after, _ = jax.jit(algorithm.step)(jax.random.key(9), state, absent)
+    of_examples = {"knn_per": "params", "feddrift": "memory"}  # computed from the examples that clients have now
+    if name in of_examples:
+        state, after = (s._replace(**{of_examples[name]: ()}) for s in (state, after))
+    for (path, old), new in zip(jax.tree.leaves_with_path(state), jax.tree.leaves(after), strict=True):
+        if old.shape[:1] == (7,):
+            np.testing.assert_array_equal(new[2:4], old[2:4], err_msg=jax.tree_util.keystr(path))
+
+
 @pytest.mark.parametrize("name", quick("ifca"))
 def test_conformance(name):
     check_algorithm(

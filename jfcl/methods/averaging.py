@@ -271,7 +271,7 @@ def step(rules: Averaging, key: jax.Array, state: AveragingState, clients: Clien
     moved = state.params, state.server, mean, changed
     params, server = phases.server_update(rules.task, rules.server, cohort, *moved, loss)
     stayed = (report.cluster == last) & (state.round > 0)  # in the first round no cluster has changed since `start`
-    unchanged = jnp.where(stayed, unchanged + 1, jnp.zeros_like(unchanged))
+    unchanged = jnp.where(stayed, unchanged + real.astype(jnp.int32), jnp.zeros_like(unchanged))
     local_state = where_rows(report.finite & real, (report.opt_state, report.personal), local_state)
     after = report.cluster, unchanged, local_state
     cluster, unchanged, (opt_states, personal) = phases.put_rows(cohort, before, after)
@@ -307,7 +307,7 @@ def train_client(rules: Averaging, state: AveragingState, clients: Clients) -> C
         finite, inside = is_finite((update, personal)), ()
         if rules.dp is not None:
             update, inside = privacy.clipped(update, privacy.clip_of(rules.dp, state.clip))
-            chosen = jnp.where(size > 0, chosen, cluster)  # a Poisson cohort has rows of clients that are not drawn
+        chosen = jnp.where(size > 0, chosen, cluster)  # a client without examples in this round keeps its cluster
         weight = weight * finite.astype(jnp.float32)
         report = Report(chosen, compared, finite, trained.loss, trained.num_steps, trained.opt_state, personal, inside)
         return (update, chosen, weight), report._replace(losses=trained.losses)

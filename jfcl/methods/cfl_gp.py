@@ -100,7 +100,7 @@ def cfl_gp(
         last, unchanged, profiles = take_rows(cohort, (state.cluster, state.unchanged, state.memory))
         turn = (state.round // period) % k
         in_turn = jax.tree.map(lambda p: p[turn], state.params)
-        has_cluster, fresh = real & (unchanged != UNSEEN), real & (unchanged == UNSEEN)
+        has_cluster, fresh = unchanged != UNSEEN, real & (unchanged == UNSEEN)
 
         def gradient(key, examples, size):
             return update_of(task, one_step, key, in_turn, examples, size).astype(profiles.gradients.dtype)

@@ -104,6 +104,7 @@ def fedsoft(
         centres, size, everyone = state.common, jnp.asarray(clients.size), phases.select_cohort(key, clients)
         is_due = state.round % estimate_every == 0
         estimated = jax.lax.cond(is_due, lambda: serve.estimate(centres, clients), lambda: state.share)
+        estimated = where_rows(size > 0, estimated, state.share)
         share = importance(estimated)
         counts = share * phases.weights_of(rules.weights, clients)[:, None]
         cohort = everyone

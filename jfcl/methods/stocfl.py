@@ -176,7 +176,8 @@ def _assign(rules, observe, observe_epochs, threshold, omega, cohort: Cohort, st
     last, unchanged, seen = phases.take_rows(cohort, (state.cluster, state.unchanged, memory.seen))
     is_new = real & (unchanged == UNSEEN)
     seen = embedded_again(rules, observe, cohort, is_new, seen)
-    usable = real & jnp.isfinite(seen).all(axis=1)
+    finite = jnp.isfinite(seen).all(axis=1)
+    usable = real & finite
     row = jnp.where((unchanged == UNSEEN) | (last < 0), -1, memory.into[jnp.maximum(last, 0)])
     first, size = (jnp.where(row >= 0, x[row], single) for x, single in ((memory.first, ids), (memory.size, 1)))
 
@@ -199,7 +200,7 @@ def _assign(rules, observe, observe_epochs, threshold, omega, cohort: Cohort, st
     into = memory.into.at[old_row].set(target, mode="drop")
     new_row = jnp.where(usable & (target >= 0), target, k)
     new = memory._replace(
-        seen=phases.put_rows(cohort, memory.seen, jnp.where(usable[:, None], seen, 0.0)),
+        seen=phases.put_rows(cohort, memory.seen, jnp.where(finite[:, None], seen, 0.0)),
         into=into[into],
         first=memory.first.at[new_row].set(first[union], mode="drop"),
         size=memory.size.at[old_row].set(0, mode="drop").at[new_row].set(sizes[union], mode="drop"),
