@@ -828,3 +828,8 @@ def test_a_comparison_for_a_paper(forms, finished, tmp_path, capsys):
 
 def test_numbers_near_zero_have_no_sign():
     assert comparison.number(-0.001, 0.002, 2) == "0.00±0.00"
+
+
+def test_curves_of_a_metric_that_was_not_recorded_are_refused():
+    with pytest.raises(ValueError, match="'accuracy'"):
+        plots.curves({"ifca": [{"seed": 0, "round": 1, "accuracy": 0.5}]}, "acuracy")

@@ -13,7 +13,7 @@ import numpy as np
 from cycler import Cycler, cycler
 
 from jfcl.analysis.metrics import contingency, deviation
-from jfcl.core import check
+from jfcl.core import check, check_choice
 from jfcl.core.files import write_whole
 from jfcl.core.texts import printable
 
@@ -175,9 +175,8 @@ def _by_round(records: Records, metric: str, over: str = "round") -> tuple[np.nd
 
 def _spaced(values: Sequence[Any]) -> list[Any]:
     """Returns all of `values`, or `MOST_POINTS` evenly spaced ones, the first and the last among them."""
-    if len(values) <= MOST_POINTS:
-        return list(values)
-    return [values[i] for i in np.linspace(0, len(values) - 1, MOST_POINTS).astype(int)]
+    count = min(len(values), MOST_POINTS)
+    return [values[i] for i in np.rint(np.linspace(0, len(values) - 1, count)).astype(int)]
 
 
 def curves(
@@ -196,6 +195,7 @@ def curves(
     """
     fits = isinstance(runs, Mapping) and all(isinstance(row, dict) for records in runs.values() for row in records)
     check(fits, "runs", type(runs).__name__, "a dict of records by name, such as {'IFCA': history.records}")
+    check_choice("metric", metric, {name: 0 for rows in runs.values() for row in rows[-1:] for name in row} or [metric])
     figure, axes = _axes(LINES)
     for name, records in runs.items():
         rounds, values = _by_round(records, metric, over)
