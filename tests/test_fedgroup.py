@@ -279,6 +279,20 @@ def test_a_client_with_other_labels_migrates():
         assert metrics["migrations"] == 0
 
 
+@pytest.mark.slow  # without optimisation the shares are equal
+def test_no_client_migrates_without_other_labels():
+    rng = np.random.default_rng(0)
+    task = jfcl.models.classification(jfcl.models.Linear(10), (7,), 10)
+    sizes = rng.integers(1, 60, 40)
+    parts = [{"x": rng.normal(size=(n, 7)), "y": rng.integers(0, 10, n)} for n in sizes]
+    parts = [{"x": part["x"].astype(np.float32), "y": part["y"].astype(np.int32)} for part in parts]
+    clients = jfcl.stack_clients(parts)
+    options = {"pretrain_steps": STEPS, "pretrain_clients": 20, "cohort": 10, "migrate": 0.0}
+    algorithm = jfcl.fedgroup(task, TWO, num_clusters=3, **options)
+    history = jfcl.simulate(algorithm, clients, key=jax.random.key(0), num_rounds=6)
+    assert [record["migrations"] for record in history.records] == [0] * 6
+
+
 @pytest.mark.slow
 def test_a_client_migrates_by_its_further_examples_if_their_labels_are_others():
     task = jfcl.models.classification(jfcl.models.Linear(4), (4,), 4)

@@ -30,6 +30,7 @@ from jfcl.training.losses import indexable
 
 MEASURES = ("edc", "madc")
 COLD_STREAM = zlib.crc32(b"first update of a client")  # folded into a client's key
+ROUNDING = 1e-6  # of shares of labels: those of the same labels may differ between two programs
 NONE = -2.0  # in the place of the cosine of no update, or to a group without members
 
 
@@ -199,7 +200,7 @@ def _assign(grouping: Grouping, cohort: Cohort, state: AveragingState) -> Assign
     if grouping.migrate is not None:
         shares, before = _shares(cohort.clients, grouping.rules.task), phases.take_rows(cohort, memory.shares)
         change = jnp.abs(shares - before).sum(axis=1) / 2
-        moved = (size > 0) & (unchanged != UNSEEN) & (change > grouping.migrate)
+        moved = (size > 0) & (unchanged != UNSEEN) & (change > jnp.maximum(grouping.migrate, ROUNDING))
     is_cold = ((size > 0) & (unchanged == UNSEEN)) | moved
     none = jnp.full((len(size), grouping.rules.num_clusters), NONE, jnp.float32)
     similar = embedded_again(grouping.rules, partial(_cosines, grouping, memory), cohort, is_cold, none, personal)
