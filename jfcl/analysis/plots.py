@@ -51,7 +51,7 @@ def new_figure(width: float, height: float, *, layout: str | None = None) -> Fig
 
 def _axes(style: Cycler, width: float = 6) -> tuple[Figure, Axes]:
     """Returns a figure with one frame, in which the lines have a style."""
-    figure = new_figure(width, 3.8)
+    figure = new_figure(width, 3.8, layout="constrained")
     axes = figure.subplots()
     axes.set_prop_cycle(style)
     return figure, axes
@@ -149,7 +149,6 @@ def _add_legend(axes: Axes) -> None:
     longest, figure = max(map(len, names)), axes.figure
     columns = 3 if longest <= 12 else 2 if longest <= 20 else 1
     figure.set_figheight(figure.get_figheight() + 0.25 * -(-len(names) // columns))
-    figure.set_layout_engine("constrained")
     figure.legend(loc="outside lower left", ncols=columns, fontsize=8)
 
 
