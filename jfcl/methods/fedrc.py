@@ -44,8 +44,8 @@ def fedrc(
     Returns:
       `Algorithm` as that of `jfcl.fedem`. `params["labels"]` `[1, C, K]` are the shares of all examples of the last
       round by label and model (with `weights="equal"`, the means of the clients' shares), `T` times the share of each
-      model; equal at first. It has the further metric `label_spread` `[K]`, the entropy of `T[:, k]`. Cost and memory are those of FedEM, and a sum `[C, K]` for each
-      client. Bytes: `C K` numbers more in each direction.
+      model; equal at first. It has the further metric `label_spread` `[K]`, the entropy of `T[:, k]`. Cost and memory
+      are those of FedEM, and a sum `[C, K]` for each client. Bytes: `C K` numbers more in each direction.
 
     Raises:
       ValueError: a task without labels; as in `jfcl.fedem`. `init` refuses a model with one output for two labels, and
