@@ -14,6 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import jfcl
 from jfcl import cli
+from jfcl.cli.parser import parse
 from jfcl.experiments import plan as plans
 from jfcl.mapping import memory
 from jfcl.mapping.axis import client_mesh
@@ -71,6 +72,11 @@ def test_refuses_targets(name, parts):
     with pytest.raises(ValueError) as error:
         targets.target(name)
     assert all(part in str(error.value) for part in parts), error.value
+
+
+def test_an_empty_target_is_refused_by_the_name_of_its_flag():
+    with pytest.raises(ValueError, match=r"^target must be text of 1 to 4096 characters"):
+        parse(["plan", "ifca", "--target", ""])
 
 
 @pytest.mark.parametrize(

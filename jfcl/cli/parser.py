@@ -106,7 +106,8 @@ def parse(argv: list[str]) -> argparse.Namespace | None:
     for option in arguments_of(command):
         if option.several and hasattr(args, option.name):
             setattr(args, option.name, [*itertools.chain(*getattr(args, option.name))])
-        option.check(getattr(args, option.name, option.default))
+        named = option._replace(name=FLAGS.get(option.name, option.name).lstrip("-"))
+        named.check(getattr(args, option.name, option.default))
     return args
 
 
