@@ -148,6 +148,12 @@ def needs(task, training, *, quantile: str, num_clusters: int, client_axis=None)
       quantile: a word, and a number in other methods.
     """
     return jfcl.fedavg(task, training, client_axis=client_axis)
+
+
+def without_flags(task, training, *, optimizer=None, schedule=None, client_axis=None):
+    """FedAvg, with arguments that have no types, and so no flags, but names of options of a run."""
+    assert optimizer is None and schedule is None
+    return jfcl.fedavg(task, training, client_axis=client_axis)
 '''
 
 HOSTILE = """
@@ -448,6 +454,11 @@ def test_options_of_an_own_method_in_python():
         Config("mine_factories:needs")
     assert find_method("mine_factories:needs").summary == "FedAvg"
     assert parse(["run", "mine_factories:needs", "--quantile", "many"]).quantile == "many"
+
+
+def test_an_argument_without_a_flag_keeps_its_default():
+    config = Config("mine_factories:without_flags", clients=2, clusters=1, model="linear", optimizer="adam")
+    assert setup(config).algorithm is not None
 
 
 @pytest.mark.parametrize("name", ["Net", "Small", "pair"])

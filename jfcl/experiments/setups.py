@@ -19,7 +19,7 @@ from jfcl.data.build import select_clients
 from jfcl.experiments import lookup, privacy, results
 from jfcl.experiments.config import Config
 from jfcl.experiments.optimizers import SERVER_OPTIMIZERS, beginnings, make_training, starting_with
-from jfcl.experiments.options import OF_PARTITION, PRECISIONS
+from jfcl.experiments.options import AS_DECLARED, OF_PARTITION, PRECISIONS, method_options
 from jfcl.robust import attacks
 from jfcl.simulation import probe
 from jfcl.training.local import LocalTraining
@@ -68,7 +68,8 @@ def make_algorithm(config: Config, task: Task, training: LocalTraining, federati
     """Returns the method of `config`."""
     method = lookup.find_method(config.method)
     # Options with the same name and type in the factory, and those that stand for an object.
-    options: dict[str, Any] = {name: value for name, value in config.values.items() if name in method.options}
+    names = [name for name in (*AS_DECLARED, *method_options(config.method)) if name in method.options]
+    options: dict[str, Any] = {name: config.values[name] for name in names}
     if config.of_population and not config.remember:  # the cohort is all clients that are on the device
         options.pop("cohort", None)
     _check_beginnings(config, task)
