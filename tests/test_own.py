@@ -461,6 +461,12 @@ def test_an_argument_without_a_flag_keeps_its_default():
     assert setup(config).algorithm is not None
 
 
+@pytest.mark.parametrize("method", [None, 5, ["ifca"]])
+def test_a_method_is_a_name(method):
+    with pytest.raises(ValueError, match="method must be of type str, got "):
+        Config(method)
+
+
 @pytest.mark.parametrize("name", ["Net", "Small", "pair"])
 def test_models_of_a_class_or_function(name):
     task = setup(Config("local", clients=2, clusters=1, model=f"mine_models:{name}")).task

@@ -71,6 +71,7 @@ class Config(declared.Data, declared.Training, declared.Attack, declared.Privacy
     values: dict[str, Any] = dataclasses.field(init=False, repr=False)
 
     def __init__(self, method: str, *, given: dict[str, Any] | None = None, **options: Any):
+        METHOD.check(method)
         given = {name: value for name, value in ((given or {}) | options).items() if value is not None}
         schema = all_options(method)
         for name in [name for name in given if name not in schema]:
