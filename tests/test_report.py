@@ -717,6 +717,9 @@ def test_names_below_bars_and_their_legend_cover_nothing(column, tmp_path):
         turned = {name.get_rotation() for name in figure.axes[0].get_xticklabels()} == {45}
         assert turned or not any(a.overlaps(b) for a, b in itertools.pairwise(places))
         assert figure.axes[0].get_legend().get_window_extent().y0 >= frame.y1
+    long = plots.bars(dict.fromkeys(["out", f"/tmp/{'a-folder/' * 12}out"], records))
+    plots.save(long, tmp_path / "a.svg", column=column)
+    assert drawn(long)[0].height > 60
     many = plots.bars({f"run-{i}": records for i in range(20)})
     plots.save(many, tmp_path / "a.svg", column=column)
     assert drawn(many)[0].height > 60  # pixels at 100 to the inch

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import itertools
 import math
+import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -230,12 +231,12 @@ def bars(runs: Mapping[str, Records], metrics: Sequence[str] = ("accuracy", "wor
         last = [_by_round(records, metric)[1][-1] for records in runs.values()]
         spread = [deviation(v) or np.nan for v in last]
         at = np.arange(len(runs)) + (j - (len(metrics) - 1) / 2) * width
-        means = [v.mean() for v in last]
-        tallest = max([tallest, *means])  # NaN is never larger
+        tallest = max([tallest, *(means := [v.mean() for v in last])])  # NaN is never larger
         shown = axes.bar(at, means, width * 0.92, yerr=spread, label=metric.replace("_", " "), capsize=3)
         axes.bar_label(shown, [f"{v:.3f}" for v in means], padding=2, fontsize=8, rotation=90 * is_narrow)
     turned = {"rotation": 45, "ha": "right", "rotation_mode": "anchor"} if sum(map(len, runs)) > MOST_LETTERS else {}
-    axes.set_xticks(np.arange(len(runs)), list(runs), **turned)
+    names = ["\n".join(textwrap.wrap(name, 24)) for name in runs]  # a path in one line can leave no room for the bars
+    axes.set_xticks(np.arange(len(runs)), names, **turned)
     axes.set_ylim(0, (1.3 if is_narrow else 1.1) * max(1.0, tallest))
     axes.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=len(metrics), frameon=False)  # above the bars
     axes.grid(axis="y", alpha=0.3)
