@@ -226,18 +226,18 @@ def bars(runs: Mapping[str, Records], metrics: Sequence[str] = ("accuracy", "wor
       2
     """
     figure, axes = _axes(cycler(color=PALETTE), max(1.6 + 1.1 * len(runs), 4.4))  # the legend has its width
-    width, tallest, is_narrow = 0.8 / len(metrics), 0.0, len(runs) > MOST_NAMES
+    width, is_narrow = 0.8 / len(metrics), len(runs) > MOST_NAMES
     for j, metric in enumerate(metrics):
         last = [_by_round(records, metric)[1][-1] for records in runs.values()]
         spread = [deviation(v) or np.nan for v in last]
         at = np.arange(len(runs)) + (j - (len(metrics) - 1) / 2) * width
-        tallest = max([tallest, *(means := [v.mean() for v in last])])  # NaN is never larger
+        means = [v.mean() for v in last]
         shown = axes.bar(at, means, width * 0.92, yerr=spread, label=metric.replace("_", " "), capsize=3)
         axes.bar_label(shown, [f"{v:.3f}" for v in means], padding=2, fontsize=8, rotation=90 * is_narrow)
     turned = {"rotation": 45, "ha": "right", "rotation_mode": "anchor"} if sum(map(len, runs)) > MOST_LETTERS else {}
     names = ["\n".join(textwrap.wrap(name, 24)) for name in runs]  # a path in one line can leave no room for the bars
     axes.set_xticks(np.arange(len(runs)), names, **turned)
-    axes.set_ylim(0, (1.3 if is_narrow else 1.1) * max(1.0, tallest))
+    axes.set_ylim(0, (1.3 if is_narrow else 1.1) * max([1.0, *(bar.get_height() for bar in axes.patches)]))
     axes.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=len(metrics), frameon=False)  # above the bars
     axes.grid(axis="y", alpha=0.3)
     return figure
