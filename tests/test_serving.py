@@ -93,7 +93,7 @@ def test_a_newcomer_chooses_by_all_that_the_loss_reads():
     )
     assert of_weighted.choose(examples) == 1
     assert of_line.choose(examples) == 0
-    with pytest.raises(ValueError, match="examples must be with x and y and w"):
+    with pytest.raises(ValueError, match="examples must be a dict with x and y and w"):
         of_weighted.choose({"x": examples["x"], "y": examples["y"]})
 
 
