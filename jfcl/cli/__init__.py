@@ -6,6 +6,7 @@ import gc
 import itertools
 import os
 import sys
+import sysconfig
 import traceback
 import warnings
 from pathlib import Path
@@ -93,11 +94,12 @@ def _frames_of_user(error: Exception) -> list[traceback.FrameSummary]:
     """Returns the frames of an error that are in a user's own module; none with `JAX_TRACEBACK_FILTERING=off`."""
     if os.environ.get("JAX_TRACEBACK_FILTERING") == "off":
         return []
-    ours, others = str(Path(__file__).parents[1]), (sys.prefix, sys.base_prefix, "<")
+    ours, others = str(Path(__file__).parents[1]), (sysconfig.get_path("stdlib"), "<")
     frames = traceback.extract_tb(error.__traceback__)
     called = itertools.dropwhile(lambda frame: not frame.filename.startswith(ours), frames)  # not the script
     own = (frame for frame in called if not frame.filename.startswith((ours, *others)))
-    return [frame for frame in own if "-packages" not in frame.filename]  # of site-packages in a home, too
+    packages = {"site-packages", "dist-packages"}
+    return [frame for frame in own if packages.isdisjoint(Path(frame.filename).parts)]
 
 
 def _sentence(error: Exception) -> str:
