@@ -316,10 +316,17 @@ def command_demo(
     console.print(f"IFCA, client by client: {folder / 'ifca' / 'plots' / 'clusters.png'}")
 
 
-# The docstrings are their help, keyword arguments are flags; the first three have the options of a run.
-_OF_RUNS, _OF_RESULTS = (command_run, command_plan, command_sweep, command_shifts), (command_compare, command_report)
-_COMMANDS = (*_OF_RUNS, *_OF_RESULTS, command_list, command_bench, command_demo)
-COMMANDS = {command.__name__.removeprefix("command_"): command for command in _COMMANDS}
+COMMANDS = {  # the docstrings are their help, keyword arguments are flags; the first three have the options of a run
+    "run": command_run,
+    "plan": command_plan,
+    "sweep": command_sweep,
+    "shifts": command_shifts,
+    "compare": command_compare,
+    "report": command_report,
+    "list": command_list,
+    "bench": command_bench,
+    "demo": command_demo,
+}
 
 
 def run_command(args: Namespace, console: Console) -> None:
