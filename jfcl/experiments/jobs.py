@@ -49,7 +49,7 @@ def share_of_cores(cores: list[int], jobs: int, slot: int) -> list[int]:
 def in_processes(
     parts: Mapping[str, Callable[[], Any]], jobs: int, *, cores: int | None = None, tick: Callable[[], None] = int
 ) -> Iterator[str]:
-    """Calls the `parts` in `jobs` new processes, each one after another; yields the name of each that has ended.
+    """Calls the `parts` in `jobs` new processes, one after another in each; yields the name of each that has ended.
 
     Parts are pickled, and leave their results in files. After an error, or Ctrl-C, no other part begins; those that run
     are interrupted as by Ctrl-C, which a run answers with a checkpoint, and awaited.
