@@ -157,9 +157,8 @@ class Option(NamedTuple):
             return
         name, kind = self.name, self.kind
         fits = isinstance(value, CLASSES[kind]) and (kind is bool or not isinstance(value, bool))
-        alternatives = "".join(f" or {word!r}" for word in self.words) + " or an array" * (
-            jax.Array in self.members and kind is str
-        )
+        takes_arrays = kind is str and jax.Array in self.members
+        alternatives = "".join(f" or {word!r}" for word in self.words) + " or an array" * takes_arrays
         check(fits, name, value, f"of type {kind.__name__}" + alternatives + note_on(name))
         if kind is str:
             encodable = "\0" not in value and not any("\ud800" <= character <= "\udfff" for character in value)

@@ -74,8 +74,8 @@ class Config(declared.Data, declared.Training, declared.Attack, declared.Privacy
         METHOD.check(method)
         given = {name: value for name, value in ((given or {}) | options).items() if value is not None}
         schema = all_options(method)
-        for name in [name for name in given if name not in schema]:
-            raise TypeError(f"Config has no option {name!r}{option_hint(name, schema)}")
+        if unknown := [name for name in given if name not in schema]:
+            raise TypeError(f"Config has no option {unknown[0]!r}{option_hint(unknown[0], schema)}")
         # Options that the method does not have.
         common, names = common_options(), [name for name in given if not takes(method, name)]
         if {"population", "store"} & given.keys():  # the population draws its cohorts itself
