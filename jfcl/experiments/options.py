@@ -280,11 +280,11 @@ class Run:
 # Common options that a factory declares itself, by the same name.
 AS_DECLARED = ("cohort", "momentum", "prox", "radius")
 GROUPS = (Data, Training, Attack, Privacy, Run)
-# Common options that reach a method through arguments of its factory; a method without any of these refuses the option.
 DECLARED = [option for group in GROUPS for option in options_of(group).values()]
 OF_PARTITION = {
     o.name: m.values for o in DECLARED for m in o.metadata if isinstance(m, Needs) and m.option == "partition"
 }
+# Common options that reach a method through arguments of its factory; a method without any of these refuses the option.
 STANDS_FOR = {o.name: entry for o in DECLARED for entry in o.metadata if isinstance(entry, Reaches)}
 
 
