@@ -74,45 +74,44 @@ def in_processes(
     share_gpu()
     context, waiting = multiprocessing.get_context("spawn"), list(parts.items())[::-1]
     processes, running = {}, {}  # and the names of the parts that they run, by the connection to each process
-    cache, opened = {name: getattr(jax.config, name) for name in OF_CACHE}, contextlib.ExitStack()
-    if cache["jax_compilation_cache_dir"] is None:  # this process has no folder for programs
-        temporary = tempfile.TemporaryDirectory(prefix="jfcl-programs-", ignore_cleanup_errors=True)
-        folder = opened.enter_context(temporary)
-        cache |= dict(zip(OF_CACHE[1:], (folder, LEAST_COMPILATION), strict=True))
-    try:
-        for slot in range(min(jobs, len(waiting))):
-            here, there = context.Pipe()
-            process = context.Process(target=_work, args=(there, jobs, slot, cores, cache), daemon=True)
-            process.start()
-            processes[here] = process
-            there.close()  # the process has the only other one, so that its end is that of the connection
-        free = list(processes)
-        while waiting or running:
-            while waiting and free:
-                connection, (name, part) = free.pop(), waiting.pop()
-                running[connection] = name
-                with contextlib.suppress(OSError):  # the process was killed, as is seen below
-                    connection.send((name, part))
-            tick()
-            for connection in wait(list(running), timeout=1.0):
-                name = running.pop(connection)
-                try:
-                    connection.recv()
-                except (EOFError, OSError):
-                    _raise_failure(name, processes[connection])
-                if waiting:
-                    free.append(connection)
-                else:
-                    connection.close()  # the process ends
-                yield name
-    finally:
-        for connection in running:
-            with contextlib.suppress(OSError):
-                os.kill(processes[connection].pid, signal.SIGINT)
-        for connection, process in processes.items():
-            connection.close()
-            process.join()
-        opened.close()
+    cache = {name: getattr(jax.config, name) for name in OF_CACHE}
+
+    def send_next(connection: Connection) -> None:
+        running[connection], part = waiting.pop()
+        with contextlib.suppress(OSError):  # the process was killed, as is seen below
+            connection.send((running[connection], part))
+
+    with tempfile.TemporaryDirectory(prefix="jfcl-programs-", ignore_cleanup_errors=True) as folder:
+        if cache["jax_compilation_cache_dir"] is None:  # this process has no folder for programs
+            cache |= dict(zip(OF_CACHE[1:], (folder, LEAST_COMPILATION), strict=True))
+        try:
+            for slot in range(min(jobs, len(waiting))):
+                here, there = context.Pipe()
+                process = context.Process(target=_work, args=(there, jobs, slot, cores, cache), daemon=True)
+                process.start()
+                processes[here] = process
+                there.close()  # the process has the only other one, so that its end is that of the connection
+                send_next(here)
+            while running:
+                tick()
+                for connection in wait(list(running), timeout=1.0):
+                    name = running.pop(connection)
+                    try:
+                        connection.recv()
+                    except (EOFError, OSError):
+                        _raise_failure(name, processes[connection])
+                    yield name
+                    if waiting:
+                        send_next(connection)
+                    else:
+                        connection.close()  # the process ends
+        finally:
+            for connection in running:
+                with contextlib.suppress(OSError):
+                    os.kill(processes[connection].pid, signal.SIGINT)
+            for connection, process in processes.items():
+                connection.close()
+                process.join()
 
 
 def _raise_failure(name: str, process: multiprocessing.process.BaseProcess) -> None:
