@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -66,34 +66,35 @@ def write_page(folder: str | Path) -> Path:
 # Tables.
 
 
-def _heat(
-    name: str, rows: dict[str, dict[Any, Result]], heads: dict[Any, tuple[str, str]], base: dict[str, Result]
-) -> Table:
+def _heat(name: str, rows: dict[str, list[Result]], base: dict[str, Result | None]) -> Table:
     """Returns a table of accuracies, each shaded by how far it is below the best method of its column.
 
     Args:
       name: of the table.
-      rows: the cells of each row, by their columns.
-      heads: of each column: the head of a group of columns, and its own.
-      base: cells by the names of those that are compared with them: the change is shown.
+      rows: the cells of each row; those of one setting and condition are a column.
+      base: by the names of cells, those that they are compared with: the change is shown.
     """
-    lines = [[row] for row in rows]
-    for column in heads:
-        best = max((c[column].accuracy for c in rows.values() if column in c and c[column].can_be_best), default=0.0)
-        for line, cells in zip(lines, rows.values(), strict=True):
-            line.append(_shown(cells[column], best, base) if column in cells else Link("–"))
-    groups = [*Counter(group for group, _ in heads.values()).items()]
-    return Table(name, ["method", *(head for _, head in heads.values())], lines, kind="heat", groups=groups)
+    columns = sorted({(cell.setting, *cell.conditions) for cells in rows.values() for cell in cells})
+    tables = [{(cell.setting, *cell.conditions): cell for cell in cells} for cells in rows.values()]
+    lines, heads = [[row] for row in rows], []
+    for column in columns:
+        shift = names_of(column[0])
+        heads.append((" ".join(shift), column[1]) if column[1:] else shift[1:])
+        best = max((t[column].accuracy for t in tables if column in t and t[column].can_be_best), default=0.0)
+        for line, table in zip(lines, tables, strict=True):
+            line.append(_shown(table[column], best, base.get(table[column].name)) if column in table else Link("–"))
+    groups = [*Counter(group for group, _ in heads).items()]
+    return Table(name, ["method", *(head for _, head in heads)], lines, kind="heat", groups=groups)
 
 
-def _shown(cell: Result, best: float, base: dict[str, Result]) -> Link:
+def _shown(cell: Result, best: float, base: Result | None) -> Link:
     """Returns a cell as it is shown: its accuracy, or why there is none."""
     value = cell.accuracy
     if value is None:
         return Link("cannot" if cell.status == "cannot" else cell.marks.strip(), cell.name, "none")
     change = ""
-    if cell.name in base and base[cell.name].ended:
-        before, now = values_of([base[cell.name], cell])
+    if base is not None and base.ended:
+        before, now = values_of([base, cell])
         change = f" ({100 * (value - np.nanmean(before[:, np.isfinite(now).any(axis=0)])):+.1f})"  # of the same clients
     is_best = value == best and cell.can_be_best
     shade = np.searchsorted(SHADES, round(100 * (best - value), 6), side="right")
@@ -104,24 +105,20 @@ def _heats(ranks: Ranks) -> dict[str, Table]:
     """Returns a table of accuracies for each data set."""
     tables = {}
     for data in dict.fromkeys(setting[0] for setting in ranks.columns):
-        heads = {s: (names_of(s)[1], names_of(s)[2]) for s in ranks.columns if s[0] == data}
-        rows = {m: {s: ranks.cells[s, m] for s in heads if (s, m) in ranks.cells} for m in ranks.rows}
-        tables[data] = _heat(f"heat-{ranks.mode}-{data}", rows, heads, {})
+        rows = {m: [cell for cell in ranks.cells.values() if (cell.data, cell.method) == (data, m)] for m in ranks.rows}
+        tables[data] = _heat(f"heat-{ranks.mode}-{data}", rows, {})
     return tables
 
 
 def _condition(cells: Sequence[Result], field: str) -> Table | None:
     """Returns the accuracies under one of `CONDITIONS`, with the changes from the cells without it."""
     plain = {(c.setting, c.method, c.clusters): c for c in cells if c.is_plain}
-    base, rows, heads = {}, {}, {}
-    for cell in sorted((c for c in cells if getattr(c, field)), key=lambda c: (c.setting, str(getattr(c, field)))):
+    base, rows = {}, defaultdict(list)
+    for cell in (cell for cell in cells if getattr(cell, field)):
         clusters = "known" if field == "wrong_k" else cell.clusters
-        column = (*cell.setting, getattr(cell, field))
-        heads[column] = " ".join(names_of(cell.setting)), CONDITIONS[field][1].format(column[-1])
-        rows.setdefault(cell.method + ", unknown number" * (clusters == "auto"), {})[column] = cell
-        if same := plain.get((cell.setting, cell.method, clusters)):
-            base[cell.name] = same
-    return _heat(field, dict(sorted(rows.items())), heads, base) if rows else None
+        rows[cell.method + ", unknown number" * (clusters == "auto")].append(cell)
+        base[cell.name] = plain.get((cell.setting, cell.method, clusters))
+    return _heat(field, dict(sorted(rows.items())), base) if rows else None
 
 
 def _choices(ranks: Ranks) -> Table:
