@@ -10,7 +10,7 @@ import time
 import warnings
 import zlib
 from collections.abc import Callable
-from functools import cache, lru_cache
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -224,12 +224,13 @@ def run_once(
             traced = {name: config.values.get(name) for name in searched(cell) if declared[name].traced}
             traced = {name: np.float32(value) for name, value in traced.items() if value is not None}
             make = _maker(config, clients, (*traced,))
+            true_cluster = np.where(setups.malicious_clients(config), -1, clients.cluster)
             history = simulate(
                 make,
                 clients._replace(newcomers=None),
                 key=jax.random.key(seed)[None],
                 num_rounds=config.rounds,
-                true_cluster=_true_cluster(config, clients),
+                true_cluster=true_cluster,
                 hyperparams=traced,
                 eval_every=config.eval_every,
                 seeds=[seed],
@@ -237,7 +238,7 @@ def run_once(
             )
             joules = joules_since(began)
         of_newcomers = newcomer_accuracy(make, traced, history, clients)  # a run that fails here has no results
-        result |= measured(history, _true_cluster(config, clients), cell)
+        result |= measured(history, true_cluster, cell)
         result |= {"joules": joules, "newcomers": of_newcomers}
     except DivergedError as error:
         result |= {"status": "diverged", "reason": str(error).partition(";")[0]}
@@ -304,11 +305,6 @@ def newcomer_accuracy(
     return float(results["accuracy"][0][tests.size > 0].astype(np.float64).mean())
 
 
-def _true_cluster(config: Config, clients: Federation) -> np.ndarray:
-    """Returns the true clusters `[N]`, -1 for hostile clients."""
-    return np.where(setups.malicious_clients(config), -1, clients.cluster)
-
-
 def command_of(config: Config) -> str:
     """Returns the command of `jfcl run` with the options of `config`.
 
@@ -373,24 +369,11 @@ def read_joules() -> list[tuple[float, float]]:
             if (zone / "name").read_text().startswith("package"):
                 counts = [int((zone / name).read_text()) / 1e6 for name in ("energy_uj", "max_energy_range_uj")]
                 counters.append((counts[0], counts[1]))
-    for handle in _gpus():
-        import pynvml
-
-        counters.append((pynvml.nvmlDeviceGetTotalEnergyConsumption(handle) / 1e3, 0.0))
-    return counters
-
-
-@cache
-def _gpus() -> list[Any]:
-    """Returns NVML's handles of the GPUs with a counter of energy."""
-    handles = []
     with contextlib.suppress(Exception):  # not installed, no driver
         import pynvml  # optional
 
         pynvml.nvmlInit()
-        for i in range(pynvml.nvmlDeviceGetCount()):
+        for card in map(pynvml.nvmlDeviceGetHandleByIndex, range(pynvml.nvmlDeviceGetCount())):
             with contextlib.suppress(pynvml.NVMLError):  # an older card
-                handle = pynvml.nvmlDeviceGetHandleByIndex(i)
-                pynvml.nvmlDeviceGetTotalEnergyConsumption(handle)
-                handles.append(handle)
-    return handles
+                counters.append((pynvml.nvmlDeviceGetTotalEnergyConsumption(card) / 1e3, 0.0))
+    return counters
