@@ -56,9 +56,30 @@ def write_page(folder: str | Path) -> Path:
     """
     folder = Path(folder)
     cells = read_cells(folder)
-    ranked = rank(cells)
+    ranked, (num_known, below), modes = rank(cells), _below_default(cells), []
+    for r in ranked:
+        parts = {"r": r, "findings": _findings(r), "missing": len(r.rows) * len(r.columns) - len(r.cells)}
+        modes.append(parts | {"heats": _heats(r)} | (_rank_parts(r) if r.methods else {}))
+    page = template("shifts.html").render(
+        command="shifts",
+        title="Which method for which shift",
+        version=__version__,
+        titles=MODES,
+        cells=cells,
+        programs=sum(cell.programs or 0 for cell in cells),
+        seconds=sum(cell.seconds or 0 for cell in cells),
+        modes=modes,
+        not_run=[mode for mode in MODES if mode not in {r.mode for r in ranked}],
+        curves=_curves(cells, ranked[0]) if ranked else [],
+        conditions={title: _condition(cells, field) for field, (title, _) in CONDITIONS.items()},
+        failures=_failures(cells),
+        num_known=num_known,
+        below=below,
+        has_energy=any(run["joules"] is not None for cell in cells for run in cell.runs),
+        settings=_flat(files.read_json(folder / "settings.json")),
+    )
     files.write_whole(folder / "table.tex", "\n".join(line for ranks in ranked for line in _tex(ranks)).encode())
-    files.write_whole(folder / "index.html", page_of(cells, ranked, files.read_json(folder / "settings.json")))
+    files.write_whole(folder / "index.html", f"{page}\n".encode(errors="replace"))
     return folder / "index.html"
 
 
@@ -154,11 +175,6 @@ def _marked(text: str, cells: Sequence[Result]) -> str:
     return f"{text} {_share_ended(cells)}".strip()
 
 
-def _labels(ranks: Ranks) -> dict[str, str]:
-    """Returns the ranked methods, marked by their runs, by their names."""
-    return {m: _marked(m, [ranks.cells[s, m] for s in ranks.settings]) for m in ranks.methods}
-
-
 def _ranks_table(ranks: Ranks) -> Table:
     """Returns the table of ranks, with the tests of neighbours."""
     after = ["–"] * (len(ranks.methods) - 1)
@@ -171,7 +187,8 @@ def _ranks_table(ranks: Ranks) -> Table:
 
 def _rank_parts(ranks: Ranks) -> dict[str, Any]:
     """Returns the tables and the pictures of the ranks and the costs; `few`: whether any method has failed runs."""
-    mode, methods, labels = ranks.mode, ranks.methods, _labels(ranks)
+    mode, methods = ranks.mode, ranks.methods
+    labels = {m: _marked(m, [ranks.cells[s, m] for s in ranks.settings]) for m in methods}
     columns = {name: ranks.over_settings(name) for name in COSTS}
     columns = {name: values for name, values in columns.items() if values != [None] * len(methods)}
     texts = [[COSTS[name][1](value) for value in values] for name, values in columns.items()]
@@ -271,42 +288,7 @@ def _findings(ranks: Ranks) -> dict[str, Any]:
 
 
 # ---------------------------------------------------------------------------------------------------------------
-# The page, and the table for LaTeX.
-
-
-def page_of(cells: Sequence[Result], ranked: Sequence[Ranks], settings: dict[str, Any]) -> bytes:
-    """Returns the page."""
-    (num_known, below), modes = _below_default(cells), []
-    for r in ranked:
-        parts = {"r": r, "findings": _findings(r), "missing": len(r.rows) * len(r.columns) - len(r.cells)}
-        modes.append(parts | {"heats": _heats(r)} | (_rank_parts(r) if r.methods else {}))
-    page = template("shifts.html").render(
-        command="shifts",
-        title="Which method for which shift",
-        version=__version__,
-        titles=MODES,
-        cells=cells,
-        programs=sum(cell.programs or 0 for cell in cells),
-        seconds=sum(cell.seconds or 0 for cell in cells),
-        modes=modes,
-        not_run=[mode for mode in MODES if mode not in {r.mode for r in ranked}],
-        curves=_curves(cells, ranked[0]) if ranked else [],
-        conditions={title: _condition(cells, field) for field, (title, _) in CONDITIONS.items()},
-        failures=_failures(cells),
-        num_known=num_known,
-        below=below,
-        seeds=_several({len(cell.runs) for cell in cells if cell.runs}, "seed"),
-        trials=_several({len(cell.trials) for cell in cells if cell.trials}, "trial"),
-        has_energy=any(run["joules"] is not None for cell in cells for run in cell.runs),
-        settings=_flat(settings),
-    )
-    return f"{page}\n".encode(errors="replace")
-
-
-def _several(values: set[int], noun: str) -> str:
-    """Returns a number of things, or the least and the largest of several."""
-    text = " to ".join(str(value) for value in sorted({min(values, default=0), max(values, default=0)}))
-    return f"{text} {noun}{'' if text == '1' else 's'}"
+# Settings, and the table for LaTeX.
 
 
 def _flat(settings: dict[str, Any]) -> dict[str, Any]:
@@ -320,28 +302,24 @@ def _tex(ranks: Ranks) -> list[str]:
     """Returns the lines of a table for each data set: mean accuracy over strengths, and the mean rank."""
     lines, rank_of = [], {m: f"{r:.2f}" for m, r in zip(ranks.methods, ranks.mean, strict=True)}
     for data in dict.fromkeys(setting[0] for setting in ranks.columns):
-        settings = {shift: [s for s in ranks.columns if s[:2] == (data, shift)] for _, shift, _ in ranks.columns}
-        settings = {shift: of for shift, of in settings.items() if of}
-        columns = []
-        for of in settings.values():
-            cells = {m: [ranks.cells[s, m] for s in of if (s, m) in ranks.cells] for m in ranks.rows}
-            means = {m: _over_cells(each) if len(each) == len(of) else (None, None) for m, each in cells.items()}
-            whole = {m for m, each in cells.items() if len(each) == len(of) and all(c.can_be_best for c in each)}
-            best = max((means[m][0] for m in whole), default=None)
-            columns.append([_tex_cell(cells[m], means[m], m in whole and means[m][0] == best) for m in ranks.rows])
-        rows = zip(map(tex, ranks.rows), *columns, (rank_of.get(m, "--") for m in ranks.rows), strict=True)
-        heads = ["method", *(tex(shift.replace("_", " ")) for shift in settings), "mean rank"]
+        heads, columns = ["method"], [[tex(method) for method in ranks.rows]]
+        for shift in dict.fromkeys(setting[1] for setting in ranks.columns if setting[0] == data):
+            settings = [setting for setting in ranks.columns if setting[:2] == (data, shift)]
+            cells = {m: [ranks.cells[s, m] for s in settings if (s, m) in ranks.cells] for m in ranks.rows}
+            means = {m: _over_cells(of if len(of) == len(settings) else ()) for m, of in cells.items()}
+            whole = {m for m in cells if means[m][0] is not None and all(cell.can_be_best for cell in cells[m])}
+            best, texts = max((means[m][0] for m in whole), default=None), []
+            for method, of in cells.items():
+                text, share = tex(number(*means[method], 1, 100)), _share_ended(of)
+                is_best = method in whole and means[method][0] == best
+                texts.append((rf"\textbf{{{text}}}" if is_best else text) + f" ({share})" * bool(share))
+            heads.append(tex(shift.replace("_", " ")))
+            columns.append(texts)
+        rows = zip(*columns, (rank_of.get(m, "--") for m in ranks.rows), strict=True)
         comments = [
             f"{tex(data)}, {MODES[ranks.mode]}: accuracy in % and its standard deviation over seeds, means over",
             "strengths; in brackets the runs with results, where some have none; mean ranks are over all data.",
             r"Needs \usepackage{booktabs}.",
         ]
-        lines += tex_table(comments, heads, rows)
+        lines += tex_table(comments, [*heads, "mean rank"], rows)
     return lines
-
-
-def _tex_cell(cells: Sequence[Result], over: tuple[float | None, float | None], is_best: bool) -> str:
-    """Returns a cell of the table for LaTeX."""
-    text = tex(number(*over, 1, 100))
-    share = _share_ended(cells)
-    return (rf"\textbf{{{text}}}" if is_best else text) + (f" ({share})" if share else "")
