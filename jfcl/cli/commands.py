@@ -243,7 +243,7 @@ def command_compare(args: Namespace, console: Console, *, runs: Annotated[Sequen
     for note in [*comparison.results_notes(summaries), *unknown]:
         console.print(f"note: {note}")
     # The files.
-    files = comparison.write_comparison(finished, **_arguments(comparison.compare, args))
+    files = comparison.compare(finished, **_arguments(comparison.compare, args))
     console.print(f"kept: {', '.join(map(str, files))}")
 
 

@@ -39,7 +39,7 @@ TEX |= {"[": "{[}", "|": r"\textbar{}"}  # after the end of a row, a bracket wou
 
 
 def compare(
-    runs: Sequence[str | Path],
+    runs: Sequence[str | Path] | dict[str, Results],
     *,
     out: str | Path | None = None,
     latex: bool = False,
@@ -49,7 +49,7 @@ def compare(
     """Writes the table and the figures of finished runs side by side, as `jfcl compare` does.
 
     Args:
-      runs: the folders of the runs; a run has the name of its folder.
+      runs: the folders of the runs, or what `read_runs` returns for them; a run has the name of its folder.
       out: a folder for the files; default: `compare/` beside the first run.
       latex: also write `results.tex`, a table for LaTeX with `\\usepackage{booktabs}`.
       pdf: also write the figures as PDF files as wide as a column of a paper with two columns, 3.25 inches.
@@ -70,18 +70,7 @@ def compare(
       >>> [file.name for file in compare([folder], latex=True, pdf=True)][2:]
       ['results.csv', 'results.tex', 'accuracy.pdf', 'methods.pdf']
     """
-    return write_comparison(read_runs(runs), out=out, latex=latex, pdf=pdf, svg=svg)
-
-
-def read_runs(folders: Sequence[str | Path]) -> dict[str, Results]:
-    """Reads finished runs, by their names."""
-    return {name: read_finished(folder) for name, folder in by_name(folders).items()}
-
-
-def write_comparison(
-    runs: dict[str, Results], *, out: str | Path | None, latex: bool = False, pdf: bool = False, svg: bool = False
-) -> list[Path]:
-    """Writes the files of `compare` into `out`, or a new folder beside the first run, and returns them."""
+    runs = runs if isinstance(runs, dict) else read_runs(runs)
     out = Path(out) if out else beside(next(iter(runs.values())).folder, "compare")
     summaries = {name: run.summary for name, run in runs.items()}
     records = {plots.label(name): run.records for name, run in itertools.islice(runs.items(), MOST_DRAWN)}
@@ -101,6 +90,11 @@ def write_comparison(
     for suffix in [".pdf"] * pdf + [".svg"] * svg:
         written += save(suffix, column=True)
     return written
+
+
+def read_runs(folders: Sequence[str | Path]) -> dict[str, Results]:
+    """Reads finished runs, by their names."""
+    return {name: read_finished(folder) for name, folder in by_name(folders).items()}
 
 
 # ---------------------------------------------------------------------------------------------------------------
