@@ -239,8 +239,7 @@ def command_compare(args: Namespace, console: Console, *, runs: Annotated[Sequen
     console.print(tables.results_table(summaries, title))
     if differ := comparison.differences_text(comparison.run_differences(finished)):
         console.print(f"they differ in {differ}")
-    unknown = comparison.differences_notes({name: run.config for name, run in finished.items()})
-    for note in [*comparison.results_notes(summaries), *unknown]:
+    for note in [*comparison.results_notes(summaries), *comparison.differences_notes(finished)]:
         console.print(f"note: {note}")
     # The files.
     files = comparison.compare(finished, **_arguments(comparison.compare, args))

@@ -328,12 +328,12 @@ def is_configured(config: dict[str, Any]) -> bool:
     return isinstance(config.get("method"), str) and "split_hash" in config
 
 
-def differences_notes(configs: dict[str, dict[str, Any]]) -> list[str]:
+def differences_notes(runs: dict[str, Results]) -> list[str]:
     """Returns notes on runs that cannot be compared by their options alone."""
-    splits = {config["split_hash"] for config in configs.values() if is_configured(config)}
+    splits = {run.config["split_hash"] for run in runs.values() if is_configured(run.config)}
     notes = [f"these runs are on {len(splits)} different splits of the data"] if len(splits) > 1 else []
-    unknown = [name for name, config in configs.items() if not is_configured(config)]
-    if unknown and len(configs) > 1:
+    unknown = [name for name, run in runs.items() if not is_configured(run.config)]
+    if unknown and len(runs) > 1:
         notes.append(f"options and data of {', '.join(unknown)} are not known, since config.json does not hold them")
     return notes
 

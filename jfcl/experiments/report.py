@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import shlex
 import struct
+import sys
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache, partial
@@ -144,27 +145,21 @@ def template(name: str) -> Any:
         undefined=jinja2.StrictUndefined,
         finalize=lambda value: value if isinstance(value, Markup) else printable(value),
     )
-    pages.filters["shown"] = shown
+    pages.filters |= {"shown": shown, "privacy": privacy_text, "sentences": _sentences}
     return pages.get_template(name)
 
 
 def page_of(runs: dict[str, Results]) -> bytes:
-    """Returns the page on named runs."""
-    names, is_alone = list(runs), len(runs) == 1
+    """Returns the page on named runs; the template calls the functions below for the parts that it shows."""
     detailed = runs if len(runs) <= comparison.MOST_DRAWN else {}  # runs with sections of their own
-    differ = [[option, *values.values()] for option, values in comparison.run_differences(runs).items()]
+    several = f"{len(runs)} runs{': ' * bool(detailed)}{', '.join(detailed)}"
     page = template("report.html").render(
         command="report",
-        title=names[0] if is_alone else f"{len(runs)} runs{': ' * bool(detailed)}{', '.join(detailed)}",
+        title=next(iter(runs)) if len(runs) == 1 else several,
         version=__version__,
-        is_alone=is_alone,
-        notes=[run.note for run in runs.values() if run.note],
-        results=_results(runs),
-        differences=Table("differences", ["option", *names], differ, kind="text") if differ else None,
-        differences_notes=_sentences(comparison.differences_notes({name: run.config for name, run in runs.items()})),
-        figures=_curves(dict(list(runs.items())[: comparison.MOST_DRAWN])),
-        costs=_costs(runs),
-        runs=[parts_of(run, "" if is_alone else f"{name}-") | {"name": name} for name, run in detailed.items()],
+        page=sys.modules[__name__],
+        runs=runs,
+        detailed=detailed,
     )
     return f"{page}\n".encode(errors="replace")
 
@@ -191,7 +186,7 @@ def figure(
     return Figure(f"{label}{name}", caption, *struct.unpack(">II", png[16:24]), base64.b64encode(png).decode())
 
 
-def _results(runs: dict[str, Results]) -> Table | None:
+def results(runs: dict[str, Results]) -> Table | None:
     """Returns the table of results; None where no round was evaluated."""
     summaries = {name: run.summary for name, run in runs.items() if run.summary["per_seed"]}
     if not summaries:
@@ -202,8 +197,15 @@ def _results(runs: dict[str, Results]) -> Table | None:
     return Table("results", heads, rows, _sentences([first, *comparison.results_notes(summaries)]))
 
 
-def _curves(runs: dict[str, Results]) -> list[Figure]:
-    """Returns the figures that show all runs."""
+def differences(runs: dict[str, Results]) -> Table | None:
+    """Returns the table of the options in which runs differ; None where they differ in none."""
+    differ = [[option, *values.values()] for option, values in comparison.run_differences(runs).items()]
+    return Table("differences", ["option", *runs], differ, kind="text") if differ else None
+
+
+def curves(runs: dict[str, Results]) -> list[Figure]:
+    """Returns the figures that show all runs, or the first of many."""
+    runs = dict(list(runs.items())[: comparison.MOST_DRAWN])
     single = next(iter(runs.values())) if len(runs) == 1 else None
     records = {plots.label(name): run.records for name, run in runs.items()}
 
@@ -223,7 +225,7 @@ def _curves(runs: dict[str, Results]) -> list[Figure]:
     return [drawn for drawn in figures if drawn]
 
 
-def _costs(runs: dict[str, Results]) -> Table:
+def costs(runs: dict[str, Results]) -> Table:
     """Returns the table of bytes and seconds, a column for each run."""
     rows = []
     for name, (head, text) in COSTS.items():
@@ -233,27 +235,10 @@ def _costs(runs: dict[str, Results]) -> Table:
 
 
 # ---------------------------------------------------------------------------------------------------------------
-# One run.
+# One run. `label`, empty for a single run, is the beginning of its parts' ids.
 
 
-def parts_of(run: Results, label: str) -> dict[str, Any]:
-    """Returns what the page says of one run; `label`, empty for a single run, is the beginning of its parts' ids."""
-    private = run.summary.get("privacy")
-    return {
-        "label": label,
-        "results": run,
-        "is_configured": is_configured(run.config),
-        "privacy": [] if private is None else privacy_text(private).splitlines(),
-        "clusters": _clusters(run, label),
-        "silhouettes": figure(run, "silhouettes", None, label=label),
-        **_similarity_and_tree(run, label),
-        "worst": _worst_clients(run, label),
-        "seeds": _seeds(run, label),
-        "commands": commands(run),
-    }
-
-
-def _clusters(run: Results, label: str) -> Figure | None:
+def clusters(run: Results, label: str) -> Figure | None:
     """Returns the picture of the clusters of all clients over rounds, of the first seed, if the method finds any."""
     records, draw, by = [r for r in run.records if r.get("cluster")], None, "true cluster"
     if records and run.summary.get("finds_clusters", True):  # not of one model, or of one for each client
@@ -266,7 +251,7 @@ def _clusters(run: Results, label: str) -> Figure | None:
     return figure(run, "clusters", draw, caption, label)
 
 
-def _similarity_and_tree(run: Results, label: str) -> dict[str, Any]:
+def similarity_and_tree(run: Results, label: str) -> dict[str, Any]:
     """Returns the parameter tree, its splits, and the similarities of the updates that the first of them compared."""
     parts: dict[str, Any] = dict.fromkeys(("similarity", "tree", "splits"))
     if run.tree is None:
@@ -303,7 +288,7 @@ def _branch(nodes: Sequence[Any], at: int, true: np.ndarray | None) -> dict[str,
     return {"node": node, "kinds": [*kinds], "below": [_branch(nodes, child, true) for child in node.children]}
 
 
-def _worst_clients(run: Results, label: str) -> Table | None:
+def worst_clients(run: Results, label: str) -> Table | None:
     """Returns the table of the clients of lowest accuracy, or of highest loss where no accuracy is known."""
     clients, first = run.clients, run.first_seed()
     by = next((n for n in ("accuracy", "loss") if n in clients and np.isfinite(clients[n]).any()), None)
@@ -329,7 +314,7 @@ def _worst_clients(run: Results, label: str) -> Table | None:
     return Table(f"{label}worst", [*columns.values(), *shown], rows, caption)
 
 
-def _seeds(run: Results, label: str) -> Table | None:
+def seeds(run: Results, label: str) -> Table | None:
     """Returns the table of the results by seed, for several."""
     per_seed, names = run.summary["per_seed"], []
     if len(per_seed) < 2:
