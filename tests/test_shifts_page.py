@@ -266,7 +266,7 @@ def test_curves_are_of_one_strength(tmp_path, monkeypatch):
     (folder / "cells" / "digits-rotation-1-ifca-known.json").unlink()  # not finished yet
     monkeypatch.setattr(shifts_page, "figure", lambda _, name, draw, caption: (name, draw.args[0], caption))
     cells = read_cells(folder)
-    [(_, lines, caption)] = shifts_page._curves(cells, rank(cells)[0])
+    [(_, lines, caption)] = shifts_page.curves(cells, rank(cells)[0])
     assert [*lines] == ["oracle", "local", "fedavg"] and caption.startswith("digits rotation 1:")
     want = cells_in(folder)["digits-rotation-1-local"]["runs"]
     assert [row["accuracy"] for row in lines["local"]] == [a for run in want for _, a in run["curve"]]

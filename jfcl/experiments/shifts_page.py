@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from functools import partial
@@ -56,26 +57,16 @@ def write_page(folder: str | Path) -> Path:
     """
     folder = Path(folder)
     cells = read_cells(folder)
-    ranked, (num_known, below), modes = rank(cells), _below_default(cells), []
-    for r in ranked:
-        parts = {"r": r, "findings": _findings(r), "missing": len(r.rows) * len(r.columns) - len(r.cells)}
-        modes.append(parts | {"heats": _heats(r)} | (_rank_parts(r) if r.methods else {}))
-    page = template("shifts.html").render(
+    ranked = rank(cells)
+    page = template("shifts.html").render(  # it calls the functions below for what it shows
         command="shifts",
         title="Which method for which shift",
         version=__version__,
+        page=sys.modules[__name__],
         titles=MODES,
+        conditions=CONDITIONS,
         cells=cells,
-        programs=sum(cell.programs or 0 for cell in cells),
-        seconds=sum(cell.seconds or 0 for cell in cells),
-        modes=modes,
-        not_run=[mode for mode in MODES if mode not in {r.mode for r in ranked}],
-        curves=_curves(cells, ranked[0]) if ranked else [],
-        conditions={title: _condition(cells, field) for field, (title, _) in CONDITIONS.items()},
-        failures=_failures(cells),
-        num_known=num_known,
-        below=below,
-        has_energy=any(run["joules"] is not None for cell in cells for run in cell.runs),
+        ranked=ranked,
         settings=_flat(files.read_json(folder / "settings.json")),
     )
     files.write_whole(folder / "table.tex", "\n".join(line for ranks in ranked for line in _tex(ranks)).encode())
@@ -122,7 +113,7 @@ def _shown(cell: Result, best: float, base: Result | None) -> Link:
     return Link(f"{100 * value:.1f}{change}{cell.marks}", cell.name, f"g{shade}" + " best" * is_best)
 
 
-def _heats(ranks: Ranks) -> dict[str, Table]:
+def heats(ranks: Ranks) -> dict[str, Table]:
     """Returns a table of accuracies for each data set."""
     tables = {}
     for data in dict.fromkeys(setting[0] for setting in ranks.columns):
@@ -131,7 +122,7 @@ def _heats(ranks: Ranks) -> dict[str, Table]:
     return tables
 
 
-def _condition(cells: Sequence[Result], field: str) -> Table | None:
+def condition(cells: Sequence[Result], field: str) -> Table | None:
     """Returns the accuracies under one of `CONDITIONS`, with the changes from the cells without it."""
     plain = {(c.setting, c.method, c.clusters): c for c in cells if c.is_plain}
     base, rows = {}, defaultdict(list)
@@ -142,7 +133,7 @@ def _condition(cells: Sequence[Result], field: str) -> Table | None:
     return _heat(field, dict(sorted(rows.items())), base) if rows else None
 
 
-def _choices(ranks: Ranks) -> Table:
+def choices(ranks: Ranks) -> Table:
     """Returns the best method for each shift, and those that are as good within a standard deviation."""
     rows = []
     for problem, scores in zip(ranks.problems, ranks.scores.tolist(), strict=True):
@@ -175,7 +166,7 @@ def _marked(text: str, cells: Sequence[Result]) -> str:
     return f"{text} {_share_ended(cells)}".strip()
 
 
-def _ranks_table(ranks: Ranks) -> Table:
+def ranks_table(ranks: Ranks) -> Table:
     """Returns the table of ranks, with the tests of neighbours."""
     after = ["–"] * (len(ranks.methods) - 1)
     if ranks.is_tested:
@@ -185,35 +176,29 @@ def _ranks_table(ranks: Ranks) -> Table:
     return Table(f"ranks-{ranks.mode}", ["method", "mean rank", "95 % interval", "p, next"], rows)
 
 
-def _rank_parts(ranks: Ranks) -> dict[str, Any]:
-    """Returns the tables and the pictures of the ranks and the costs; `few`: whether any method has failed runs."""
-    mode, methods = ranks.mode, ranks.methods
+def costs(ranks: Ranks) -> dict[str, Any]:
+    """Returns the table of costs, the picture of accuracy by cost, and `few`: whether any method has failed runs."""
+    methods = ranks.methods
     labels = {m: _marked(m, [ranks.cells[s, m] for s in ranks.settings]) for m in methods}
     columns = {name: ranks.over_settings(name) for name in COSTS}
     columns = {name: values for name, values in columns.items() if values != [None] * len(methods)}
     texts = [[COSTS[name][1](value) for value in values] for name, values in columns.items()]
     rows = [list(row) for row in zip(labels.values(), *texts, strict=True)]
-    costs = Table(f"costs-{mode}", ["method", *(COSTS[name][0] for name in columns)], rows)
-    draw = partial(ranking.plot_ranks, methods, ranks.mean, ranks.low, ranks.high)
-    parts = {"choices": _choices(ranks), "ranks": _ranks_table(ranks), "costs": costs}
-    parts |= {"few": methods != [*labels.values()], "intervals": figure(None, f"intervals-{mode}", draw)}
-    if ranks.is_tested:
-        order = np.argsort(ranks.tested, kind="stable")
-        names = [methods[i] for i in order]
-        draw = partial(ranking.plot_difference, names, ranks.tested[order], ranks.difference)
-        parts["difference"] = figure(None, f"difference-{mode}", draw)
-    # The accuracy by cost, without the method that nobody can choose.
+    table = Table(f"costs-{ranks.mode}", ["method", *(COSTS[name][0] for name in columns)], rows)
+    # The picture, without the method that nobody can choose.
     chosen = [i for i, method in enumerate(methods) if method != BOUND]
     arrays = {name: np.array(values, float)[chosen] for name, values in columns.items()}
     shown = {COSTS[name][0]: arrays[name] for name in ("bytes_to_95", "client_steps", "seconds") if name in arrays}
-    if shown and "accuracy" in arrays:
+    draw = None
+    if shown:
         named = {labels[method] for method in REFERENCES if method in labels}
         points = [labels[methods[i]] for i in chosen], shown, 100 * arrays["accuracy"], named
-        parts["pareto"] = figure(None, f"pareto-{mode}", partial(ranking.plot_costs, *points))
-    return parts
+        draw = partial(ranking.plot_costs, *points)
+    few = methods != [*labels.values()]
+    return {"table": table, "picture": figure(None, f"pareto-{ranks.mode}", draw), "few": few}
 
 
-def _failures(cells: Sequence[Result]) -> Table:
+def failures(cells: Sequence[Result]) -> Table:
     """Returns how the runs of each method have ended, and a reason of those that have not ended well."""
     rows = []
     for method in sorted({cell.method for cell in cells}):
@@ -230,7 +215,7 @@ def _failures(cells: Sequence[Result]) -> Table:
     return Table("failures", [*heads, "first reason"], rows, kind="reasons")
 
 
-def _below_default(cells: Sequence[Result]) -> tuple[int, Table | None]:
+def below_default(cells: Sequence[Result]) -> tuple[int, Table | None]:
     """Returns how many cells have a figure at the defaults, and those where tuning is a standard deviation worse."""
     known = [cell for cell in cells if cell.default and cell.default["accuracy"] is not None]
     rows = []
@@ -245,7 +230,21 @@ def _below_default(cells: Sequence[Result]) -> tuple[int, Table | None]:
 # Figures and texts.
 
 
-def _curves(cells: Sequence[Result], ranks: Ranks) -> list[Figure | None]:
+def intervals(ranks: Ranks) -> Figure | None:
+    """Returns the picture of the mean ranks."""
+    draw = partial(ranking.plot_ranks, ranks.methods, ranks.mean, ranks.low, ranks.high)
+    return figure(None, f"intervals-{ranks.mode}", draw)
+
+
+def difference(ranks: Ranks) -> Figure | None:
+    """Returns the critical-difference diagram."""
+    order = np.argsort(ranks.tested, kind="stable")
+    names = [ranks.methods[i] for i in order]
+    draw = partial(ranking.plot_difference, names, ranks.tested[order], ranks.difference)
+    return figure(None, f"difference-{ranks.mode}", draw)
+
+
+def curves(cells: Sequence[Result], ranks: Ranks) -> list[Figure | None]:
     """Returns the accuracy over rounds of each shift at its largest strength, and under drift, of the best methods."""
     others = [m for m in ranks.rows if m not in REFERENCES][: MOST_LINES - len(REFERENCES)]
     lines = [m for m in ranks.rows if m in REFERENCES or m in others]
@@ -270,7 +269,7 @@ def _curves(cells: Sequence[Result], ranks: Ranks) -> list[Figure | None]:
     return drawn
 
 
-def _findings(ranks: Ranks) -> dict[str, Any]:
+def findings(ranks: Ranks) -> dict[str, Any]:
     """Returns what the sentences on the ranks say; `best` is the place of the first method that can be chosen."""
     methods, problems = ranks.methods, len(ranks.problems)
     best = next((i for i, method in enumerate(methods) if method != BOUND), None)
