@@ -449,7 +449,7 @@ def test_options_that_are_declared_as_tracers_are(method, names, monkeypatch):
         (["--grid", "lr=0.1", "--holdout", "1"], "holdout must be in (0, 1), got 1.0"),
         (["--grid", "lr=0.1", "--mapping", "sharded"], "mapping must be vmap or chunked, or left out"),
         (["--grid", "lr=0.1", "--population", "100"], "clients must be left out with --population"),
-        (["--grid", "lr=0.1", "--patience", "3"], "patience must be left out: a sweep judges the last round alone"),
+        (["--grid", "lr=0.1", "--patience", "3"], "patience must be left out of a sweep, which judges the last"),
         (["--grid", "lr=0.1", "--coordinator", "auto"], "unknown option --coordinator"),
         (["--grid", "lr=0.1", "--resume"], "out must be the folder of the sweep to resume"),
         (["--grid", "model=linear,lstm"], "model 'lstm' reads texts, but data set 'digits' holds images"),

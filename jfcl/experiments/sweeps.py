@@ -106,17 +106,15 @@ def run_sweep(
     """
     # Check every cell, without the data.
     check_options(run_sweep, locals())
-    accepted = "left out of a sweep, whose cells see all examples in each round"
-    check(config.drift is None, "drift", config.drift, accepted)
-    check(config.patience is None, "patience", config.patience, "left out: a sweep judges the last round alone")
+    for name in ("drift", "patience", "population", "store"):
+        accepted = "left out of a sweep, which judges the last round alone, of clients on a device with fixed data"
+        check(getattr(config, name) is None, name, getattr(config, name), accepted)
     schema = all_options(config.method)
     for name in grid:
         accepted = f"an option that may differ between cells; give {flag_of(name)} for all of them"
         check(name in schema and name not in OF_ALL_CELLS, "grid", name, accepted)
     combinations = itertools.product(*check_grid(grid).values())
     cells = [dataclasses.replace(config, **dict(zip(grid, values, strict=True))) for values in combinations]
-    value = (config.population, config.store)
-    check(not config.of_population, "population, store", value, "left out: a sweep is of clients on the device")
     accepted = "vmap or chunked, or left out: a sweep divides its runs, not the clients, among the devices"
     check(config.mapping in (None, "vmap", "chunked"), "mapping", config.mapping, accepted)
     if out is not None:
