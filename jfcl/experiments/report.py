@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import shlex
 import struct
 import sys
@@ -40,6 +41,7 @@ COSTS = {  # entries of a summary: head, text of a value
     "client_steps_per_second": ("client-steps a second", "{:,.0f}".format),
     "device": ("device", str),
 }
+Figure = dict[str, Any]  # a picture that is part of the page, as `figure` returns it
 MOST_ROWS = 300  # of a matrix of similarities; larger ones are drawn from as many rows, evenly spaced
 
 
@@ -63,16 +65,6 @@ class Link(NamedTuple):
     text: str
     to: str = ""
     kind: str = ""
-
-
-class Figure(NamedTuple):
-    """A picture that is part of the page: its `id`, its caption, its size, the PNG file in base 64."""
-
-    name: str
-    caption: str
-    width: int
-    height: int
-    data: str
 
 
 def report(runs: str | Path | Sequence[str | Path], *, out: str | Path | None = None) -> Path:
@@ -120,19 +112,6 @@ def report(runs: str | Path | Sequence[str | Path], *, out: str | Path | None = 
     return file
 
 
-def write_report(runs: dict[str, Results], file: Path) -> None:
-    """Writes the page on named runs, whole or not at all; in a run's folder, it holds the lock of the run."""
-    content = page_of(runs)
-    if not (file.parent / "config.json").exists():
-        files.write_whole(file, content)
-        return
-    try:
-        with files.lock(file.parent / "lock"):
-            files.write_whole(file, content)
-    except ValueError as error:
-        raise ValueError(f"{error}; or write the report elsewhere with out (--out FILE.html)") from None
-
-
 @cache
 def template(name: str) -> Any:
     """Returns one of `templates/`, in which every text is escaped, and control characters are written out."""
@@ -149,8 +128,11 @@ def template(name: str) -> Any:
     return pages.get_template(name)
 
 
-def page_of(runs: dict[str, Results]) -> bytes:
-    """Returns the page on named runs; the template calls the functions below for the parts that it shows."""
+def write_report(runs: dict[str, Results], file: Path) -> None:
+    """Writes the page on named runs, whole or not at all; in a run's folder, it holds the lock of the run.
+
+    The template calls the functions below for the parts that it shows.
+    """
     detailed = runs if len(runs) <= comparison.MOST_DRAWN else {}  # runs with sections of their own
     several = f"{len(runs)} runs{': ' * bool(detailed)}{', '.join(detailed)}"
     page = template("report.html").render(
@@ -161,7 +143,12 @@ def page_of(runs: dict[str, Results]) -> bytes:
         runs=runs,
         detailed=detailed,
     )
-    return f"{page}\n".encode(errors="replace")
+    is_of_run, lock = (file.parent / "config.json").exists(), file.parent / "lock"
+    try:
+        with files.lock(lock) if is_of_run else contextlib.nullcontext():
+            files.write_whole(file, f"{page}\n".encode(errors="replace"))
+    except ValueError as error:
+        raise ValueError(f"{error}; or write the report elsewhere with out (--out FILE.html)") from None
 
 
 def _sentences(notes: Iterable[str]) -> str:
@@ -178,12 +165,14 @@ def figure(
 ) -> Figure | None:
     """Returns a figure: of a finished run the picture in `plots/`, otherwise a new one; None without either.
 
-    Without a caption here, it has that of the template.
+    It has an `id`, a caption (without one here, that of the template), a size, and the PNG file in base 64.
     """
     png = (run and run.read_picture(name)) or (draw and plots.png(draw()))
     if not png:
         return None
-    return Figure(f"{label}{name}", caption, *struct.unpack(">II", png[16:24]), base64.b64encode(png).decode())
+    width, height = struct.unpack(">II", png[16:24])
+    data = base64.b64encode(png).decode()
+    return {"name": f"{label}{name}", "caption": caption, "width": width, "height": height, "data": data}
 
 
 def results(runs: dict[str, Results]) -> Table | None:
