@@ -15,21 +15,10 @@ from flax.traverse_util import flatten_dict
 from jfcl._version import __version__
 from jfcl.analysis import plots, ranking
 from jfcl.core import files
+from jfcl.experiments import shift_results
 from jfcl.experiments.comparison import number, size_text, tex, tex_table
 from jfcl.experiments.report import Figure, Link, Table, figure, template
-from jfcl.experiments.shift_results import (
-    BOUND,
-    CONDITIONS,
-    MODES,
-    REFERENCES,
-    STATUSES,
-    Ranks,
-    Result,
-    names_of,
-    rank,
-    read_cells,
-    values_of,
-)
+from jfcl.experiments.shift_results import BOUND, REFERENCES, Ranks, Result, names_of, rank, read_cells, values_of
 
 SHADES = (1, 2, 5, 10, 20)  # percentage points below the best of a column, where the next shade begins
 MOST_LINES = 7  # in a picture of curves
@@ -63,8 +52,8 @@ def write_page(folder: str | Path) -> Path:
         title="Which method for which shift",
         version=__version__,
         page=sys.modules[__name__],
-        titles=MODES,
-        conditions=CONDITIONS,
+        titles=shift_results.MODES,
+        conditions=shift_results.CONDITIONS,
         cells=cells,
         ranked=ranked,
         settings=_flat(files.read_json(folder / "settings.json")),
@@ -211,7 +200,7 @@ def failures(cells: Sequence[Result]) -> Table:
         cannot = [Link(str(cell.reason), cell.name) for cell in of if cell.status == "cannot"]
         counts = [ends["ok"], of_collapsed, ends["diverged"], ends["failed"], len(cannot)]
         rows.append([method, *counts, next(iter(reasons + cannot), Link(""))])
-    heads = ["method", "ended well", "collapsed (their accuracy)", *STATUSES[2:], "cells that cannot run"]
+    heads = ["method", "ended well", "collapsed (their accuracy)", *shift_results.STATUSES[2:], "cells that cannot run"]
     return Table("failures", [*heads, "first reason"], rows, kind="reasons")
 
 
@@ -299,7 +288,8 @@ def _flat(settings: dict[str, Any]) -> dict[str, Any]:
 
 def _tex(ranks: Ranks) -> list[str]:
     """Returns the lines of a table for each data set: mean accuracy over strengths, and the mean rank."""
-    lines, rank_of = [], {m: f"{r:.2f}" for m, r in zip(ranks.methods, ranks.mean, strict=True)}
+    lines, mode = [], shift_results.MODES[ranks.mode]
+    rank_of = {m: f"{r:.2f}" for m, r in zip(ranks.methods, ranks.mean, strict=True)}
     for data in dict.fromkeys(setting[0] for setting in ranks.columns):
         heads, columns = ["method"], [[tex(method) for method in ranks.rows]]
         for shift in dict.fromkeys(setting[1] for setting in ranks.columns if setting[0] == data):
@@ -316,7 +306,7 @@ def _tex(ranks: Ranks) -> list[str]:
             columns.append(texts)
         rows = zip(*columns, (rank_of.get(m, "--") for m in ranks.rows), strict=True)
         comments = [
-            f"{tex(data)}, {MODES[ranks.mode]}: accuracy in % and its standard deviation over seeds, means over",
+            f"{tex(data)}, {mode}: accuracy in % and its standard deviation over seeds, means over",
             "strengths; in brackets the runs with results, where some have none; mean ranks are over all data.",
             r"Needs \usepackage{booktabs}.",
         ]
