@@ -13,10 +13,7 @@ import numpy as np
 
 from jfcl.analysis import plots
 from jfcl.analysis.metrics import FOUND, deviation
-from jfcl.core import check
-from jfcl.core.files import write_whole
-from jfcl.core.plain import check_path
-from jfcl.core.texts import csv_bytes, printable
+from jfcl.core import check, files, plain, texts
 from jfcl.experiments.results import Results, read_finished
 from jfcl.simulation.grid import METRICS
 
@@ -85,7 +82,7 @@ def compare(
 
     written = save(".png", column=False)
     for name, text_of in [("results.csv", results_csv), *[("results.tex", results_tex)] * latex]:
-        write_whole(out / name, text_of(summaries).encode())
+        files.write_whole(out / name, text_of(summaries).encode())
         written.append(out / name)
     for suffix in [".pdf"] * pdf + [".svg"] * svg:
         written += save(suffix, column=True)
@@ -106,9 +103,9 @@ def by_name(folders: Sequence[str | Path]) -> dict[str, Path]:
     check(len(folders) > 0, "runs", folders, "at least one folder")
     named: dict[str, Path] = {}
     for folder in folders:
-        check_path("runs", folder)
+        plain.check_path("runs", folder)
         path = Path(os.path.abspath(folder))
-        name, whole = (printable(text).replace("\n", r"\n") for text in (path.name, path))
+        name, whole = (texts.printable(text).replace("\n", r"\n") for text in (path.name, path))
         named[name if name not in named else whole] = Path(folder)
     return named
 
@@ -166,7 +163,7 @@ def results_csv(summaries: dict[str, dict[str, Any]]) -> str:
         recovered = recovered_seeds(summary) if compares_clusters(summary) else None
         cells = (cell for name in names for cell in over_seeds(summary, name))
         lines.append([run, summary["method"], len(summary["per_seed"]), recovered, *cells])
-    return csv_bytes(lines, end="\n").decode()
+    return texts.csv_bytes(lines, end="\n").decode()
 
 
 def results_tex(summaries: dict[str, dict[str, Any]]) -> str:
@@ -194,8 +191,8 @@ def tex_table(comments: Iterable[str], heads: Sequence[str], rows: Iterable[Sequ
 
 def tex(text: str) -> str:
     r"""Returns a text as LaTeX prints it, on one line."""
-    plain = re.sub(r"[\x00-\x1f\x7f]+", " ", text)
-    return "".join(TEX.get(character, character) for character in plain)
+    line = re.sub(r"[\x00-\x1f\x7f]+", " ", text)
+    return "".join(TEX.get(character, character) for character in line)
 
 
 def number(value: float | None, std: float | None, digits: int, scale: float = 1) -> str:
@@ -371,8 +368,8 @@ def differences(configs: dict[str, dict[str, Any]]) -> dict[str, dict[str, str]]
 
 def differences_text(differing: dict[str, dict[str, str]]) -> str:
     """Returns `differences` as a text, each value with the names of its runs."""
-    texts = []
+    parts = []
     for option, values in differing.items():
         runs = {value: ", ".join(name for name in values if values[name] == value) for value in values.values()}
-        texts.append(f"{option}: {', '.join(f'{value} ({names})' for value, names in runs.items())}")
-    return "; ".join(texts)
+        parts.append(f"{option}: {', '.join(f'{value} ({names})' for value, names in runs.items())}")
+    return "; ".join(parts)

@@ -17,9 +17,7 @@ import numpy as np
 
 from jfcl._version import __version__
 from jfcl.analysis import plots
-from jfcl.core import check, files, shown
-from jfcl.core.plain import check_path
-from jfcl.core.texts import printable
+from jfcl.core import check, files, plain, shown, texts
 from jfcl.experiments import comparison
 from jfcl.experiments.comparison import is_configured, number, size_text
 from jfcl.experiments.privacy import privacy_text
@@ -101,7 +99,7 @@ def report(runs: str | Path | Sequence[str | Path], *, out: str | Path | None = 
     if out is None:
         file = Path(folders[0]) / NAME if len(folders) == 1 else comparison.beside(folders[0], "report", ".html")
     else:
-        check_path("out", out)
+        plain.check_path("out", out)
         check(Path(out).suffix == ".html", "out", str(out), "a file that ends in .html")
         file = Path(out)
     results = {name: read_results(folder) for name, folder in named.items()}
@@ -122,7 +120,7 @@ def template(name: str) -> Any:
         loader=jinja2.PackageLoader("jfcl.experiments"),
         autoescape=True,
         undefined=jinja2.StrictUndefined,
-        finalize=lambda value: value if isinstance(value, Markup) else printable(value),
+        finalize=lambda value: value if isinstance(value, Markup) else texts.printable(value),
     )
     pages.filters |= {"shown": shown, "privacy": privacy_text, "sentences": _sentences}
     return pages.get_template(name)

@@ -24,9 +24,8 @@ from typing import Annotated, Any, NamedTuple
 from rich.progress import TimeElapsedColumn, TimeRemainingColumn
 
 from jfcl import data, mapping
-from jfcl.core import check, check_choice, files, platform
+from jfcl.core import check, check_choice, files, platform, texts
 from jfcl.core.options import SEVERAL, Interval, OneOf, Range, check_options
-from jfcl.core.texts import csv_bytes
 from jfcl.data.heterogeneity import HETEROGENEITY, shifts_of
 from jfcl.experiments import jobs as processes
 from jfcl.experiments import lookup
@@ -37,7 +36,6 @@ from jfcl.experiments.shifts_page import write_page
 from jfcl.robust import attacks
 from jfcl.simulation.folder import check_setting, environment
 from jfcl.simulation.progress import progress_bar
-from jfcl.simulation.versions import VERSIONS
 
 FILES = ("index.html", "table.tex", "runs.csv", "cells/", "settings.json")
 ALWAYS = REFERENCES  # in every table
@@ -304,7 +302,7 @@ def begin_folder(folder: Path, setting: dict[str, Any]) -> str:
     file, setting = folder / "settings.json", json.loads(json.dumps(setting))
     (folder / "cells").mkdir(exist_ok=True)
     if not file.exists():
-        settings = {"format": FORMAT, "setting": setting, "versions": VERSIONS, **environment()}
+        settings = {"format": FORMAT, "setting": setting, **environment()}
         files.write_json(file, files.seal(settings))
     check_setting(file, setting, "ranking", FORMAT)
     return digest_of(setting)
@@ -351,7 +349,7 @@ def merge(folder: Path, cells: Sequence[Cell], digest: str) -> int:
         for run in result.runs or [{"status": result.status, "reason": result.reason}]:
             of_run = [run.get(name) for name in OF_A_RUN]
             lines.append([*of_cell, *of_run, json.dumps(result.tuned, sort_keys=True)])
-    files.write_whole(folder / "runs.csv", csv_bytes(lines, end="\n"))
+    files.write_whole(folder / "runs.csv", texts.csv_bytes(lines, end="\n"))
     if results:
         write_page(folder)
     return len(results)

@@ -14,8 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jfcl import mapping
-from jfcl.core import check, max_examples
-from jfcl.core.files import write_whole
+from jfcl.core import check, files, max_examples
 from jfcl.core.names import flag_of, option_hint, renamed
 from jfcl.core.options import Interval, OneOf, Option, Range, check_options
 from jfcl.data import hold_out
@@ -157,7 +156,7 @@ def run_sweep(
             progress=progress,
         )
     if out is not None and swept.best is not None:
-        write_whole(Path(out) / "best.toml", best_toml(config, swept).encode())
+        files.write_whole(Path(out) / "best.toml", best_toml(config, swept).encode())
     return swept
 
 

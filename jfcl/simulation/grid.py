@@ -19,7 +19,6 @@ import numpy as np
 
 from jfcl import mapping
 from jfcl.analysis import metrics, plots
-from jfcl.analysis.metrics import deviation
 from jfcl.core import Algorithm, Clients, check, check_choice, check_clients, check_key
 from jfcl.core.options import OneOf, Range, check_options
 from jfcl.data import hold_out
@@ -266,7 +265,7 @@ def make_cell(values: dict[str, Value], per_seed: list[dict[str, Any]]) -> Cell:
         return Cell(values, per_seed, {}, {})
     columns = {name: [row[name] for row in per_seed] for name in METRICS if name in per_seed[0]}
     mean = {name: float(np.mean(column)) for name, column in columns.items()}
-    return Cell(values, per_seed, mean, {name: deviation(column) for name, column in columns.items()})
+    return Cell(values, per_seed, mean, {name: metrics.deviation(column) for name, column in columns.items()})
 
 
 def best_of(cells: list[Cell], metric: str) -> int | None:
