@@ -140,17 +140,16 @@ def _work(connection: Connection, jobs: int, slot: int, cores: int | None, cache
         mapping.divide_cpu(cores or max(1, mapping.num_cores() // jobs))
     try:
         while True:
-            try:
-                name, part = connection.recv()
-            except EOFError:  # there are no more
-                break
+            name, part = connection.recv()
             try:
                 part()
-            except (ValueError, OSError, MemoryError) as error:
+            except (ValueError, OSError, EOFError, MemoryError) as error:
                 print(f"{name}: {error}", file=sys.stderr)
                 sys.exit(1)
             connection.send(None)
             clear_programs()  # the next part has its own
+    except EOFError:  # there are no more
+        pass
     except KeyboardInterrupt:  # which the parent has seen
         sys.exit(130)
 
