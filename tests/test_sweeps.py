@@ -447,7 +447,6 @@ def test_options_that_are_declared_as_tracers_are(method, names, monkeypatch):
         (["--grid", "momentum=0.1", "--optimizer", "adam"], "momentum must be left out with --optimizer adam"),
         (["--grid", "lr=0.1", "--metric", "acc"], "unknown metric 'acc': did you mean 'accuracy'?"),
         (["--grid", "lr=0.1", "--holdout", "1"], "holdout must be in (0, 1), got 1.0"),
-        (["--grid", "lr=0.1", "--mapping", "sharded"], "mapping must be vmap or chunked, or left out"),
         (["--grid", "lr=0.1", "--population", "100"], "clients must be left out with --population"),
         (["--grid", "lr=0.1", "--patience", "3"], "patience must be left out of a sweep, which judges the last"),
         (["--grid", "lr=0.1", "--coordinator", "auto"], "unknown option --coordinator"),

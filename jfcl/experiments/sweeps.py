@@ -114,13 +114,12 @@ def run_sweep(
         check(name in schema and name not in OF_ALL_CELLS, "grid", name, accepted)
     combinations = itertools.product(*check_grid(grid).values())
     cells = [dataclasses.replace(config, **dict(zip(grid, values, strict=True))) for values in combinations]
-    accepted = "vmap or chunked, or left out: a sweep divides its runs, not the clients, among the devices"
-    check(config.mapping in (None, "vmap", "chunked"), "mapping", config.mapping, accepted)
     if out is not None:
         check_folder(out, resume, "sweep")
 
     # Data, the same for all cells, and devices.
-    client_axis = setups.mapping_of(dataclasses.replace(config, mapping=config.mapping or "chunked"))
+    one_device = "vmap" if config.mapping == "vmap" else "chunked"  # runs, not clients, are divided among the devices
+    client_axis = setups.mapping_of(dataclasses.replace(config, mapping=one_device))
     mesh = mapping.client_mesh(config.devices)
     row_axis = mapping.auto() if mesh.size == 1 else mapping.sharded(mesh, mapping.auto())
     federation = setups.load_clients(cells[0], data_dir, client_axis)
