@@ -16,6 +16,7 @@ import pytest
 import jfcl
 from jfcl import cli, hosts, mapping
 from jfcl.mapping import axis as axis_module
+from jfcl.mapping.memory import out_of_memory
 from jfcl.methods import METHODS
 from jfcl.testing import problem
 
@@ -522,5 +523,9 @@ def test_own_memory_is_not_another_process(monkeypatch):
     monkeypatch.setattr(hosts, "connected", lambda: True)
     assert hosts.is_of_a_lost_process(jax.errors.JaxRuntimeError("UNAVAILABLE: peer closed"))
     assert hosts.is_of_a_lost_process(RuntimeError("Gloo all-reduce failed"))
-    assert not hosts.is_of_a_lost_process(jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory"))
     assert not hosts.is_of_a_lost_process(RuntimeError("a bug"))
+    for kind in ("RESOURCE_EXHAUSTED", "INTERNAL: Error dispatching computation"):  # of one device, of several of a CPU
+        error = jax.errors.JaxRuntimeError(f"{kind}: Out of memory allocating 8 bytes.")
+        assert not hosts.is_of_a_lost_process(error)
+        with pytest.raises(MemoryError, match=r"^Out of memory allocating 8 bytes; train fewer"), out_of_memory():
+            raise error

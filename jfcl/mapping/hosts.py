@@ -222,7 +222,7 @@ def connected() -> bool:
 def is_of_a_lost_process(error: Exception) -> bool:
     """Returns whether `error` is XLA's, of a collective without some of the processes."""
     of_collective = any(word in str(error) for word in ("Gloo", "NCCL", "coordination service"))
-    of_memory = "RESOURCE_EXHAUSTED" in str(error)  # this process's own
+    of_memory = any(word in str(error) for word in ("RESOURCE_EXHAUSTED", "Out of memory"))  # this process's own
     return connected() and (of_collective or (isinstance(error, jax.errors.JaxRuntimeError) and not of_memory))
 
 

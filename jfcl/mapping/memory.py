@@ -35,6 +35,8 @@ from jfcl.mapping.jitted import jitted
 TEMPORARIES = {"cpu": 6, "gpu": 200, "tpu": 1000}
 LOT = 2**15  # forward passes at once that keep an accelerator busy
 _SIZE = re.compile(r"\b(\d+(?:\.\d+)?)([KMGT])(?:iB)?\b")  # in the errors of compilers
+# A program of several devices of a CPU ends with another error than RESOURCE_EXHAUSTED.
+_EXHAUSTED = re.compile(r"(?<=RESOURCE_EXHAUSTED: ).*[^.]|Out of memory.*[^.]")
 _UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
@@ -82,7 +84,7 @@ def out_of_memory() -> Iterator[None]:
     try:
         yield
     except jax.errors.JaxRuntimeError as error:
-        text = str(error).splitlines()[0].partition("RESOURCE_EXHAUSTED: ")[2]
+        text = "".join(_EXHAUSTED.findall(str(error).splitlines()[0]))
         of_device = re.search("memory|allocat", text, re.IGNORECASE) and "Shared memory" not in text  # of a kernel
         if not of_device or hosts.is_of_a_lost_process(error):
             raise
