@@ -535,6 +535,20 @@ def test_a_round_holds_models_and_a_chunk_of_updates_rather_than_one_of_each_cli
     assert compiled.memory_analysis().temp_size_in_bytes < 32 * 4 * 1000 * D
 
 
+def test_a_cpu_compares_models_with_convolutions_one_after_another():
+    """At once, they would take many times the memory of one."""
+    task = jfcl.models.classification(jfcl.models.CNNMnist(10), (28, 28, 1), 10)
+    images = jax.ShapeDtypeStruct((1, 20, 28, 28, 1), "float32"), jax.ShapeDtypeStruct((1, 20), "int32")
+    clients = Clients(dict(zip("xy", images, strict=True)), jax.ShapeDtypeStruct((1,), "int32"))
+
+    def temporaries(count):
+        models = jax.eval_shape(jax.vmap(task.init), jax.random.split(jax.random.key(0), count))
+        lowered = jax.jit(partial(lowest_loss, task, client_axis=chunked(1))).lower(models, clients)
+        return lowered.compile().memory_analysis().temp_size_in_bytes
+
+    assert temporaries(4) < 1.1 * temporaries(2)
+
+
 def test_lowest_loss_takes_the_first_of_equals_and_never_a_broken_model():
     clients = regression(16)
     params = {"w": np.float32([[np.nan] * D, [0] * D, [0] * D])}

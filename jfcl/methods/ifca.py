@@ -21,7 +21,7 @@ from jfcl.methods.averaging import Averaging, AveragingState, averaging
 from jfcl.methods.options import AVERAGING, SCOPES, Count, Options, Rounds, factory
 from jfcl.methods.restarts import with_balanced_start, with_restarts
 from jfcl.training.local import LocalTraining, augmented, draw_batch
-from jfcl.training.losses import blank_padding, lowest_loss, mean_loss, under_all
+from jfcl.training.losses import blank_padding, lowest_loss, mean_loss, of_each_model, under_all
 
 AVERAGE = ("models", "gradients")
 DIVIDE_BY = ("all", "participants")
@@ -203,5 +203,5 @@ def losses_when_changed(
         return mean_loss(task, model, augmented(task, training, key, examples), size)
 
     keys = jax.random.split(jax.random.fold_in(key, IDENTITY_STREAM), len(jax.tree.leaves(params)[0]))
-    losses = jax.vmap(one)(keys, params)
+    losses = of_each_model(one, keys, params)
     return jnp.where(jnp.isfinite(losses), losses, jnp.full_like(losses, jnp.inf))
