@@ -262,19 +262,17 @@ def results_notes(summaries: dict[str, dict[str, Any]]) -> list[str]:
     if any(0 < recovered_seeds(summary) < len(summary["per_seed"]) for summary in summaries.values()):
         share = f"at least {FOUND:.0%} of the clients are and stay in the right cluster"
         notes.append(f"found at round, (n/m): in n of the m seeds, {share}; the round is the mean over these")
-    new = {name: over_seeds(summary, "newcomer_accuracy") for name, summary in summaries.items()}
-    if cells := [f"{number(mean, std, 1, 100)} % ({name})" for name, (mean, std) in new.items() if mean is not None]:
-        notes.append(f"client acc. of newcomers: {', '.join(cells)}")
+    accuracies = {"of newcomers": {name: over_seeds(s, "newcomer_accuracy") for name, s in summaries.items()}}
+    for metric, of in (("next_accuracy", ""), ("next_stable_accuracy", ", of clients whose cluster stays")):
+        drifts = {name: summary["drift"] for name, summary in summaries.items() if "drift" in summary}
+        means = {name: (drift["mean"][metric], drift["std"][metric]) for name, drift in drifts.items()}
+        accuracies[f"on the next step's data, before adapting{of}"] = means
+    for what, means in accuracies.items():
+        if cells := [f"{number(*mean, 1, 100)} % ({name})" for name, mean in means.items() if mean[0] is not None]:
+            notes.append(f"client acc. {what}: {', '.join(cells)}")
     ended = {name: str(summary.get("ended")).partition(" has not improved for ") for name, summary in summaries.items()}
     if early := [f"{name} ({metric})" for name, (metric, waits, _) in ended.items() if waits and metric in METRICS]:
         notes.append(f"early stopping chose the rounds by the test examples of these figures: {', '.join(early)}")
-    for metric, suffix in (("next_accuracy", ""), ("next_stable_accuracy", ", of clients whose cluster stays")):
-        drifts = {name: summary["drift"] for name, summary in summaries.items() if "drift" in summary}
-        means = {name: (drift["mean"][metric], drift["std"][metric]) for name, drift in drifts.items()}
-        if cells := [
-            f"{number(mean, std, 1, 100)} % ({name})" for name, (mean, std) in means.items() if mean is not None
-        ]:
-            notes.append(f"client acc. on the next step's data, before adapting{suffix}: {', '.join(cells)}")
     if len(summaries) > MOST_DRAWN:
         notes.append(f"pictures show the first {MOST_DRAWN} of the {len(summaries)} runs, tables all of them")
     return notes
