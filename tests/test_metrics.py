@@ -330,3 +330,13 @@ def test_metrics_that_are_none_are_refused(metrics, words):
     clients = jfcl.Clients({"x": logits, "y": y}, np.full(5, 40, np.int32))
     with pytest.raises(ValueError, match=words):
         jfcl.simulate(STILL, clients, key=jax.random.key(0), num_rounds=1, test_clients=clients, metrics=metrics)
+
+
+def test_metrics_without_test_examples_are_refused():
+    """They would be missing in the results without a word."""
+    logits, y, _ = outputs_of(3, 0)
+    clients = jfcl.Clients({"x": logits, "y": y}, np.full(5, 40, np.int32))
+    people = jfcl.Population(jfcl.data.ClientStore.from_clients(clients), cohort=2)
+    for source in (clients, people):
+        with pytest.raises(ValueError, match="metrics must be left out without test_clients and newcomers"):
+            jfcl.simulate(STILL, source, key=jax.random.key(0), num_rounds=1, metrics={"f1": jfcl.metrics.macro_f1})

@@ -127,7 +127,7 @@ def simulate(
         checkpoint in `out` has precedence.
       metrics: functions `(outputs [M, ...], batch, real [M]) -> a number` of one client's outputs, by name, such as
         `{"f1": jfcl.metrics.macro_f1}`; `real` marks the examples that are not padding. The records have their means
-        over clients (and over newcomers), `History.clients` and `clients.csv` the number of each client.
+        over test clients (and over newcomers), `History.clients` and `clients.csv` the number of each client.
       callbacks: objects with some of the methods of `jfcl.callbacks.Callback`, called in this order. They change no
         result, and a resumption may have others.
       summary: write the results into `out`; False for a caller that writes its own, as `jfcl.experiments.run` does.
@@ -181,10 +181,12 @@ def simulate(
     if isinstance(clients, Population):
         for name, value in (evaluated | {"hyperparams": hyperparams, "state": state, "seed_axis": seed_axis}).items():
             check(value is None, name, type(value).__name__, "left out for a population")
+        tests = [clients.test_clients]
         until = num_rounds if stop_after is None else min(num_rounds, stop_after)
         source = Streamed(algorithm, clients, key, seeds, client_axis, until)
     else:
         true_cluster = evaluated.pop("true_cluster")
+        tests = [*evaluated.values()]
         parts = {"clients": clients} | {name: part for name, part in evaluated.items() if part is not None}
         check_data(client_axis, parts, true_cluster)
         parts["clients"] = clients if drift is None else drift.clients(clients, 0)
@@ -200,6 +202,8 @@ def simulate(
         axes = {"row_axis": seed_axis, "client_axis": client_axis}
         evaluated |= {"true_cluster": true_cluster, "drift": drift, "ends": ends}
         source = Resident(algorithm, clients, key, hyperparams, seeds=seeds, state=state, **axes, **evaluated)
+    fits = not further or any(part is not None for part in tests)
+    check(fits, "metrics", [*(metrics or ())], "left out without test_clients and newcomers, whose outputs they are of")
 
     is_shown = progress and hosts.is_first()
     watch = Watch(num_rounds, description=description, progress=is_shown, checkpoint_seconds=checkpoint_seconds)
