@@ -12,8 +12,8 @@ the bit, and counts as both.
 
 from __future__ import annotations
 
+import argparse
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -152,7 +152,9 @@ def _count(removed: str) -> int:
 
 
 def main() -> None:
-    for run in sys.argv[1:]:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("run", nargs="+", help="the folder of some seeds of one cell")
+    for run in parser.parse_args().run:
         print(f"added to {add(run)}")
 
 

@@ -11,6 +11,7 @@ of clients with the cluster that they have in float32.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import dataclasses
 import sys
@@ -80,6 +81,7 @@ def rounded_operands(bits: tuple[int, int] | None) -> Iterator[None]:
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     rows: list[dict[str, Any]] = []
     for case, config in CASES.items():
         clusters, means, losses = [], [], []

@@ -1,5 +1,6 @@
 """Draws `results/ratios.png` from the JSON files beside it: the time of every compared library, in times of jfcl's."""
 
+import argparse
 import json
 from pathlib import Path
 
@@ -77,4 +78,5 @@ def draw() -> plt.Figure:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__).parse_args()
     plots.save(draw(), RESULTS / "ratios.png")

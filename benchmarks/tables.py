@@ -9,6 +9,7 @@ PAGES says which columns it shows.
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
 from typing import Any
@@ -165,6 +166,7 @@ def filled(text: str, tables: dict[str, str]) -> str:
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     for path, tables in PAGES.items():
         path.write_text(filled(path.read_text(), tables))
 

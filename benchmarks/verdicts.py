@@ -5,6 +5,7 @@
 The figures are those of `results/reproduce/`, and the verdicts those of `tables.py`. A bar is a standard deviation.
 """
 
+import argparse
 import json
 
 import matplotlib.pyplot as plt
@@ -86,6 +87,7 @@ def draw() -> plt.Figure:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     # The same file from the same figures, and texts as texts, which makes it smaller.
     plt.rcParams |= {"svg.hashsalt": "jfcl", "svg.fonttype": "none"}
     draw().savefig(REPRODUCTION / "verdicts.svg", metadata={"Date": None})

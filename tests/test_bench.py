@@ -238,6 +238,13 @@ def test_the_tables_of_the_pages_are_those_of_the_results(peers_job):
             assert (page.parent / target).exists(), target
 
 
+def test_every_script_answers_help():
+    """Without a parser, `--help` would run it, and write the results of the repository again."""
+    scripts = [file for file in BENCHMARKS.glob("*.py") if '__name__ == "__main__"' in file.read_text()]
+    assert [file.name for file in scripts if ".parse_args(" not in file.read_text()] == []
+    assert len(scripts) > 20
+
+
 def test_a_cell_beside_the_paper(peers_job):
     beside = importlib.import_module("tables").beside_the_paper
     cpu, gpu = "1 x CPU, 2 cores", "1 x NVIDIA H100 80GB HBM3"
