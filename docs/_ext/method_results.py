@@ -26,8 +26,8 @@ BASELINES = {"byzantine_cfl": ["fedavg"], "fedbn": ["fedavg", "local"]}
 BASELINES |= {name: ["oracle", "fedavg"] for name in ("stocfl", "fedgwc")}  # with cohorts
 DATA = {"digits": "the handwritten digits", "sine": "the points `sine`, whose labels drift in ten steps"}
 CAPTION = """\
-*Three seeds of {data}. Left: the mean over clients, with a band of a standard deviation over seeds.
-Right: the clients of the first seed at the end. The baselines run with the same flags.*"""
+*Three seeds of {data}, with a band of a standard deviation; right, the clients of the first seed at the end.
+The baselines run with the same flags.*"""
 # Flags that the baselines do not have.
 OF_METHODS = {"lam", "warm-rounds", "rounds-before", "personal-steps", "keep", "drift-threshold"}
 # Further flags of a baseline: the examples of one step are of one cluster.
