@@ -237,14 +237,13 @@ def curves(cells: Sequence[Result], ranks: Ranks) -> list[Figure | None]:
     """Returns the accuracy over rounds of each shift at its largest strength, and under drift, of the best methods."""
     others = [m for m in ranks.rows if m not in REFERENCES][: MOST_LINES - len(REFERENCES)]
     lines = [m for m in ranks.rows if m in REFERENCES or m in others]
-    panels: dict[tuple, dict[str, Result]] = {}
-    for cell in sorted(cells, key=lambda c: -c.strength):  # the largest is the first
+    panels, drawn = defaultdict(list), []
+    for cell in cells:
         if (cell.is_plain or cell.drift) and cell.clusters in (ranks.mode, "") and cell.method in lines:
-            panel = panels.setdefault((cell.data, cell.shift, cell.drift or ""), {cell.method: cell})
-            if all(cell.strength == other.strength for other in panel.values()):
-                panel[cell.method] = cell
-    drawn = []
-    for key, of in sorted(panels.items()):
+            panels[cell.data, cell.shift, cell.drift or ""].append(cell)
+    for key, panel in sorted(panels.items()):
+        largest = max(cell.strength for cell in panel)
+        of = {cell.method: cell for cell in panel if cell.strength == largest}
         each = {
             plots.label(_marked(m, [of[m]])): [
                 {"seed": r["seed"], "round": t, "accuracy": a} for r in of[m].ended for t, a in r["curve"]
