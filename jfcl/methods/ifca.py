@@ -203,5 +203,5 @@ def losses_when_changed(
         return mean_loss(task, model, augmented(task, training, key, examples), size)
 
     keys = jax.random.split(jax.random.fold_in(key, IDENTITY_STREAM), len(jax.tree.leaves(params)[0]))
-    losses = of_each_model(one, keys, params)
+    losses = of_each_model(task, one, keys, params)
     return jnp.where(jnp.isfinite(losses), losses, jnp.full_like(losses, jnp.inf))

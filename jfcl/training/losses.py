@@ -74,20 +74,26 @@ def example_losses(task: Task, params: PyTree, examples: Batch, size: jax.Array)
     Losses that are not finite are infinite; those of padding have no meaning.
     """
     examples = blank_padding(examples, size)
-    losses = of_each_model(lambda p: task.loss(p, examples), params).T.astype(jnp.float32)
+    losses = of_each_model(task, lambda p: task.loss(p, examples), params).T.astype(jnp.float32)
     return jnp.where(jnp.isfinite(losses), losses, jnp.full_like(losses, jnp.inf))
 
 
-def of_each_model(function: Callable[..., jax.Array], *models: PyTree) -> jax.Array:
-    """Returns `function(*model)` of each of the stacked `models` `[K, ...]`, on a CPU of one after another.
+def of_each_model(task: Task, function: Callable[..., jax.Array], *models: PyTree) -> jax.Array:
+    """Returns `function(*model)` of each of the stacked `models` `[K, ...]` of a task.
 
-    There, convolutions of several models at once take several times as long, and many times the memory of one.
+    On a CPU it is of one after another: convolutions of several models at once take several times as long, and many
+    times the memory of one. The first dense layers of several models are one product, and faster at once.
     """
+
+    def at_once(models):
+        return jax.vmap(function)(*models)
 
     def one_by_one(models):
         return jax.lax.scan(lambda none, model: (none, function(*model)), (), models)[1]
 
-    return by_platform(indexable(models), cpu=one_by_one, accelerator=lambda models: jax.vmap(function)(*models))
+    if dense_start(task) is not None:
+        return at_once(models)
+    return by_platform(indexable(models), cpu=one_by_one, accelerator=at_once)
 
 
 def training_loss(
@@ -117,7 +123,7 @@ def under_all(task: Task, params: PyTree) -> Callable[[Batch, jax.Array], tuple[
 
     def compare(examples, size):
         if start is None:
-            losses, products = of_each_model(lambda p: mean_loss(task, p, examples, size), params), None
+            losses, products = of_each_model(task, lambda p: mean_loss(task, p, examples, size), params), None
         else:
             examples = blank_padding(examples, size)
             x = task.inputs_of(examples)
