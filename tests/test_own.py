@@ -63,6 +63,11 @@ def line():
     return jfcl.data.Dataset("line", {"x": x, "y": 2 * x[:, 0]}, None, None, None, "targets of a regression")
 
 
+def maps():
+    x = np.zeros((40, 2, 2, 1), np.float32)
+    return jfcl.data.Dataset("maps", {"x": x, "y": x[..., 0].astype(np.int32)}, None, None, None, "labels of pixels")
+
+
 def sentences():
     rng = np.random.default_rng(0)
     x = np.array([" ".join(rng.choice(list("abcdef"), 8)) for _ in range(60)], object)
@@ -392,9 +397,25 @@ def test_an_own_attack_on_the_data_of_a_population(folder, capsys):
 
 
 @pytest.mark.slow
-def test_a_regression_is_shown_by_its_loss(folder, capsys):
-    command = ["--dataset", "mine_models:line", "--model", "mine_models:slope", "--heterogeneity", "none", "--quiet"]
-    command += ["--clients", "2", "--clusters", "1", "--rounds", "2", "--local-steps", "1", "--devices", "1"]
+@pytest.mark.parametrize(
+    ("model", "shape"), [("mine_models:slope", (1, 1, 1)), ("linear", (1, 1, 1)), ("mlp", (1, 1, 200))]
+)
+def test_a_regression_is_shown_by_its_loss(model, shape, folder, capsys):
+    command = ["--dataset", "mine_models:line", "--model", model, "--heterogeneity", "none", "--quiet"]
+    command += [
+        "--clients",
+        "2",
+        "--clusters",
+        "1",
+        "--rounds",
+        "2",
+        "--local-steps",
+        "1",
+        "--devices",
+        "1",
+        "--lr",
+        "0.01",
+    ]
     assert cli.main(["run", "fedavg", *command, "--out", "run"]) == 0
     summary, _ = read_run("run")
     loss = f"{summary['mean']['loss']:.3f}"
@@ -403,7 +424,7 @@ def test_a_regression_is_shown_by_its_loss(folder, capsys):
     assert cli.main(["compare", "run", "--out", "both"]) == 0
     assert loss in capsys.readouterr().out
     assert {file.name for file in Path("both").glob("*")} == {"loss.png", "methods.png", "results.csv"}
-    assert load_run("run").params["Dense_0"]["kernel"].shape == (1, 1, 1)
+    assert load_run("run").params["Dense_0"]["kernel"].shape == shape
 
 
 def test_the_help_of_an_own_method_has_its_options(capsys):
@@ -517,8 +538,8 @@ ATTACKED = ["fedavg", "--clients", "8", "--malicious", "0.25", "--examples-per-c
         (["fedavg", "--dataset", "mine_models:pair"], "got 'mine_models:pair': missing a required argument"),
         (["fedavg", "--dataset", "mine_models:listed"], "data set 'line' (train) must be a dict with arrays 'x' and"
          " 'y', got {'x': 'list', 'y': 'list'}"),
-        (["fedavg", "--dataset", "mine_models:line", "--heterogeneity", "none", "--model", "linear", "--clients", "4"],
-         "model must be MODULE:NAME, a function that returns a jfcl.models.regression: 'mine_models:line' has no c"),
+        (["fedavg", "--dataset", "mine_models:maps", "--heterogeneity", "none", "--model", "linear", "--clients", "4"],
+         "model must be MODULE:NAME, a function that returns a jfcl.Task: 'mine_models:maps' has neither labels nor n"),
         ([*ATTACKED, "--attack", "mine_hostile:too_few"], "attack must be the name of a function with the arguments"
          " (key, updates, malicious, usable), or (rng, x, y, num_classes) for an attack on data, got 'mine_hostile:t"),
         ([*ATTACKED, "--attack", "mine_models:VALUE"], "attack must be the name of a function with the arguments"),

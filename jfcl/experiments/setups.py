@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -206,7 +207,7 @@ def make_federation(
 
 
 def make_task(config: Config, federation: data.Federation, *, target: str | None = None) -> Task:
-    """Returns the model of `config` for the federation's classes, or its vocabulary.
+    """Returns the model of `config` for the federation's classes, its vocabulary, or the targets of a regression.
 
     On a GPU, `--precision bfloat16` is `models.in_bfloat16`, since rounding the operands alone is no faster there.
     `target` is the platform of the run, by default that of this machine.
@@ -215,15 +216,23 @@ def make_task(config: Config, federation: data.Federation, *, target: str | None
     if vocab_size is not None:
         models.check_tokens(federation.train, vocab_size)
         models.check_tokens(federation.test, vocab_size, name="test clients")
-    model = lookup.find_model(config.model)(federation.num_classes if vocab_size is None else vocab_size)
+    num_outputs = vocab_size or federation.num_classes
+    if num_outputs is None:
+        targets = federation.train.examples["y"]
+        num_outputs = math.prod(targets.shape[2:])
+    model = lookup.find_model(config.model)(num_outputs)
     if isinstance(model, Task):
         task = model
-    elif vocab_size is None:
-        accepted = f"MODULE:NAME, a function that returns a jfcl.models.regression: {config.dataset!r} has no classes"
-        check(federation.num_classes is not None, "model", config.model, accepted)
+    elif vocab_size is not None:
+        task = models.language_model(model, config.length, vocab_size)
+    elif federation.num_classes is not None:
         task = models.classification(model, federation.input_shape, federation.num_classes)
     else:
-        task = models.language_model(model, config.length, vocab_size)
+        accepted = (
+            f"MODULE:NAME, a function that returns a jfcl.Task: {config.dataset!r} has neither labels nor numbers"
+        )
+        check(targets.dtype.kind == "f", "model", config.model, accepted)
+        task = models.regression(model, federation.input_shape)
     in_half = config.precision == "bfloat16" and (target or platform()) == "gpu"
     return models.in_bfloat16(task) if in_half else task
 

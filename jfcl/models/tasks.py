@@ -42,8 +42,9 @@ def task(
     Args:
       init, apply, cost, correct, mix, statistics: as in `jfcl.Task`; `cost` stands in place of `kind`.
       kind: `"classification"`: cross-entropy of integer labels, logits `[B, num_classes]`, accuracy of the largest one.
-        `"regression"`: squared error of outputs of the targets' shape, summed over those of an example; no accuracy. A
-        mixture has the logarithm of the mean of the probabilities, and the mean of the values.
+        `"regression"`: squared error of outputs of the targets' shape, or with one more axis of length 1, summed over
+        those of an example; no accuracy. A mixture has the logarithm of the mean of the probabilities, and the mean of
+        the values.
       half: 1/2 of the squared error, for a regression.
       train: `(key, params, x [B, ...], real [B]) -> (outputs, params)`, the model in training: `key` draws its random
         numbers, `real` marks the examples that are not padding, and the returned parameters have new statistics.
@@ -88,9 +89,9 @@ def task(
 
 def _squared_error(outputs: jax.Array, batch: Batch) -> jax.Array:
     outputs, y = _wide(outputs), batch["y"]
-    wanted = f"the targets' shape, {y.shape} (squeeze=True drops an axis of length 1)"
-    check(outputs.shape == y.shape, "the shape of the model's outputs", outputs.shape, wanted)
-    error = jnp.square(outputs - y)
+    fits = outputs.shape in (y.shape, (*y.shape, 1))
+    check(fits, "the shape of the model's outputs", outputs.shape, f"the targets' shape, {y.shape}, or {(*y.shape, 1)}")
+    error = jnp.square(outputs.reshape(y.shape) - y)
     return error.reshape(len(error), -1).sum(axis=1)
 
 
@@ -276,11 +277,12 @@ def regression(
     """Returns the task of regression by a flax module: the squared error, or with `half` 1/2 of it.
 
     Args:
-      module: maps `[B, *input_shape]` to values of the targets' shape; this and the others as in `classification`.
+      module: maps `[B, *input_shape]` to values of the targets' shape, or with one more axis of length 1; this and the
+        others as in `classification`.
 
     Example:
       >>> import jfcl
-      >>> regression(jfcl.models.Linear(1, squeeze=True), (3,)).correct is None
+      >>> regression(jfcl.models.Linear(1), (3,)).correct is None
       True
     """
     shape = check_shape("input_shape", input_shape)
