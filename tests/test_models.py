@@ -473,6 +473,17 @@ def test_regression_sums_over_outputs():
     assert task.correct is None
 
 
+def test_outputs_with_an_axis_of_length_one_are_those_of_scalar_targets():
+    """They are not broadcast against each other."""
+    x, y = np.float32([[1, 0], [0, 1], [1, 1]]), np.float32([1, 2, 4])
+    task, params = regression(jfcl.models.Linear(1), (2,)), {"Dense_0": {"kernel": [[1.0], [3.0]], "bias": [0.5]}}
+    losses = task.loss(jax.tree.map(jnp.float32, params, is_leaf=lambda x: isinstance(x, list)), {"x": x, "y": y})
+    assert losses.tolist() == [0.25, 2.25, 0.25]
+    with pytest.raises(ValueError, match=r"must be the targets' shape, \(3,\), or \(3, 1\), got \(3, 2\)"):
+        wide = regression(jfcl.models.Linear(2), (2,))
+        wide.loss(wide.init(jax.random.key(0)), {"x": x, "y": y})
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "kind",

@@ -52,7 +52,7 @@ SMALL |= {"clients": 8, "clusters": 2, "model": "linear", "local_steps": 2, "exa
 DEFAULTS = {"datasets": ("digits",), "batch_size": None, "hostile": 0.0, "attack": "label_reverse", "drift": None}
 DEFAULTS |= {"wrong_k": (), "data_dir": None}
 SHIFTS = sys.modules["jfcl.experiments.shifts"]  # the function has the name of its module
-BASELINES, IN_PROCESSES = SHIFTS.REFERENCES, jobs.in_processes
+BASELINES, IN_PROCESSES = SHIFTS.ALWAYS, jobs.in_processes
 MEASURED = ("seconds", "compile_seconds", "joules", "programs", "sha256")
 
 
@@ -61,7 +61,7 @@ def _here():
     """Cells run in this process, which has compiled most of their programs already; the table is short."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(jobs, "in_processes", lambda parts, jobs, **_: [part() for part in parts.values()])
-        patch.setattr(SHIFTS, "REFERENCES", ())
+        patch.setattr(SHIFTS, "ALWAYS", ())
         patch.setattr(SHIFTS, "write_page", lambda folder: None)  # tests/test_shifts_page.py
         yield
 

@@ -171,6 +171,8 @@ def sweep(
                 check(not missing, "method", value, f"one that has a default for {', '.join(missing)}")
             else:
                 check_choice(argument.removesuffix("s"), value, accepted)
+    enough = "ifca" not in methods or clusters <= min(clients)
+    check(enough, "clusters", clusters, f"at most the {min(clients)} clients there are, for ifca")
     for model in models:
         make_task(model)  # refuses one that does not take the images
 

@@ -160,8 +160,9 @@ def run_cell(cell: Cell, setting: dict[str, Any], data_dir: str | None) -> dict[
             on_held_out = options | {"eval_every": options["rounds"]}
             for trial in draw_trials(cell, setting["budget"]):
                 run = run_once(cell, on_held_out | trial, held_out, TUNING_SEED, first=not result["trials"])
+                score = run["accuracy"] if run["status"] in ("ok", "collapsed") else None
                 outcome = {name: run[name] for name in ("status", "reason", "seconds", "compile_seconds")}
-                result["trials"].append({"options": trial, "score": run["accuracy"]} | outcome)
+                result["trials"].append({"options": trial, "score": score} | outcome)
             scores = [-1.0 if trial["score"] is None else trial["score"] for trial in result["trials"]]
             best, first = result["trials"][int(np.argmax(scores))], result["trials"][0]
 

@@ -38,7 +38,8 @@ from jfcl.simulation.folder import check_setting, environment
 from jfcl.simulation.progress import progress_bar
 
 FILES = ("index.html", "table.tex", "runs.csv", "cells/", "settings.json")
-METHODS = (*REFERENCES, "cfl", "ifca", "fesem", "flhc", "one_shot", "pacfl", "stocfl", "fedem", "ditto")
+ALWAYS = REFERENCES  # in every table
+METHODS = (*ALWAYS, "cfl", "ifca", "fesem", "flhc", "one_shot", "pacfl", "stocfl", "fedem", "ditto")
 OF_SHIFTS = ("rotation", "corruption", "label_permutation", "class", "mixture", "dirichlet")
 QUICK = {"shifts": OF_SHIFTS[:5], "strengths": (1.0,), "seeds": 2, "budget": 4, "rounds": 60}
 FULL = {"shifts": OF_SHIFTS, "strengths": (0.3, 0.6, 1.0), "seeds": 3, "budget": 12, "rounds": 100}
@@ -149,6 +150,7 @@ def shifts(
     setting = make_setting(options)
     cells, folder = cells_of(setting), Path(out)
     mine = share_of(cells, part)
+    check(platform() != "tpu" or jobs in (None, 1), "jobs", jobs, "1 on a TPU, which one process holds")
     jobs = jobs or (mapping.num_cores() if platform() == "cpu" else 1)
 
     # Run what is not finished.
@@ -200,7 +202,7 @@ def make_setting(options: dict[str, Any]) -> dict[str, Any]:
         Config("fedavg", clients=options["clients"], attack=options["attack"], malicious=options["hostile"])
     setting = {name: options[name] for name in ("seeds", "budget", "hostile", "attack", "drift")}
     setting |= {name: [*options[name]] for name in ("shifts", "datasets", "wrong_k")}
-    setting["methods"] = [*REFERENCES, *(name for name in named["methods"] if name not in REFERENCES)]
+    setting["methods"] = [*ALWAYS, *(name for name in named["methods"] if name not in ALWAYS)]
     setting["strengths"] = sorted(map(float, named["strengths"]))
     of_data = {name: _of_data(name, of_runs, options) for name in named["datasets"]}
     return setting | {"of_runs": of_runs, "of_data": of_data}
