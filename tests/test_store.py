@@ -1,3 +1,4 @@
+import hashlib
 import json
 import shutil
 import tempfile
@@ -11,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import jfcl
+from jfcl.core.files import seal
 from jfcl.data import ClientStore, generate_store, open_stores
 
 
@@ -130,6 +132,18 @@ def test_examples_that_are_nowhere_are_noticed(folder, tmp_path):
     change(tmp_path / "r" / "rows.npy", 2, 200)
     with pytest.raises(ValueError, match=r"rows.npy was changed: row 200 of 4 examples"):
         ClientStore.open(tmp_path / "r")
+
+
+def test_labels_that_are_fewer_than_the_inputs_are_noticed(folder):
+    """A store from elsewhere, with files that are as `store.json` says."""
+    labels = np.arange(2, dtype=np.int32)
+    np.save(folder / "y.npy", labels)
+    about = json.loads((folder / "store.json").read_text())
+    digest = hashlib.sha256(labels.tobytes()).hexdigest()
+    about["files"]["y"] = {"bytes": (folder / "y.npy").stat().st_size, "shape": [2], "sha256": digest}
+    (folder / "store.json").write_text(json.dumps(seal(about)))
+    with pytest.raises(ValueError, match=r"store.json is damaged: jfcl does not write such"):
+        ClientStore.open(folder)
 
 
 def test_changed_files_are_noticed_when_asked(folder):

@@ -73,21 +73,17 @@ def read_store(path: Path) -> tuple[dict[str, Any], dict[str, Field], dict[str, 
     meta = read_json(path / "store.json", check_format=FORMAT)
     try:
         fields = {name: Field(**field)._replace(shape=tuple(field["shape"])) for name, field in meta["fields"].items()}
-        sound = _is_sound(meta, fields)
-    except (AttributeError, KeyError, TypeError):
+        count = max((meta["files"][name]["shape"][0] for name in fields), default=0)
+        types = {"offsets": "int64", "cluster": "int32", "rows": np.min_scalar_type(max(count - 1, 0))}
+        types |= {name: field.stored for name, field in fields.items()}
+        sound = _is_sound(meta, fields, count)
+    except (AttributeError, LookupError, TypeError):
         sound = False
     if not sound:
         raise ValueError(f"{path / 'store.json'} is damaged: jfcl does not write such fields, files and counts")
-    arrays = {name: _open_array(path / f"{name}.npy", wanted) for name, wanted in meta["files"].items()}
+    arrays = {name: _open_array(path / f"{name}.npy", file, types[name]) for name, file in meta["files"].items()}
 
-    # Headers are not part of a file's digest.
-    count, offsets, rows = len(arrays[next(iter(fields))]), arrays["offsets"], arrays.get("rows")
-    plain = {"offsets": "int64", "cluster": "int32", "rows": np.min_scalar_type(max(count - 1, 0))}
-    wanted = {name: (np.dtype(kind), ()) for name, kind in plain.items()}
-    wanted |= {name: (np.dtype(field.stored), field.shape) for name, field in fields.items()}
-    for name, array in arrays.items():
-        if (array.dtype, array.shape[1:]) != wanted[name]:
-            raise ValueError(f"{path / name}.npy was changed: it holds {array.dtype} {array.shape}; see store.json")
+    offsets, rows = arrays["offsets"], arrays.get("rows")
     ends = count if rows is None else len(rows)
     if len(offsets) < 2 or offsets[0] != 0 or offsets[-1] != ends or (np.diff(offsets) < 0).any():
         raise ValueError(f"{path / 'offsets.npy'} was changed: it does not divide {ends} examples among clients")
@@ -98,8 +94,8 @@ def read_store(path: Path) -> tuple[dict[str, Any], dict[str, Field], dict[str, 
     return meta, fields, arrays
 
 
-def _is_sound(meta: dict[str, Any], fields: dict[str, Field]) -> bool:
-    """Returns whether the content of `store.json` is as jfcl writes it, with names of files of the store alone."""
+def _is_sound(meta: dict[str, Any], fields: dict[str, Field], count: int) -> bool:
+    """Returns whether `store.json` is as jfcl writes it, with `count` examples and no files but those of the store."""
 
     def is_field(name: str, field: Field) -> bool:
         real = 0 < field.per_unit < math.inf and abs(field.offset) < math.inf
@@ -112,13 +108,15 @@ def _is_sound(meta: dict[str, Any], fields: dict[str, Field]) -> bool:
         and all(is_field(name, field) for name, field in fields.items())
         and set(files) == {"offsets", *fields} | {name for name in ("rows", "cluster") if name in files}
         and all({name: type(value) for name, value in file.items()} == of_file for file in files.values())
+        and all(files[name]["shape"] == [count, *field.shape] for name, field in fields.items())
+        and all(len(files[name]["shape"]) == 1 for name in files.keys() - fields.keys())
         and all(type(count) is int and 0 < count <= INT32_MAX for count in counts)
         and isinstance(meta.get("description", ""), str)
         and isinstance(meta.get("made", {}), dict)
     )
 
 
-def _open_array(file: Path, wanted: dict[str, Any]) -> np.ndarray:
+def _open_array(file: Path, wanted: dict[str, Any], dtype: Any) -> np.ndarray:
     """Returns the array of a file, memory-mapped; raises `ValueError` where it is not as `store.json` says."""
     size = file.stat().st_size if file.exists() else 0
     if size != wanted["bytes"]:
@@ -128,7 +126,7 @@ def _open_array(file: Path, wanted: dict[str, Any]) -> np.ndarray:
         array = np.lib.format.open_memmap(file, mode="r").view(np.ndarray)
     except BAD_ARRAY as error:
         raise ValueError(f"{file} was changed: {error}") from None
-    if not array.ndim or list(array.shape) != wanted["shape"]:
+    if (array.dtype, list(array.shape)) != (np.dtype(dtype), wanted["shape"]):  # headers are not in a file's digest
         raise ValueError(f"{file} was changed: it holds {array.dtype} {array.shape}; see store.json")
     return array
 
