@@ -196,7 +196,7 @@ X = np.zeros((2, 3), np.float32)
 @pytest.mark.parametrize(
     "clients, options, said",
     [
-        ([], {}, "clients must be at least one"),
+        ([], {}, "clients must be one with an example, at least, got .0 without examples"),
         ([{"x": X[:0]}], {}, "one with an example"),
         ([{"x": X, "y": X[:1]}], {}, "client 0 must be arrays of one length"),
         ([{"x": X}, {"x": X[:, :2]}], {}, r"client 1: x must be of shape \(3,\)"),

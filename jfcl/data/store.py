@@ -134,7 +134,7 @@ class ClientStore:
         """
         with _writing(path, {}, cluster, about) as writer:
             for i, client in enumerate(clients):
-                writer.client(writer.examples(client, f"client {i}"))
+                writer.sizes.append(writer.examples(client, f"client {i}"))
         return cls.open(path)
 
     @classmethod
@@ -159,7 +159,7 @@ class ClientStore:
                 if len(part):
                     part = check_integers(f"rows of client {i}", part, within=(0, count - 1))
                     out.write(part.astype(out.dtype))
-                writer.client(len(part))
+                writer.sizes.append(len(part))
         return cls.open(path)
 
     @classmethod

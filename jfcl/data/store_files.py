@@ -169,9 +169,8 @@ class StoreWriter:
 
     def __init__(self, path: Path, stored: dict[str, tuple]):
         self.path, self.stored, self.fields, self.files = path, stored, {}, {}
-        self.num_clients = self.total = self.largest = 0
-        self.offsets = self.file("offsets", (), "int64")
-        self.offsets.write(np.zeros(1, np.int64))
+        self.sizes: list[int] = []  # the number of examples of each client
+        self.file("offsets", (), "int64")
 
     def file(self, name: str, shape: tuple[int, ...], dtype: str) -> _File:
         self.files[name] = _File(self.path / f"{name}.npy", shape, dtype)
@@ -203,23 +202,19 @@ class StoreWriter:
             self.files[name].write(encode(self.fields[name], array, f"{where}: {name}"))
         return lengths.pop()
 
-    def client(self, size: int) -> None:
-        """Records the number of examples of the next client."""
-        self.num_clients, self.total, self.largest = self.num_clients + 1, self.total + size, max(self.largest, size)
-        self.offsets.write(np.array([self.total], np.int64))
-
     def finish(self, cluster: Any, about: dict[str, Any]) -> None:
         """Checks the number of clients and examples, and writes `store.json`."""
-        check(self.num_clients > 0, "clients", "none", "at least one")
-        check(self.largest > 0, "clients", f"{self.num_clients} without examples", "one with an example, at least")
+        largest, offsets = max(self.sizes, default=0), np.cumsum([0, *self.sizes], dtype=np.int64)
+        check(largest > 0, "clients", f"{len(self.sizes)} without examples", "one with an example, at least")
+        self.files["offsets"].write(offsets)
         if cluster is not None:
-            clusters = check_integers("cluster", cluster, self.num_clients, within=INT32)
+            clusters = check_integers("cluster", cluster, len(self.sizes), within=INT32)
             self.file("cluster", (), "int32").write(clusters.astype(np.int32))
         meta = {
             "format": FORMAT,
-            "num_clients": self.num_clients,
-            "num_examples": self.total,
-            "max_size": self.largest,
+            "num_clients": len(self.sizes),
+            "num_examples": int(offsets[-1]),
+            "max_size": largest,
             "fields": {name: field._asdict() for name, field in self.fields.items()},
             "files": {name: file.finish() for name, file in self.files.items()},
         }
