@@ -33,7 +33,7 @@ def iid(num_examples, num_clients: int, *, seed: Seed, examples_per_client: int 
       >>> [len(part) for part in iid(10, 3, seed=0)]
       [4, 3, 3]
     """
-    num_examples = _enough(num_examples, num_clients, examples_per_client)
+    num_examples = _enough(num_examples, num_clients, examples_per_client=examples_per_client)
     return by_sizes(num_examples, _equal_sizes(num_examples, num_clients, examples_per_client), seed=seed)
 
 
@@ -49,7 +49,7 @@ def stratified(labels, num_clients: int, *, seed: Seed, examples_per_client: int
       >>> [np.bincount(labels[part]).tolist() for part in stratified(labels, 2, seed=0, examples_per_client=8)]
       [[4, 2, 2], [4, 2, 2]]
     """
-    labels = _as_labels(labels, num_clients, examples_per_client)
+    labels = _as_labels(labels, num_clients, examples_per_client=examples_per_client)
     rng = np.random.default_rng(seed)
     order = _sorted_by(labels, rng)
     if examples_per_client is not None:
@@ -110,8 +110,8 @@ def power_law(
       [16, 19, 27, 48]
     """
     check(is_number(exponent) and 0 <= exponent < np.inf, "exponent", exponent, "at least 0 and finite")
-    weight = np.arange(1, num_clients + 1, dtype=np.float64) ** -float(exponent)
-    return _by_weights(num_examples, lambda rng: weight, num_clients, seed, min_size)
+    draw = lambda rng: np.arange(1, num_clients + 1, dtype=np.float64) ** -float(exponent)  # noqa: E731
+    return _by_weights(num_examples, draw, num_clients, seed, min_size)
 
 
 def quantity(num_examples, num_clients: int, *, alpha: float = 0.5, seed: Seed, min_size: int = 1) -> list[np.ndarray]:
@@ -127,7 +127,6 @@ def quantity(num_examples, num_clients: int, *, alpha: float = 0.5, seed: Seed, 
       >>> sorted(len(part) for part in quantity(100, 4, alpha=1.0, seed=0))
       [1, 2, 39, 58]
     """
-    check(is_number(alpha) and 0 < alpha < np.inf, "alpha", alpha, "positive and finite")
     draw = lambda rng: dirichlet_draw(rng, alpha, num_clients)  # noqa: E731
     return _by_weights(num_examples, draw, num_clients, seed, min_size)
 
@@ -152,8 +151,7 @@ def lognormal(num_examples, num_clients: int, *, sigma: float = 1.0, seed: Seed,
 
 def _by_weights(num_examples, draw, num_clients: int, seed: Seed, min_size: int) -> list[np.ndarray]:
     """Divides the examples at random into parts of `min_size` and a rest in proportion to `draw(rng)`, shuffled."""
-    check_count("min_size", min_size)
-    num_examples = _enough(num_examples, num_clients, min_size)
+    num_examples = _enough(num_examples, num_clients, min_size=min_size)
     rng = np.random.default_rng(seed)
     sizes = apportioned(num_examples - num_clients * min_size, draw(rng)) + min_size
     return by_sizes(num_examples, rng.permutation(sizes), seed=seed)
@@ -172,8 +170,7 @@ def by_label(labels, num_clients: int, *, labels_per_client: int = 2, seed: Seed
       >>> sorted({int(i % 4) for i in part}.pop() for part in parts)
       [0, 1, 2, 3]
     """
-    check_count("labels_per_client", labels_per_client)
-    labels = _as_labels(labels, num_clients, labels_per_client)
+    labels = _as_labels(labels, num_clients, labels_per_client=labels_per_client)
     rng = np.random.default_rng(seed)
     shards = np.array_split(_sorted_by(labels, rng), num_clients * labels_per_client)
     dealt = rng.permutation(len(shards)).reshape(num_clients, labels_per_client)
@@ -195,8 +192,7 @@ def pathological(labels, num_clients: int, *, labels_per_client: int = 2, seed: 
       >>> [len(np.unique(labels[part])) for part in pathological(labels, 7, labels_per_client=3, seed=0)]
       [3, 3, 3, 3, 3, 3, 3]
     """
-    check_count("labels_per_client", labels_per_client)
-    labels = _as_labels(labels, num_clients, labels_per_client)
+    labels = _as_labels(labels, num_clients, labels_per_client=labels_per_client)
     values, label, counts = np.unique(labels, return_inverse=True, return_counts=True)
     k = len(values)
     check(labels_per_client <= k, "labels_per_client", labels_per_client, f"at most {k}, the number of labels")
@@ -235,9 +231,7 @@ def dirichlet(labels, num_clients: int, *, alpha: float = 0.5, seed: Seed, min_s
       >>> sum(len(part) for part in dirichlet([0, 1] * 50, 20, alpha=1e-3, seed=0))
       100
     """
-    check(is_number(alpha) and 0 < alpha < np.inf, "alpha", alpha, "positive and finite")
-    check_count("min_size", min_size)
-    labels = _as_labels(labels, num_clients, min_size)
+    labels = _as_labels(labels, num_clients, min_size=min_size)
     rng = np.random.default_rng(seed)
     owner = np.empty(len(labels), np.int64)
     for label in np.unique(labels):
@@ -275,7 +269,7 @@ def label_groups(
       >>> [sorted({int(i % 6) for i in part}) for part in parts]
       [[2], [0, 1, 2], [3, 4, 5]]
     """
-    labels = _as_labels(labels, num_clients, min_size)
+    labels = _as_labels(labels, num_clients, min_size=min_size)
     values, label = np.unique(labels, return_inverse=True)
     check_count("num_groups", num_groups)
     check(num_groups <= len(values), "num_groups", num_groups, f"at most {len(values)}, the number of labels")
@@ -320,15 +314,16 @@ def by_distribution(labels, num_clients: int, *, distribution, seed: Seed) -> li
     return parts
 
 
-def _enough(examples: Any, num_clients: int, examples_per_client: int | None = None) -> int:
+def _enough(examples: Any, num_clients: int, **needed: int | None) -> int:
     """Returns the number of examples, given by it or by their labels; `ValueError` for fewer than clients need.
 
-    A client needs `examples_per_client`, by default 1.
+    `needed` is the option that says how many a client needs at least, under its name; by default, and for None, 1.
     """
     num_examples = np.size(examples) if np.ndim(examples) else examples
-    size = 1 if examples_per_client is None else examples_per_client
-    for name, count in {"examples_per_client": size, "num_clients": num_clients, "num_examples": num_examples}.items():
+    needed = {name: count for name, count in needed.items() if count is not None}
+    for name, count in {**needed, "num_clients": num_clients, "num_examples": num_examples}.items():
         check_count(name, count)
+    size = max(needed.values(), default=1)
     accepted = f"at most {num_examples // size} ({num_examples} examples, at least {size} a client)"
     check(num_clients * size <= num_examples, "num_clients", num_clients, accepted)
     return num_examples
@@ -355,10 +350,10 @@ def as_distribution(distribution, num_clients: int, num_labels: int | None = Non
     return table
 
 
-def _as_labels(labels, num_clients: int, examples_per_client: int | None = None) -> np.ndarray:
-    """Returns labels as an array, enough of them for all clients."""
+def _as_labels(labels, num_clients: int, **needed: int | None) -> np.ndarray:
+    """Returns labels as an array, enough of them for all clients, as `_enough` says."""
     labels = check_integers("labels", labels)
-    _enough(labels, num_clients, examples_per_client)
+    _enough(labels, num_clients, **needed)
     return labels
 
 
@@ -376,7 +371,8 @@ def _equal_sizes(num_examples: int, num_clients: int, examples_per_client: int |
 
 
 def dirichlet_draw(rng: np.random.Generator, alpha: float, count: int) -> np.ndarray:
-    """Returns `[count]` shares from Dirichlet(alpha, ..., alpha)."""
+    """Returns `[count]` shares from Dirichlet(alpha, ..., alpha), with `alpha` positive and finite."""
+    check(is_number(alpha) and 0 < alpha < np.inf, "alpha", alpha, "positive and finite")
     share = rng.dirichlet(np.full(count, min(alpha, LARGEST)))
     if not np.isfinite(share).all():  # alpha so small that the draw underflows: the limit is one that has all
         share = np.eye(count)[rng.integers(count)]
