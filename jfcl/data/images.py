@@ -15,9 +15,7 @@ from jfcl.core import check
 
 WHITE = {"bool": 1, "uint8": 255, "uint16": 65535}
 _ORIENTATION = 0x0112  # the tag of EXIF
-_SHOWN_IN = {"1": "L", "L": "L", "LA": "LA", "La": "LA", "P": "RGB", "PA": "RGBA", "RGB": "RGB", "RGBX": "RGB"}
-_SHOWN_IN |= {"RGBA": "RGBA", "RGBa": "RGBA", "CMYK": "RGB", "YCbCr": "RGB", "LAB": "RGB", "HSV": "RGB"}
-_TRANSPARENT = {"L": "LA", "RGB": "RGBA"}
+_GREY = ("1", "L", "LA", "La")  # modes of bytes without colour
 _LABELS = ("1", "L", "P", "I", "I;16", "I;16L", "I;16B", "I;16N")
 
 
@@ -37,9 +35,8 @@ def picture(image: Any, where: str) -> np.ndarray:
     check(frames == 1, where, f"{frames} frames", "one of the frames (image.seek, image.copy)")
     image = _upright(image)
     transparent = getattr(image, "has_transparency_data", "transparency" in image.info)
-    if image.mode in _SHOWN_IN:
-        mode = _SHOWN_IN[image.mode]
-        values = unit(np.asarray(image.convert(_TRANSPARENT.get(mode, mode) if transparent else mode)))
+    if image.mode[0] not in "IF":  # not of integers or floats
+        values = unit(np.asarray(image.convert(("L" if image.mode in _GREY else "RGB") + "A" * transparent)))
     elif image.mode.startswith("I;16") and not transparent:
         values = unit(np.asarray(image))
     else:
@@ -80,12 +77,9 @@ def alike(parts: Iterable[np.ndarray]) -> list[np.ndarray]:
     colours, alpha = 3 if max(channels) >= 3 else 1, any(count % 2 == 0 for count in channels)
 
     def widened(part):
-        opaque = part.shape[-1] % 2 == 1
-        colour = part if opaque else part[..., :-1]
-        pieces = [np.broadcast_to(colour, (*colour.shape[:-1], colours))]
-        if alpha:
-            pieces.append(np.ones_like(part[..., :1]) if opaque else part[..., -1:])
-        return np.concatenate(pieces, axis=-1)
+        count = part.shape[-1]
+        source = [min(c, (count - 1) // 2 * 2) for c in range(colours)] + [count - 1 + count % 2] * alpha
+        return np.take(np.concatenate([part, np.ones_like(part[..., :1])], axis=-1), source, axis=-1)
 
     return [widened(part) for part in parts]
 
