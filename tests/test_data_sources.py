@@ -536,7 +536,7 @@ def test_femnist_is_read_as_leaf_writes_it(tmp_path):
             load("femnist", tmp_path)
     for labels in ([0.5], [[0]], [62], [-1], [2**40], ["1"], [None]):
         file.write_text(json.dumps({"user_data": {"ann": {"x": [[0.0] * 784], "y": labels}}}))
-        with pytest.raises(ValueError, match="labels of writer ann must be a list of integers"):
+        with pytest.raises(ValueError, match=r"labels of writer ann must be (in 0\.\.61|a vector of 1 integers)"):
             load("femnist", tmp_path)
     file.write_text('{"user_data": {}}')
     with pytest.raises(ValueError, match=r"does not hold writers in .*femnist/test"):

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
-from jfcl.core import check
+from jfcl.core import check, check_integers
 from jfcl.data.concepts import CONCEPTS, points
 from jfcl.data.dataset import Dataset
 from jfcl.data.images import unit
@@ -164,14 +164,11 @@ def _leaf_writers(path: Path) -> Iterator[tuple[str, np.ndarray, np.ndarray]]:
     """Yields the name, the images and the labels of every writer in a file of LEAF."""
     try:
         for name, examples in json.loads(path.read_text())["user_data"].items():
-            pixels, labels = np.asarray(examples["x"], np.float64), np.asarray(examples["y"])
-            in_range = ((pixels >= 0) & (pixels <= 1)).all()
+            images = np.asarray(examples["x"], np.float64).reshape(-1, 28, 28, 1)
+            in_range = ((images >= 0) & (images <= 1)).all()
             check(in_range, f"pixels of writer {name}", examples["x"], "lists of numbers from 0 to 1")
-            fits = labels.ndim == 1 and labels.dtype.kind in "iuf" and np.isin(labels, range(62)).all()
-            check(fits, f"labels of writer {name}", examples["y"], "a list of integers in 0..61")
-            images = pixels.astype(np.float32).reshape(-1, 28, 28, 1)
-            check(len(images) == len(labels), f"writer {name}", len(labels), f"of {len(images)} labels")
-            yield name, images, labels.astype(np.int32)
+            labels = check_integers(f"labels of writer {name}", examples["y"], len(images), within=(0, 61))
+            yield name, images.astype(np.float32), labels.astype(np.int32)
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise ValueError(f"{path} is not as LEAF writes it ({type(error).__name__}: {error})") from None
 
