@@ -34,7 +34,8 @@ def iid(num_examples, num_clients: int, *, seed: Seed, examples_per_client: int 
       [4, 3, 3]
     """
     num_examples = _enough(num_examples, num_clients, examples_per_client=examples_per_client)
-    return by_sizes(num_examples, _equal_sizes(num_examples, num_clients, examples_per_client), seed=seed)
+    divided = num_examples if examples_per_client is None else num_clients * examples_per_client
+    return by_sizes(num_examples, _equal_sizes(divided, num_clients), seed=seed)
 
 
 def stratified(labels, num_clients: int, *, seed: Seed, examples_per_client: int | None = None) -> list[np.ndarray]:
@@ -52,9 +53,8 @@ def stratified(labels, num_clients: int, *, seed: Seed, examples_per_client: int
     labels = _as_labels(labels, num_clients, examples_per_client=examples_per_client)
     rng = np.random.default_rng(seed)
     order = _sorted_by(labels, rng)
-    if examples_per_client is not None:
-        wanted = num_clients * examples_per_client
-        order = order[np.arange(wanted) * len(order) // wanted]
+    divided = len(order) if examples_per_client is None else num_clients * examples_per_client
+    order = order[np.arange(divided) * len(order) // divided]
     return [np.sort(order[i::num_clients]) for i in rng.permutation(num_clients)]
 
 
@@ -363,10 +363,8 @@ def _sorted_by(labels: np.ndarray, rng: np.random.Generator) -> np.ndarray:
     return shuffled[np.argsort(labels[shuffled], kind="stable")]
 
 
-def _equal_sizes(num_examples: int, num_clients: int, examples_per_client: int | None = None) -> np.ndarray:
-    """Returns `[N]` sizes: `examples_per_client`, or, where it is `None`, those of equal parts of all examples."""
-    if examples_per_client is not None:
-        return np.full(num_clients, examples_per_client)
+def _equal_sizes(num_examples: int, num_clients: int) -> np.ndarray:
+    """Returns `[N]` sizes of equal parts, up to one example."""
     return num_examples // num_clients + (np.arange(num_clients) < num_examples % num_clients)
 
 
