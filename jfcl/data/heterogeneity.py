@@ -96,9 +96,7 @@ def label_swap(x, y, cluster, num_clusters, num_classes, seed=0, strength=1.0):
 
     Source: CFL, section VI (figures 5 to 7).
     """
-    a, b = swapped_labels(num_clusters, num_classes, seed)[cluster]
-    table = np.arange(num_classes, dtype=np.int32)
-    table[[a, b]] = b, a
+    table = _exchanged(num_classes, *swapped_labels(num_clusters, num_classes, seed)[cluster])
     return x, _relabelled(x, y, table, seed, strength)
 
 
@@ -133,9 +131,7 @@ def swap_pairs(x, y, cluster, num_clusters, num_classes, seed=0, strength=1.0):
       [1, 4, 3]
     """
     _check_at_most(num_clusters, (num_classes + 1) // 2, f"pairs among {num_classes} labels, and none")
-    table = np.arange(num_classes, dtype=np.int32)
-    if cluster > 0:
-        table[[2 * cluster - 1, 2 * cluster]] = 2 * cluster, 2 * cluster - 1
+    table = _exchanged(num_classes, max(2 * cluster - 1, 0), 2 * cluster)
     return x, _relabelled(x, y, table, seed, strength)
 
 
@@ -166,6 +162,12 @@ def offset(x, y, cluster, num_clusters, num_classes, seed=0, strength=1.0):
     _check_at_most(num_clusters, num_classes, "labels")
     step = (num_classes - 1) // max(num_clusters - 1, 1)
     return x, _relabelled(x, y, _shifted(num_classes, cluster * step), seed, strength)
+
+
+def _exchanged(num_classes: int, a: int, b: int) -> np.ndarray:
+    table = np.arange(num_classes, dtype=np.int32)
+    table[[a, b]] = b, a
+    return table
 
 
 def _shifted(num_classes: int, by: int) -> np.ndarray:
