@@ -169,13 +169,12 @@ def with_channels(dataset: Dataset, shifts: Iterable[str]) -> Dataset:
 
 def _pools(dataset: Dataset, rules: Rules, kind: np.ndarray) -> tuple[Pool, Pool, str]:
     """Returns the training and test pools, and where the second comes from: the official split, if there is one."""
-    if dataset.test is not None:
-        rows, of_test = (np.arange(len(part["y"])) for part in (dataset.train, dataset.test))
-        test = Pool(dataset.test, of_test, labels_of(dataset, "test"))
-        return Pool(dataset.train, rows, kind), test, "official test split"
-    rows, held = stratified_hold_out(kind, rules.test_fraction, seed=(rules.seed, HOLD_OUT))
-    test = Pool(dataset.train, held, kind)
-    return Pool(dataset.train, rows, kind), test, f"{rules.test_fraction:g} held out"
+    if dataset.test is None:
+        rows, held = stratified_hold_out(kind, rules.test_fraction, seed=(rules.seed, HOLD_OUT))
+        words = f"{rules.test_fraction:g} held out"
+        return Pool(dataset.train, rows, kind), Pool(dataset.train, held, kind), words
+    train, test = Pool(dataset.train, np.arange(len(kind)), kind), labels_of(dataset, "test")
+    return train, Pool(dataset.test, np.arange(len(test)), test), "official test split"
 
 
 def _pools_of_writers(dataset: Dataset, rules: Rules) -> tuple[Pool, Pool, str]:
