@@ -205,6 +205,13 @@ def test_populations_have_the_same_shifts(tmp_path, heterogeneity, strength):
         np.testing.assert_array_equal(store.cluster, fed.cluster)
 
 
+def test_examples_are_selected_by_the_labels_of_the_data_set():
+    """Wherever the name stands: cluster 1 has the digits from 5, each renamed to the next one."""
+    for heterogeneity in ("private_label+class", "class+private_label"):
+        fed = build("digits", num_clients=2, num_clusters=2, heterogeneity=heterogeneity)
+        assert set(examples_of(fed.train, 1)["y"].tolist()) == {6, 7, 8, 9, 0}
+
+
 @pytest.mark.parametrize("heterogeneity", ["private_label", "three_concepts"])
 def test_populations_mix_clusters_too(tmp_path, heterogeneity):
     options = {"num_clients": 12, "num_clusters": 3, "heterogeneity": heterogeneity, "mixture": 0.5, "seed": 3}

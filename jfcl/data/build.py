@@ -98,7 +98,8 @@ def build(
         cluster).
       num_clusters: `K`, at most `N`; it need not divide `N`.
       heterogeneity: a name in `HETEROGENEITY`: how clusters differ. "none" is for one cluster, or for clusters that
-        differ by their `distribution` of labels. Several names joined by "+" are applied in turn.
+        differ by their `distribution` of labels. Several names joined by "+" are applied in turn; "class" and "topic"
+        select the examples by the labels of the data set, before any other.
       strength: in `[0, 1]`: how much clusters differ. 0 is no shift at all: the data are those of "none", while clients
         keep the names of their clusters. 1 is the whole shift; `jfcl.data.heterogeneity` says what lies between.
       partition: a name in `PARTITIONS`: how a pool of examples is divided among clients. `labels_per_client` is for

@@ -304,7 +304,7 @@ VARIANTS = {"three_concepts": 2}  # so many kinds of clients in a cluster, which
 
 
 def shifts_of(heterogeneity: str) -> tuple[str, ...]:
-    """Returns the names in a heterogeneity such as "rotation+label_swap": each is applied, in this order.
+    """Returns the names in a heterogeneity such as "rotation+label_swap", in the order of application.
 
     Raises:
       ValueError: an unknown name; one that occurs twice; "none" beside others; two that select examples.
