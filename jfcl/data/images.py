@@ -77,9 +77,12 @@ def alike(parts: Iterable[np.ndarray]) -> list[np.ndarray]:
     colours, alpha = 3 if max(channels) >= 3 else 1, any(count % 2 == 0 for count in channels)
 
     def widened(part):
-        count = part.shape[-1]
-        source = [min(c, (count - 1) // 2 * 2) for c in range(colours)] + [count - 1 + count % 2] * alpha
-        return np.take(np.concatenate([part, np.ones_like(part[..., :1])], axis=-1), source, axis=-1)
+        opaque = part.shape[-1] % 2 == 1
+        colour = part if opaque else part[..., :-1]
+        pieces = [np.broadcast_to(colour, (*colour.shape[:-1], colours))]
+        if alpha:
+            pieces.append(np.ones_like(part[..., :1]) if opaque else part[..., -1:])
+        return np.concatenate(pieces, axis=-1)
 
     return [widened(part) for part in parts]
 

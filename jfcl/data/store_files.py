@@ -11,6 +11,7 @@ A store is a folder, written whole or not at all:
 
 from __future__ import annotations
 
+import array
 import hashlib
 import math
 import os
@@ -123,12 +124,12 @@ def _open_array(file: Path, wanted: dict[str, Any], dtype: Any) -> np.ndarray:
         what = "was cut short or changed" if file.exists() else "is missing"
         raise ValueError(f"{file} {what}: expected {wanted['bytes']} bytes, found {size}")
     try:  # a plain array over the map: NumPy's memmap objects cost a Python call at every indexing
-        array = np.lib.format.open_memmap(file, mode="r").view(np.ndarray)
+        opened = np.lib.format.open_memmap(file, mode="r").view(np.ndarray)
     except BAD_ARRAY as error:
         raise ValueError(f"{file} was changed: {error}") from None
-    if (array.dtype, list(array.shape)) != (np.dtype(dtype), wanted["shape"]):  # headers are not in a file's digest
-        raise ValueError(f"{file} was changed: it holds {array.dtype} {array.shape}; see store.json")
-    return array
+    if (opened.dtype, list(opened.shape)) != (np.dtype(dtype), wanted["shape"]):  # headers are not in a file's digest
+        raise ValueError(f"{file} was changed: it holds {opened.dtype} {opened.shape}; see store.json")
+    return opened
 
 
 def _is_free(name: Any) -> bool:
@@ -169,7 +170,7 @@ class StoreWriter:
 
     def __init__(self, path: Path, stored: dict[str, tuple]):
         self.path, self.stored, self.fields, self.files = path, stored, {}, {}
-        self.sizes: list[int] = []  # the number of examples of each client
+        self.sizes = array.array("q")  # the number of examples of each client, of which there may be 100 million
         self.file("offsets", (), "int64")
 
     def file(self, name: str, shape: tuple[int, ...], dtype: str) -> _File:
@@ -204,7 +205,8 @@ class StoreWriter:
 
     def finish(self, cluster: Any, about: dict[str, Any]) -> None:
         """Checks the number of clients and examples, and writes `store.json`."""
-        largest, offsets = max(self.sizes, default=0), np.cumsum([0, *self.sizes], dtype=np.int64)
+        largest, offsets = max(self.sizes, default=0), np.zeros(len(self.sizes) + 1, np.int64)
+        np.cumsum(np.asarray(self.sizes, np.int64), out=offsets[1:])
         check(largest > 0, "clients", f"{len(self.sizes)} without examples", "one with an example, at least")
         self.files["offsets"].write(offsets)
         if cluster is not None:
