@@ -535,6 +535,12 @@ def test_the_geometric_median_is_precise(case):
     assert np.linalg.norm(found - truth) <= (1e-4 if sharp else 1e-2) * spread
 
 
+def test_small_updates_have_their_geometric_median():
+    points = np.float32([[0, 0], [1, 0], [0, 1], [0.3, 0.3], [0, 900]])  # the fourth is the median
+    for scale in (1e-8, 1e-12):
+        np.testing.assert_allclose(kernels.geometric_median(points * scale) / scale, points[3], atol=1e-3)
+
+
 def test_geometric_medians_of_many_at_once_and_of_a_given_number_of_steps():
     many = np.stack([points for points, _ in hard_medians().values()]).astype(np.float32)
     together = jax.jit(jax.vmap(kernels.geometric_median))(many)

@@ -123,7 +123,8 @@ def geometric_median(
         vectors towards the updates is shorter than 1e-6, at most 300 steps. The sum of distances is then within a
         factor of `1 + 2e-6` of its minimum. Before them, a start that is an update is left by a step of Vardi and Zhang
         (2000). At the end, the nearest update is returned where it is the median itself, which the steps only approach.
-      smoothing: above 0; smaller distances count as this one, so that a step away from an update is possible.
+      smoothing: above 0; smaller distances count as this one, so that a step away from an update is possible. Without
+        `num_iters` it is at most 1e-6 of the median distance at the start: updates of any scale have their median.
       updates, weights, mask: see `jfcl.kernels`.
 
     Cost: two passes a step (10 to 30 steps where updates surround their median, more where they lie nearly on a line or
@@ -146,9 +147,9 @@ def geometric_median(
 def _weiszfeld(rows, usable, weights, smoothing, num_iters):
     counted = jnp.where(usable, weights, jnp.zeros_like(weights))
 
-    def step(point):
+    def step(point, least=smoothing):
         """Returns the next point, and the updates' weights in it before they are scaled to sum to 1."""
-        pulls = counted / jnp.maximum(blocks.distances_from(rows, point, usable), smoothing)
+        pulls = counted / jnp.maximum(blocks.distances_from(rows, point, usable), least)
         return combine(rows, shares(pulls, usable), usable), pulls
 
     if num_iters is not None:
@@ -156,7 +157,7 @@ def _weiszfeld(rows, usable, weights, smoothing, num_iters):
 
     def towards(carry):
         point, _, t = carry
-        new, pulls = step(point)
+        new, pulls = step(point, least)
         # A step is the mean unit vector towards the updates times their harmonic mean distance.
         reach = counted.sum() / jnp.maximum(pulls.sum(), jnp.finfo(pulls.dtype).tiny)
         length = _norm([(a - b).astype(pulls.dtype) for a, b in zip(new, point, strict=True)])
@@ -165,9 +166,12 @@ def _weiszfeld(rows, usable, weights, smoothing, num_iters):
 
     # From an update that is not the median the steps would be too short: they end by rounding.
     first = medians(rows, usable)
-    update, beyond, own_share, distance = _nearest_update(rows, usable, counted, first)
+    update, beyond, own_share, distances = _nearest_update(rows, usable, counted, first)
+    # Among updates that are all nearer than the smoothing, a far one would pull as much as any other.
+    typical = medians([distances[:, None]], usable)[0][0]
+    least = jnp.where(typical > 0, jnp.minimum(smoothing, 1e-6 * typical), smoothing)
     away = [u + (1.0 - own_share).astype(u.dtype) * (b - u) for u, b in zip(update, beyond, strict=True)]
-    first = [jnp.where(distance == 0, a, b) for a, b in zip(away, first, strict=True)]
+    first = [jnp.where(distances.min() == 0, a, b) for a, b in zip(away, first, strict=True)]
     start = (first, jnp.ones((), bool), jnp.zeros((), jnp.int32))
     point, _, _ = jax.lax.while_loop(lambda carry: carry[1] & (carry[2] < MEDIAN_STEPS), towards, start)
     # Near an update with almost enough weight to be the median, the steps become ever shorter.
@@ -184,8 +188,8 @@ def _nearest_update(rows, usable, weights, point):
     """Returns the update nearest to `point`, with what decides whether it is the median (Vardi and Zhang 2000).
 
     Returns:
-      `(update, beyond, share, distance)`: the mean to which the other updates pull from there, the share of the pull
-      that the update's own weight holds, 1 where it is the median, and the distance of `point` from the update.
+      `(update, beyond, share, distances)`: the mean to which the other updates pull from there, the share of the pull
+      that the update's own weight holds, 1 where it is the median, and the distances `[N]` of all updates from `point`.
     """
     to_point = blocks.distances_from(rows, point, usable)
     nearest = jnp.argmin(to_point)
@@ -196,7 +200,7 @@ def _nearest_update(rows, usable, weights, point):
     beyond = combine(rows, shares(pulls, usable), usable)
     pull = _norm([(a - b).astype(weights.dtype) for a, b in zip(beyond, update, strict=True)]) * pulls.sum()
     held = jnp.where(here, weights, 0.0).sum()
-    return update, beyond, jnp.where(pull > held, held / jnp.where(pull > 0, pull, 1.0), 1.0), to_point[nearest]
+    return update, beyond, jnp.where(pull > held, held / jnp.where(pull > 0, pull, 1.0), 1.0), to_point
 
 
 def centered_clip(
