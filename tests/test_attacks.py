@@ -181,6 +181,13 @@ def test_min_max_and_min_sum_are_as_far_out_as_they_may_be():
     assert_sent(attacks.min_sum(), MEAN - size * STD)
 
 
+def test_min_max_of_large_and_of_small_updates_is_as_far_out():
+    updates = np.float32([[1, 3], [2, 5], [6, 4], [0, 0]])
+    attack = jax.jit(attacks.min_max())
+    lies = [attack(KEY, updates * c, np.arange(4) == 3, np.ones(4, bool))[3] / c for c in (1.0, 1e12, 1e-12)]
+    np.testing.assert_allclose(lies[1:], [lies[0]] * 2, rtol=1e-4)
+
+
 @pytest.mark.slow_cases("coordinate_median", "mean")
 @pytest.mark.parametrize(
     ("aggregator", "aggregate"),

@@ -289,10 +289,11 @@ def min_max() -> UpdateAttack:
     def length(rows, mean, p, good):
         squares = squared_row_distances(rows, good)
         largest = jnp.where(good[:, None] & good[None, :], squares, 0.0).max()
-        norm = _product(p, p)
-        along = jnp.where(good, _product(p, mean) - _product(p, rows), 0.0)  # p · (mean − z)
+        norm = jnp.sqrt(_product(p, p))
+        norm = jnp.where(norm > 0, norm, 1.0)
+        along = jnp.where(good, _product(p, mean) - _product(p, rows), 0.0) / norm  # p · (mean − z) / ‖p‖
         room = jnp.maximum(largest - jnp.square(distances_from(rows, mean, good)), 0.0)
-        reach = (along + jnp.sqrt(jnp.square(along) + norm * room)) / jnp.where(norm > 0, norm, 1.0)
+        reach = (along + jnp.sqrt(jnp.square(along) + room)) / norm
         return jnp.where(good.any(), jnp.where(good, reach, jnp.inf).min(), 0.0)
 
     return _retreat(length)
