@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.interpreters.partial_eval import dce_jaxpr
 
 from jfcl.core import Algorithm, Clients, check, check_examples, check_served, serve_clusters
 from jfcl.simulation.evaluation import check_step
@@ -95,30 +96,18 @@ def layout_of(algorithm: Algorithm, init: Start, cohorts: Cohorts, count: int) -
 def serves_rows(algorithm: Algorithm, layout: Layout, state: Any, clients: Clients | None) -> bool:
     """Returns whether what clients are served depends on rows of the state; all arguments are shapes."""
 
-    def serve(common, rows, clients):
+    def serve(rows, common, clients):
         return algorithm.serve(layout.together(common, rows), clients)
 
-    return any(depends(serve, (*jax.eval_shape(layout.apart, state), clients), 1))
+    common, rows = jax.eval_shape(layout.apart, state)
+    return uses(serve, rows, common, clients)
 
 
-def depends(function: Callable, arguments: Sequence, which: int) -> list[bool]:
-    """Returns, by leaf of the result, whether it is computed from the argument `which`; arguments are shapes."""
-    sources = [i == which for i, argument in enumerate(arguments) for _ in jax.tree.leaves(argument)]
-    return _reached(jax.make_jaxpr(function)(*arguments).jaxpr, sources)
-
-
-def _reached(jaxpr: Any, sources: list[bool]) -> list[bool]:
-    """Returns, by output of a jaxpr, whether any input in `sources` flows into it. A loop counts as one operation."""
-    reached = {id(v) for v, is_source in zip(jaxpr.invars, sources, strict=True) if is_source}
-    for equation in jaxpr.eqns:
-        inputs = [id(v) in reached for v in equation.invars]
-        inner = getattr(equation.params.get("jaxpr"), "jaxpr", None)
-        if inner is not None and len(inner.invars) == len(inputs) and equation.primitive.name in ("jit", "pjit"):
-            outputs = _reached(inner, inputs)
-        else:
-            outputs = [any(inputs)] * len(equation.outvars)
-        reached |= {id(v) for v, hit in zip(equation.outvars, outputs, strict=True) if hit}
-    return [id(v) in reached for v in jaxpr.outvars]
+def uses(function: Callable, *arguments: Any) -> bool:
+    """Returns whether a result of `function` is computed from its first argument; `arguments` are shapes."""
+    jaxpr = jax.make_jaxpr(function)(*arguments).jaxpr
+    _, are_used = dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))  # by the elimination of dead code
+    return any(are_used[: len(jax.tree.leaves(arguments[0]))])
 
 
 def metrics_of_clients(algorithm: Algorithm, cohorts: Cohorts, count: int, state: Any) -> tuple[str, ...]:
@@ -162,8 +151,7 @@ def check_cohorts(
         examples = ", ".join(f"{name} {x.dtype} {x.shape[2:]}" for name, x in clients.examples.items())
         raise ValueError(f"algorithm must be of a model for the store's examples, {examples}: {error}") from error
     if join is None:
-        learnt = depends(algorithm.init, (key, clients), 1)
-        if any(is_learnt for is_learnt, axis in zip(learnt, layout.axes, strict=True) if axis is None):
+        if uses(lambda clients, key: layout.apart(algorithm.init(key, clients))[0], clients, key):
             raise ValueError(
                 "join must be given for this algorithm: its init learns models from the clients of the first cohort, so"
                 " that it would give clients of later ones places among other models. Where options cause this, such as"
