@@ -59,9 +59,9 @@ def make_sampler(store: ClientStore, count: int, sampling: str = "uniform", stra
 
 def _stratified(strata: np.ndarray, n: int, count: int):
     """Returns the function of `make_sampler` for "stratified"."""
-    members = np.argsort(strata, kind="stable")
-    edges = np.concatenate([[0], np.cumsum(np.unique(strata, return_counts=True)[1])])
-    shares = np.diff(edges) * count / n
+    sizes = np.unique(strata, return_counts=True)[1]
+    members = np.split(np.argsort(strata, kind="stable"), np.cumsum(sizes)[:-1])
+    shares = sizes * count / n
     whole = np.floor(shares + 1e-9).astype(np.int64)
     remainder = count - whole.sum()
 
@@ -73,11 +73,7 @@ def _stratified(strata: np.ndarray, n: int, count: int):
         ends[-1] = remainder
         quota = whole.copy()
         quota[order] += np.diff(np.floor(ends + rng.random()).astype(np.int64), prepend=0)
-        drawn = [
-            members[first + rng.choice(last - first, q, replace=False, shuffle=False)]
-            for first, last, q in zip(edges[:-1], edges[1:], quota, strict=True)
-            if q
-        ]
+        drawn = [rng.choice(ids, q, replace=False, shuffle=False) for ids, q in zip(members, quota, strict=True) if q]
         return np.sort(np.concatenate(drawn))
 
     return stratified
