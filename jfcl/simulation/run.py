@@ -13,17 +13,8 @@ import numpy as np
 
 from jfcl import mapping
 from jfcl.analysis.metrics import Metric
-from jfcl.core import (
-    Algorithm,
-    Clients,
-    check,
-    check_clients,
-    check_examples,
-    check_key,
-    check_labels,
-    check_stacked,
-    num_clients,
-)
+from jfcl.core import Algorithm, Clients, check, check_key, num_clients
+from jfcl.core.clients import check_clients, check_examples, check_labels, check_stacked
 from jfcl.core.options import Interval, OneOf, Range, check_options
 from jfcl.data.build import Federation
 from jfcl.data.population import Population
@@ -193,9 +184,8 @@ def simulate(
         if hyperparams is not None:  # the same for each seed, with types that do not depend on Python's
             values = {name: np.asarray(value) for name, value in hyperparams.items()}
             for name, value in values.items():
-                check(
-                    value.dtype.kind not in "OUS", f"hyperparams[{name!r}]", value, "a number, or an array of numbers"
-                )
+                is_number = value.dtype.kind not in "OUS"
+                check(is_number, f"hyperparams[{name!r}]", value, "a number, or an array of numbers")
             hyperparams = {name: np.stack([jnp.asarray(value)] * len(seeds)) for name, value in values.items()}
         check_method(build(algorithm, first_row(hyperparams)), parts)
         seed_axis = seed_axis or (mapping.chunked(1) if len(seeds) == 1 else mapping.auto())
