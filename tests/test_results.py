@@ -4,6 +4,7 @@ import csv
 import json
 import warnings
 from functools import partial
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -209,7 +210,8 @@ def test_a_loss_that_grows_is_noted():
 
 @pytest.mark.parametrize("loss, is_noted", [(24.0, True), (22.0, False), (float("inf"), True), (float("nan"), False)])
 def test_a_loss_far_above_guessing_is_noted(loss, is_noted):
-    subjects = evaluation.Subjects([0, 1], num_classes=10)  # guessing: 2.3
+    algorithm = SimpleNamespace(task=SimpleNamespace(num_classes=10))  # guessing: 2.3
+    subjects = evaluation.Subjects(algorithm, [0, 1], [], 0, None, None, None, choices=1)
     records = [{"seed": s, "round": t, "train_loss": loss if s else 1.0} for t in (1, 2) for s in (0, 1)]
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jfcl.analysis import metrics
-from jfcl.core import Algorithm, Clients, Entries, Served, Task, check, check_served_to, named_leaves, num_clients
+from jfcl.core import Algorithm, Clients, Served, Task, check, check_served_to, named_leaves, num_clients
 from jfcl.mapping.jitted import jitted
 from jfcl.mapping.memory import in_lots
 
@@ -94,28 +94,26 @@ class Subjects(NamedTuple):
     """The clients of all evaluations of a run, and what its records hold of them.
 
     Attributes:
+      algorithm: of the run, or of its first row.
       seeds: `R` names of the keys.
       ids: `[N]`, of the clients; empty where none is evaluated. Records list the clusters of at most `MOST_LISTED`.
       num_clients: of the run; more than `N` in a population.
       test_size, new_size: `[N]`, `[N']`, numbers of examples of the test clients and of the newcomers, or None.
       true_cluster: `[N]`, or None if it is unknown.
-      entries: of the algorithm.
-      num_classes: of the task, if they are known.
       choices: the number of models that clients choose among; 1 where it is no failure if all have the same.
       step: the step of time, from 0, of drifting data, else None.
       changed: the number of clients whose cluster changed when this step began.
       stays: `[N]` bool, the clients whose cluster is the same at the next step.
     """
 
+    algorithm: Algorithm
     seeds: list
-    ids: Sequence[int] = ()
-    num_clients: int = 0
-    test_size: np.ndarray | None = None
-    new_size: np.ndarray | None = None
-    true_cluster: np.ndarray | None = None
-    entries: Entries = Entries()
-    num_classes: int | None = None
-    choices: int = 1
+    ids: Sequence[int]
+    num_clients: int
+    test_size: np.ndarray | None
+    new_size: np.ndarray | None
+    true_cluster: np.ndarray | None
+    choices: int
     step: int | None = None
     changed: int = 0
     stays: np.ndarray | None = None
@@ -219,7 +217,7 @@ def make_records(subjects: Subjects, t: int, assessment: Assessment, totals: dic
             if assessment.excluded is not None:
                 row["excluded"] = assessment.excluded[s].tolist()
         for name, total in totals.items():
-            is_largest = name in subjects.entries.largest
+            is_largest = name in subjects.algorithm.entries.largest
             row[name] = np.array(total[s], assessment.values[name].dtype).tolist() if is_largest else total[s]
         rows.append(row)
     return rows

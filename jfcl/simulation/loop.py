@@ -189,7 +189,7 @@ def run_rounds(
       MemoryError: the device has no memory left, although the check before the run found enough.
     """
     done, state, totals, records = start
-    seeds, entries = source.subjects.seeds, source.subjects.entries
+    seeds, entries = source.subjects.seeds, source.subjects.algorithm.entries
     totals, records, warned, assessment = dict(totals), list(records), set(), None
     at_most = 1  # the duration of a first round decides how many run at once
     before = totals.pop("init_rounds", 0)

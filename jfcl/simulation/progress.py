@@ -192,7 +192,7 @@ def stop_if_diverged(finite: Any, silent: Any, t: int, seeds: Sequence, folder: 
 
 def warn_once(warned: set, rows: list[dict[str, Any]], subjects: Subjects, *, is_last: bool = False) -> None:
     """Warns, once for each kind in `warned`, of collapsed models, excluded updates, and what the method notes."""
-    notes = subjects.entries.notes or (lambda row, is_last: {})
+    notes = subjects.algorithm.entries.notes or (lambda row, is_last: {})
     for row in rows:
         texts = notes(row, is_last)
         if subjects.choices > 1 and not is_last and row["clusters_in_use"] == 1:
@@ -220,11 +220,11 @@ def warn_if_loss_is_high(records: list[dict[str, Any]], subjects: Subjects) -> N
 
     Where the number of classes is unknown, the loss of the first records takes the place of that of guessing.
     """
-    count = len(subjects.seeds)
+    count, num_classes = len(subjects.seeds), getattr(subjects.algorithm.task, "num_classes", None)
     for first, last in zip(records[:count], records[-count:], strict=True):
         guess, what = first["train_loss"], f"round {first['round']}"
-        if (subjects.num_classes or 0) > 1:
-            guess, what = math.log(subjects.num_classes), "guessing"
+        if (num_classes or 0) > 1:
+            guess, what = math.log(num_classes), "guessing"
         if guess > 0 and last["train_loss"] > HIGH * guess:
             warnings.warn(
                 f"round {last['round']}, seed {last['seed']}: the training loss, {last['train_loss']:.3g}, is far above"

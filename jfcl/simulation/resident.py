@@ -254,20 +254,11 @@ class Resident:
 
         # Evaluation.
         self._serve = _selection(jax.vmap(lambda state: method.serve(state, None)), self.like)
-        served = jax.eval_shape(self._serve, self.like)
-        self._num_models = jax.tree.leaves(served.models)[0].shape[1]
+        self._served = jax.eval_shape(self._serve, self.like)
+        self._num_models = jax.tree.leaves(self._served.models)[0].shape[1]
         self._learns = serve == "loss" and tests is not None and method.task is not None
-        self.subjects = Subjects(
-            self._seeds,
-            self._ids,
-            n,
-            test_size,
-            new_size,
-            true_cluster,
-            entries=method.entries,
-            num_classes=None if method.task is None else method.task.num_classes,
-            choices=evaluation.choices_among(served, self._num_models, n, true_cluster),
-        )
+        choices = evaluation.choices_among(self._served, self._num_models, n, true_cluster)
+        self.subjects = Subjects(method, self._seeds, self._ids, n, test_size, new_size, true_cluster, choices)
         if self._drift is not None:
             self._begin_step()
 
@@ -325,10 +316,10 @@ class Resident:
         before, after = cluster[max(step - 1, 0)], cluster[min(step + 1, len(cluster) - 1)]
         self._upcoming = self._place(self._held(self._drift.tests(step + 1)), self._n)
         hidden = np.zeros(self._n, bool) if self._true_cluster is None else self._true_cluster < 0
-        truth, served = np.where(hidden, -1, cluster[step]), jax.eval_shape(self._serve, self.like)
+        truth = np.where(hidden, -1, cluster[step])
         self.subjects = self.subjects._replace(
             true_cluster=truth,
-            choices=evaluation.choices_among(served, self._num_models, self._n, truth),
+            choices=evaluation.choices_among(self._served, self._num_models, self._n, truth),
             step=step,
             changed=int((cluster[step] != before).sum()),
             stays=after == cluster[step],

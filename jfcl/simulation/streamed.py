@@ -172,24 +172,17 @@ class Streamed:
         self._chooses = serve == "loss"
         learners = example_shapes(store, self._population.cohort + self._remember) if self._chooses else None
         self._needs_rows = self._several and serves_rows(algorithm, self._layout, self._shapes, learners)
-        self._test_clients = self._learners = true = None
+        self._test_clients = self._learners = true = sizes = None
         if self._is_tested:
             self._test_clients = jax.device_put(self._hold(self._tests.gather(evaluated)))
+            sizes = np.asarray(self._test_clients.size)
             if self._needs_rows or self._num_models > 1:
                 self._learners = jax.device_put(self._hold(store.gather(evaluated)))
             has_truth = store.cluster is not None and (store.cluster[evaluated] >= 0).any()
             true = store.cluster[evaluated] if has_truth else None
         self._options = {"client_axis": self._client_axis, "further": further}
-        self.subjects = Subjects(
-            self._seeds,
-            evaluated.tolist() if self._is_tested else [],
-            len(store),
-            None if self._test_clients is None else np.asarray(self._test_clients.size),
-            true_cluster=true,
-            entries=algorithm.entries,
-            num_classes=None if algorithm.task is None else algorithm.task.num_classes,
-            choices=self._choices,
-        )
+        ids = evaluated.tolist() if self._is_tested else []
+        self.subjects = Subjects(algorithm, self._seeds, ids, len(store), sizes, None, true, self._choices)
 
     def start(self, folder: RunFolder | None, resume: bool, num_rounds: int) -> Restored:
         """Returns the checkpoint that is resumed, or the beginning of a run, and sets `client_rows` accordingly."""
