@@ -22,15 +22,13 @@ class DrawnCohort(NamedTuple):
       ids: `[C]`, ascending.
       size: `[C]` int32, 0 for clients that did not answer.
       clients: on the device.
-      asked, dropped, cut: the numbers of clients that were drawn, did not answer, and answered too late.
+      counts: the numbers of clients that were `asked`, that `dropped` out, and that were `cut`, since they were late.
     """
 
     ids: np.ndarray
     size: np.ndarray
     clients: Clients
-    asked: int
-    dropped: int
-    cut: int
+    counts: dict[str, int]
 
 
 def make_sampler(store: ClientStore, count: int, sampling: str = "uniform", strata: Any = None):

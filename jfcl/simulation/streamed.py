@@ -100,8 +100,8 @@ def _prepare(population, sampler, words, client_axis, hold, t: int) -> DrawnCoho
     sizes = np.where(answered, clients.size, 0).astype(np.int32)
     even = mapping.num_rows(client_axis, size) == size
     send = partial(mapping.place, client_axis) if even else jax.device_put
-    cut = max(asked - dropped - size, 0)
-    return DrawnCohort(ids[chosen], sizes, send(hold(clients)._replace(size=sizes)), asked, dropped, cut)
+    counts = {"asked": asked, "dropped": dropped, "cut": max(asked - dropped - size, 0)}
+    return DrawnCohort(ids[chosen], sizes, send(hold(clients)._replace(size=sizes)), counts)
 
 
 class Streamed:
@@ -232,7 +232,7 @@ class Streamed:
         if finite and silence.count[0] < self.most_silent:
             rows.write(np.concatenate([drawn.ids, remembered])[written], [values[written] for values in after])
         sums = {name: [float(v)] for name, v in values.items() if name in (*evaluation.SUMMED, *entries.sums)}
-        sums |= {name: [float(getattr(drawn, name))] for name in ("asked", "dropped", "cut")}
+        sums |= {name: [float(count)] for name, count in drawn.counts.items()}
         largest = {name: per_seed[name].astype(np.int32) for name in entries.largest if name in per_seed}
         return Block(common, per_seed, sums, largest, finite[None], silence, silence.count)
 
