@@ -131,7 +131,6 @@ def rollout(algorithm: Algorithm, clients: Clients, *, key: jax.Array, num_round
 class Schedule(NamedTuple):
     """The rounds of a run; arguments of `simulate`, and `ends`, the last round of each step of time, or of the run."""
 
-    num_rounds: int
     eval_every: int
     stop_after: int | None
     keep_clients: bool
@@ -193,10 +192,10 @@ def run_rounds(
     totals, records, warned, assessment = dict(totals), list(records), set(), None
     at_most = 1  # the duration of a first round decides how many run at once
     before = totals.pop("init_rounds", 0)
-    final_round = before + schedule.num_rounds
-    until = before + min(schedule.num_rounds, schedule.stop_after or schedule.num_rounds)
     ends = [before + end for end in schedule.ends]
-    can_end = before + max(schedule.ends[:-1], default=0)  # a method ends after it, since the data change no more
+    *changes, final_round = ends
+    until = final_round if schedule.stop_after is None else min(final_round, before + schedule.stop_after)
+    can_end = max(changes, default=before)  # a method ends after it, since the data change no more
     last, has_ended = records[-len(seeds) :], False
     with callbacks, memory.out_of_memory():  # callbacks are given the remedy
         # Begin, unless the run has ended already.

@@ -224,7 +224,7 @@ def simulate(
 
         # Run.
         called = Callbacks(callbacks, description, config, last, out)
-        schedule = Schedule(num_rounds, eval_every, stop_after, keep_clients, ends)
+        schedule = Schedule(eval_every, stop_after, keep_clients, ends)
         history = run_rounds(source, start, schedule, watch, folder, called)
         if summary and folder is not None and called.is_finished():
             keep_results(out, history, config, source.subjects, drift)
