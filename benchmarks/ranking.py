@@ -156,7 +156,7 @@ def listed(names: Sequence[str]) -> str:
     return " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
 
 
-def whether_clusters_pay(say: Evidence, ranks: Ranks) -> str | None:
+def whether_clusters_pay(say: Evidence, ranks: Ranks, about: Row) -> tuple[str, str] | None:
     """Compares one model for all with the models of the true clusters, at the largest strength."""
     if not {"fedavg", BOUND} <= {*ranks.methods}:
         return None
@@ -175,10 +175,11 @@ def whether_clusters_pay(say: Evidence, ranks: Ranks) -> str | None:
     title = "Whether clusters pay depends on the shift" if gain[least] < NEAR < gain[most] else None
     title = title or ("The true clusters pay under every shift" if gain[least] >= NEAR else "Clusters hardly pay here")
     text = f"At strength {top:g}, one model for all (fedavg) and the models of the true clusters ({BOUND}) reach "
-    return f"**{title}.** {text}{'; '.join(parts)}."
+    doubt = f"A model of a cluster sees the {about['images']} images of each of its clients alone; with more of them it"
+    return f"**{title}.** {text}{'; '.join(parts)}.", f"{doubt} may gain more."
 
 
-def which_is_best(say: Evidence, ranks: Ranks) -> str | None:
+def which_is_best(say: Evidence, ranks: Ranks, about: Row) -> tuple[str, str] | None:
     """Names the method of the best mean rank, and the best under each shift."""
     can = choosable(ranks)
     if len(can) < 2:
@@ -199,10 +200,10 @@ def which_is_best(say: Evidence, ranks: Ranks) -> str | None:
     told = f"does not tell it from {'any other' if len(near) == len(others) else listed(near)}"
     told = told if near else "tells it from every other method"
     doubt = f"With {len(ranks.problems)} shifts the critical difference is {ranks.difference:.1f} ranks: Nemenyi's test"
-    return f"{text}{'; '.join(each)}. {doubt} {told}."
+    return f"{text}{'; '.join(each)}.", f"{doubt} {told}. The shifts share their images, and are not independent."
 
 
-def who_loses_to_one_model(say: Evidence, ranks: Ranks) -> str | None:
+def who_loses_to_one_model(say: Evidence, ranks: Ranks, about: Row) -> tuple[str, str] | None:
     """Names the methods that are below FedAvg under the shift where these are most."""
     can = choosable(ranks)
     if "fedavg" not in can or len(can) < 3:
@@ -212,16 +213,19 @@ def who_loses_to_one_model(say: Evidence, ranks: Ranks) -> str | None:
         means = {m: say.mean("accuracy", ranks.mode, method=m, shift=shift) for m in can}
         below[shift] = sorted((m for m in can if means[m] < means["fedavg"]), key=means.get, reverse=True)
     most = max(below, key=lambda shift: len(below[shift]))
+    doubt = f"Each was tuned in {about['budget']} trials: one with more options is searched less closely."
     if not below[most]:
-        return "**No method loses to one model for all (fedavg)** under any shift."
-    best = below[most][0]
-    of_all, of_best = (say.figure(ranks.mode, method=m, shift=most) for m in ("fedavg", best))
-    say.compare(0, 1)
-    title = f"Under {most.replace('_', ' ')}, {len(below[most])} of {len(can) - 1} methods lose to one model for all"
-    return f"**{title}** (fedavg, {of_all}); the best of them is {best} ({of_best})."
+        return "**No method loses to one model for all (fedavg)** under any shift.", doubt
+    of_all = say.figure(ranks.mode, method="fedavg", shift=most)
+    parts = []
+    for m in below[most]:
+        parts.append(f"{m} ({say.figure(ranks.mode, method=m, shift=most)})")
+        say.compare(0, -1)
+    title = f"Under {most.replace('_', ' ')}, {len(parts)} of {len(can) - 1} methods lose to one model for all"
+    return f"**{title}** (fedavg, {of_all}): {listed(parts)}.", doubt
 
 
-def what_the_number_is_worth(say: Evidence, ranks: Ranks) -> str | None:
+def what_the_number_is_worth(say: Evidence, ranks: Ranks, about: Row) -> tuple[str, str] | None:
     """Compares methods that are given the number of clusters with themselves without it."""
     modes = {r.mode: r for r in say.ranked}
     if len(modes) < 2 or ranks.mode != "known":
@@ -244,10 +248,11 @@ def what_the_number_is_worth(say: Evidence, ranks: Ranks) -> str | None:
         (True, False): "Every method loses without the number of clusters",
         (False, True): "The number of clusters need not be given here",
     }[much, little]
-    return f"**{title}.** Over all shifts, {', and '.join(parts)}."
+    doubt = f"What takes the place of the number was chosen in {about['budget']} trials; more of them may help."
+    return f"**{title}.** Over all shifts, {', and '.join(parts)}.", doubt
 
 
-def what_strength_does(say: Evidence, ranks: Ranks) -> str | None:
+def what_strength_does(say: Evidence, ranks: Ranks, about: Row) -> tuple[str, str] | None:
     """Compares the best method with FedAvg under the weakest and the strongest shifts."""
     strengths = sorted({setting[2] for setting in ranks.settings})
     if len(strengths) < 2 or "fedavg" not in ranks.methods or not choosable(ranks):
@@ -267,10 +272,11 @@ def what_strength_does(say: Evidence, ranks: Ranks) -> str | None:
     title = "The stronger the shifts, the more the method matters"
     if gains[1] <= gains[0]:
         title = "The method matters no more under stronger shifts"
-    return f"**{title}.** Over all shifts, {'; '.join(parts)}."
+    doubt = "Means over shifts hide single ones, and strengths of different shifts cannot be compared."
+    return f"**{title}.** Over all shifts, {'; '.join(parts)}.", doubt
 
 
-def what_it_costs(say: Evidence, ranks: Ranks) -> str | None:
+def what_it_costs(say: Evidence, ranks: Ranks, about: Row) -> tuple[str, str] | None:
     """Names the fastest method near the best accuracy."""
     can = choosable(ranks)
     if len(can) < 2:
@@ -287,10 +293,11 @@ def what_it_costs(say: Evidence, ranks: Ranks) -> str | None:
         title = f"{fast} is nearly as accurate as {best}, and faster"
         text += f"; of those within two points of it, {fast} is the fastest ({texts[fast][0]}, {texts[fast][1]})"
         say.compare(-3, -1)
-    return f"**{title}:** {text}."
+    doubt = "Seconds are of one machine beside other processes; an accelerator may order the methods otherwise."
+    return f"**{title}:** {text}.", doubt
 
 
-def who_is_served_worst(say: Evidence, ranks: Ranks) -> str | None:
+def who_is_served_worst(say: Evidence, ranks: Ranks, about: Row) -> tuple[str, str] | None:
     """Compares the best mean with the best worst tenth of the clients."""
     if len(choosable(ranks)) < 2:
         return None
@@ -304,7 +311,8 @@ def who_is_served_worst(say: Evidence, ranks: Ranks) -> str | None:
         near = say.figures[2]["value"] - say.figures[0]["value"] < NEAR
         title = title.replace("is also", "is nearly" if near else "is not")
         say.compare(0, 2)
-    return f"**{title}.** The worst tenth of the clients has {listed(parts)}."
+    text = f"**{title}.** The worst tenth of the clients has {listed(parts)}."
+    return text, f"A tenth is {max(about['clients'] // 10, 1)} clients with few test images each."
 
 
 FINDINGS: dict[Callable, tuple[str, ...]] = {  # with the modes in which each is looked for
@@ -318,14 +326,15 @@ FINDINGS: dict[Callable, tuple[str, ...]] = {  # with the modes in which each is
 }
 
 
-def findings_of(ranked: Sequence[Ranks], rows: Sequence[Row]) -> Iterator[Row]:
-    """The findings, each with its evidence; of one shift alone there are none."""
+def findings_of(ranked: Sequence[Ranks], rows: Sequence[Row], about: Row) -> Iterator[Row]:
+    """The findings, each with its doubt and its evidence; of one shift alone there are none."""
     several = [ranks for ranks in ranked if len(ranks.problems) > 1]
     for find, modes in FINDINGS.items():
         for ranks in (ranks for ranks in several if ranks.mode in modes or len(ranked) == 1):
             say = Evidence(rows, ranked)
-            if text := find(say, ranks):
-                yield {"text": text, "figures": say.figures, "higher": say.higher, "best": say.best}
+            if found := find(say, ranks, about):
+                evidence = {"figures": say.figures, "higher": say.higher, "best": say.best}
+                yield {"text": found[0], "doubt": found[1]} | evidence
     yield how_runs_end(rows)
 
 
@@ -341,7 +350,10 @@ def how_runs_end(rows: Sequence[Row]) -> Row:
     else:
         text = f"**All {runs} runs have ended well.** None has diverged, failed, or put all clients into one cluster."
     cannot = f" {ends['cannot']} cells cannot run." * bool(ends["cannot"])
-    return {"text": text + cannot, "ends": dict(ends)}
+    doubt = (
+        "A collapsed run (all clients use one of several models) counts with its accuracy; other options may avoid it."
+    )
+    return {"text": text + cannot, "doubt": doubt, "ends": dict(ends)}
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -376,8 +388,10 @@ def section(name: str, result: Row) -> str:
         f"{setting['seeds']} seeds and {setting['budget']} trials of each cell; {runs:,} runs. "
         f"{of_runs['clients']} clients in {of_runs['clusters']} hidden clusters have {result['images']} training "
         f"images each{' (under dirichlet on average)' * ('dirichlet' in setting['shifts'])}; "
-        f"the model ({of_runs['model']}) is trained for {of_runs['rounds']} rounds of {of_runs['local_steps']} steps "
-        f"with {images}. Device: {result['device']}. "
+        f"as many further clients are held out for tuning. The model ({of_runs['model']}) is trained for "
+        f"{of_runs['rounds']} rounds of {of_runs['local_steps']} steps with {images}; rounds that a method needs for "
+        f"its start (restarts, or training before clients are clustered) come before these. "
+        f"Device: {result['device']}. "
         f"{link('index.html', 'The page')} has every cell, its command and its options, and "
         f"{link('runs.csv', 'runs.csv')} every run."
     )
@@ -390,8 +404,8 @@ def section(name: str, result: Row) -> str:
     lines = [f"## {title}", _wrapped(about), command]
     for mode in (mode for mode in MODES if mode in result["tables"]):
         lines += [f"### {title}: {MODES[mode]}", markdown(result["tables"][mode])]
-    findings = [_wrapped(f"* {finding['text']}", "  ") for finding in result["findings"]]
-    lines += [f"### {title}: what was found", "\n".join(findings)]
+    findings = [f"* {of['text']} *{of['doubt']}*" for of in result["findings"]]
+    lines += [f"### {title}: what was found, and what limits it", "\n".join(_wrapped(of, "  ") for of in findings)]
     return "\n\n".join(lines)
 
 
@@ -426,7 +440,7 @@ def publish(folder: Path, name: str) -> Path:
         "settings": {ranks.mode: ranks.settings for ranks in ranked},
         "tables": {ranks.mode: table_of(ranks) for ranks in ranked},
     }
-    result["findings"] = list(findings_of(ranked, rows))
+    result["findings"] = list(findings_of(ranked, rows, result | setting | setting["of_runs"]))
     (PUBLISHED / name).mkdir(parents=True, exist_ok=True)
     for copied in COPIED:
         shutil.copyfile(folder / copied, PUBLISHED / name / copied)
