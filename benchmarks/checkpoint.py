@@ -50,6 +50,7 @@ def main() -> None:
     rows_of_state = int(args.gigabytes * 1e9 / 8 / 1000 / 4)
     state = {f"layer {i}": rng.random((rows_of_state, 1000), np.float32) for i in range(8)}
     size = sum(array.nbytes for array in state.values())
+    args.folder.mkdir(parents=True, exist_ok=True)
     place = Path(tempfile.mkdtemp(prefix="checkpoint-", dir=args.folder))
     found: dict[str, list[float]] = {"plain write": [], "save": [], "restore": []}
     try:
