@@ -57,10 +57,9 @@ def main() -> None:
         for i in range(REPEATS):  # one after the other, since disks of shared machines change their speed
             found["plain write"].append(seconds(lambda: plain_write(place / "plain", state)))
             (place / "plain").unlink()
-            folder = RunFolder.open(place / f"run-{i}", {})
-            found["save"].append(seconds(lambda folder=folder: folder.save(1, state, {})))
-            found["restore"].append(seconds(lambda folder=folder: folder.restore(state)))
-            folder.close()
+            with RunFolder.open(place / f"run-{i}", {}) as folder:
+                found["save"].append(seconds(lambda folder=folder: folder.save(1, state, {})))
+                found["restore"].append(seconds(lambda folder=folder: folder.restore(state)))
             shutil.rmtree(place / f"run-{i}")
     finally:
         shutil.rmtree(place, ignore_errors=True)

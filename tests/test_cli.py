@@ -485,9 +485,8 @@ def test_a_run_that_goes_on_is_not_finished(finished, tmp_path, capsys, monkeypa
     shutil.copytree(finished / "fedavg", run)
     more = ["run", "fedavg", *QUICK[:4], "--rounds", "9", *QUICK[6:], "--seeds", "2", "--out", str(run), "--resume"]
     config = json.loads((run / "config.json").read_text()) | {"num_rounds": 9}
-    folder = RunFolder.open(run, config, resume=True)
-    folder.begin()  # and then it is killed
-    folder.close()
+    with RunFolder.open(run, config, resume=True) as folder:
+        folder.begin()  # and then it is killed
     assert cli.main(["compare", str(run)]) == 0  # it has no later checkpoint yet
     with monkeypatch.context() as patch:
         patch.setattr(sys.modules["jfcl.experiments.run"], "write_results", Mock(side_effect=KeyboardInterrupt))

@@ -468,20 +468,24 @@ def test_a_checkpoint_is_of_the_run_that_made_it(tmp_path):
     """Also where the options are read from the folder itself, and a changed file would agree with itself."""
 
     def begin(name, lr):
-        folder = runs.RunFolder.open(tmp_path / name, {"lr": lr, "num_rounds": 4})
-        folder.save(1, {"w": np.float32(lr)}, {})
-        folder.close()
+        with runs.RunFolder.open(tmp_path / name, {"lr": lr, "num_rounds": 4}) as folder:
+            folder.save(1, {"w": np.float32(lr)}, {})
 
     begin("a", 0.1), begin("b", 0.3)
     like, options = {"w": np.float32(0)}, {"lr": 0.1, "num_rounds": 4}
+
+    def restore(name):
+        with runs.RunFolder.open(tmp_path / name, options, resume=True) as folder:
+            folder.restore(like)
+
     shutil.rmtree(tmp_path / "a" / "checkpoints")
     shutil.copytree(tmp_path / "b" / "checkpoints", tmp_path / "a" / "checkpoints")
     with pytest.raises(ValueError, match="belongs to a run of another configuration"):
-        runs.RunFolder.open(tmp_path / "a", options, resume=True).restore(like)
+        restore("a")
     config = tmp_path / "b" / "config.json"
     config.write_text(config.read_text().replace('"lr": 0.3', '"lr": 0.1'))
     with pytest.raises(ValueError, match=r"or config\.json was changed since"):
-        runs.RunFolder.open(tmp_path / "b", options, resume=True).restore(like)
+        restore("b")
     run(tmp_path / "c")
     config = tmp_path / "c" / "config.json"
     config.write_text(config.read_text().replace('"lr": 3', '"lr": 4'))
@@ -563,34 +567,36 @@ def test_a_run_of_another_version_is_named(tmp_path):
 
 
 def test_a_run_that_is_resumed_with_another_mapping_says_so(tmp_path):
-    folder = runs.RunFolder.open(tmp_path, {"chunk": None, "devices": 2, "num_rounds": 3})
-    folder.close()
+    with runs.RunFolder.open(tmp_path, {"chunk": None, "devices": 2, "num_rounds": 3}):
+        pass
     for chunk, devices, words in ((4, 2, r"\(chunk: it has None, asked for 4\)"), (None, 1, r"\(devices: it has 2")):
         config = {"chunk": chunk, "devices": devices, "num_rounds": 3}
-        with pytest.warns(UserWarning, match=r"is resumed with another mapping " + words):
-            runs.RunFolder.open(tmp_path, config, resume=True).close()
+        warned = pytest.warns(UserWarning, match=r"is resumed with another mapping " + words)
+        with warned, runs.RunFolder.open(tmp_path, config, resume=True):
+            pass
     same = {"chunk": None, "devices": 2, "num_rounds": 3}
-    runs.RunFolder.open(tmp_path, same, resume=True).close()  # warnings are errors here
+    with runs.RunFolder.open(tmp_path, same, resume=True):  # warnings are errors here
+        pass
 
 
 def test_records_of_a_resumed_run_keep_what_json_does_not_have(tmp_path):
-    folder = runs.RunFolder.open(tmp_path, {})
     record = {"seed": 0, "round": 1, "x": [float("inf"), 1.5, -float("inf")], "none": None, "y": float("nan"), "n": 2}
-    folder.append([record])
-    folder.save(1, {"a": np.zeros(0), "b": np.float32(3)}, {"t": [float("inf")]})
-    folder.close()
+    with runs.RunFolder.open(tmp_path, {}) as folder:
+        folder.append([record])
+        folder.save(1, {"a": np.zeros(0), "b": np.float32(3)}, {"t": [float("inf")]})
     assert json.loads((tmp_path / "metrics.jsonl").read_text())["x"] == [None, 1.5, None]
-    found = runs.RunFolder.open(tmp_path, {}, resume=True).restore({"a": np.zeros(0), "b": np.float32(0)})
+    with runs.RunFolder.open(tmp_path, {}, resume=True) as folder:
+        found = folder.restore({"a": np.zeros(0), "b": np.float32(0)})
     assert str(found.records) == str([record]) and found.totals == {"t": [float("inf")]}
 
 
 def test_a_state_may_hold_random_keys_and_sixteen_bits(tmp_path):
     state = {"k": jax.random.split(jax.random.key(3), 2), "h": jnp.ones(3, jnp.bfloat16), "n": np.int32(4)}
-    folder = runs.RunFolder.open(tmp_path, {})
-    folder.save(1, state, {})
-    folder.close()
+    with runs.RunFolder.open(tmp_path, {}) as folder:
+        folder.save(1, state, {})
     like = jax.eval_shape(lambda: state)
-    found = runs.RunFolder.open(tmp_path, {}, resume=True).restore(like).state
+    with runs.RunFolder.open(tmp_path, {}, resume=True) as folder:
+        found = folder.restore(like).state
     assert jnp.array_equal(jax.random.key_data(found["k"]), jax.random.key_data(state["k"]))
     assert found["h"].dtype == jnp.bfloat16 and found["h"].tolist() == [1, 1, 1] and found["n"] == 4
 

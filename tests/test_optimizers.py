@@ -215,10 +215,13 @@ def test_a_planned_rate_keeps_its_number_of_rounds(tmp_path):
     config = Config("fedavg", rounds=2, optimizer="adam", clip_norm=1.0, schedule="cosine")
     saved = to_saved(config, "h")
     assert Config(**from_saved(saved)) == dataclasses.replace(config, precision=saved["precision"])
-    RunFolder.open(tmp_path, saved).close()
-    RunFolder.open(tmp_path, to_saved(config, "h"), resume=True).close()
-    with pytest.raises(ValueError, match="schedule_rounds: it has 2, asked for 3"):
-        RunFolder.open(tmp_path, to_saved(dataclasses.replace(config, rounds=3), "h"), resume=True)
+    with RunFolder.open(tmp_path, saved):
+        pass
+    with RunFolder.open(tmp_path, to_saved(config, "h"), resume=True):
+        pass
+    longer = RunFolder.open(tmp_path, to_saved(dataclasses.replace(config, rounds=3), "h"), resume=True)
+    with pytest.raises(ValueError, match="schedule_rounds: it has 2, asked for 3"), longer:
+        pass
     for options in ({}, {"schedule": "constant"}, {"schedule": "step", "step_rounds": 5}):  # may be longer
         assert to_saved(Config("fedavg", **options), "h")["schedule_rounds"] is None
 

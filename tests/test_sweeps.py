@@ -254,8 +254,9 @@ def test_other_sweeps_are_refused_and_nothing_changes():
         with pytest.raises(ValueError, match=words):
             sweep(**{"grid": grid, "out": "out", "resume": True} | axes | change)
         assert {p: p.read_bytes() for p in Path("out").rglob("*") if p.is_file()} == before
-    with pytest.raises(ValueError, match="out holds a sweep already; choose a new or empty folder"):
-        RunFolder.open("out", {})
+    refused = pytest.raises(ValueError, match="out holds a sweep already; choose a new or empty folder")
+    with refused, RunFolder.open("out", {}):
+        pass
     assert {p: p.read_bytes() for p in Path("out").rglob("*") if p.is_file()} == before
     Path("run").mkdir()
     Path("run/config.json").write_text("{}")

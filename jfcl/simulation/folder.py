@@ -21,7 +21,7 @@ import hashlib
 import json
 import os
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -87,13 +87,12 @@ def check_same(path: Path, config: dict[str, Any], unknown: Sequence[str] = ()) 
 
 
 class RunFolder:
-    """The files of one run, for the process that writes them. `open` takes the folder's lock, `close` releases it."""
+    """The files of one run, for the process that writes them, which `open` gives the folder's lock."""
 
     def __init__(self, path: str | Path):
         self.path = Path(path)
         self.metrics_path, self.lock_path = self.path / "metrics.jsonl", self.path / "lock"
         self._checkpoints = self.path / "checkpoints"
-        self._open = contextlib.ExitStack()
         self._chain, self._count, self._bytes = hashlib.sha256(), 0, 0  # of the lines of `metrics.jsonl`
         self._config: dict[str, Any] | None = None  # to be written by `begin`
         self._run = ""  # the identity of the run, see `identity`
@@ -102,8 +101,9 @@ class RunFolder:
         self._restored = False
 
     @classmethod
-    def open(cls, path: str | Path, config: dict[str, Any], resume: bool = False) -> RunFolder:
-        """Begins a run in `path`, or opens the run to resume, if there is one; only `begin` changes that one.
+    @contextlib.contextmanager
+    def open(cls, path: str | Path, config: dict[str, Any], resume: bool = False) -> Iterator[RunFolder]:
+        """Yields the folder of a new run, or of the run to resume, if there is one; only `begin` changes that one.
 
         Raises:
           ValueError: `path` holds another run, or one of another configuration; a finished run without checkpoints; a
@@ -114,8 +114,7 @@ class RunFolder:
         resume = resume and file.exists()
         check_folder(path, resume, "run")
         folder.path.mkdir(parents=True, exist_ok=True)
-        with contextlib.ExitStack() as opened:
-            opened.enter_context(files.lock(folder.lock_path))
+        with files.lock(folder.lock_path):
             if resume:
                 folder._check_config(saved)
                 folder._check_checkpoints()
@@ -130,8 +129,7 @@ class RunFolder:
                 folder._run = identity(saved)
                 write_json(file, saved)
                 files.sync(folder.path.parent)
-            folder._open = opened.pop_all()
-        return folder
+            yield folder
 
     def _check_config(self, new: dict[str, Any]) -> None:
         old = check_same(self.path, new)
@@ -152,10 +150,6 @@ class RunFolder:
                 f"{self.path} holds a finished run, but its checkpoints are missing: put the folder checkpoints/ back,"
                 f" or run again in another folder; {UNCHANGED}"
             )
-
-    def close(self) -> None:
-        """Releases the lock."""
-        self._open.close()
 
     def _remove_leftovers(self) -> None:
         for folder in (self.path, self._checkpoints, self.path / "plots"):

@@ -208,9 +208,9 @@ def simulate(
         config = config | {"num_rounds": num_rounds}
         if drift is not None:  # more rounds would be other steps
             config |= {"schedule_rounds": num_rounds}
-        folder = None if out is None else hosts.by_first(lambda: RunFolder.open(out, config, resume))
-        if folder is not None:  # in the first process
-            opened.callback(folder.close)
+        folder = None
+        if out is not None:  # open in the first process, and None in the others
+            folder = hosts.by_first(lambda: opened.enter_context(RunFolder.open(out, config, resume)))
         for part in (clients.clients, clients.test_clients) if resume and not source.resident else ():
             if part is not None:
                 part.verify(progress=progress)
