@@ -135,6 +135,9 @@ def test_a_diverged_cell_is_marked_and_the_others_continue():
     assert found.cells[0].mean == {} and found.metric == "loss" and found.best == 2
     for lr, cell in list(zip(rates, found.cells, strict=True))[1:]:
         assert cell.mean["loss"] == pytest.approx((1 - 2 * lr) ** 8, rel=1e-4)
+    axes = {"row_axis": jfcl.chunked(1), "client_axis": jfcl.sharded(jfcl.client_mesh())}  # 3 clients on 2 devices
+    padded = jfcl.sweep(mean, {"lr": [0.4]}, clients, key=jax.random.key(0), num_rounds=4, **axes)
+    assert padded.cells[0].mean["loss"] == pytest.approx(found.cells[2].mean["loss"], rel=1e-6)
     lost = jfcl.sweep(mean, {"lr": [1e30, 2e30, 3e30]}, clients, key=jax.random.key(0), num_rounds=4, out="lost")
     assert lost.best is None and json.loads(Path("lost/sweep.json").read_text())["best"] is None
 

@@ -366,7 +366,7 @@ class Resident:
 
     def held_out(self, state: Any) -> dict[str, np.ndarray]:
         """Returns the results of the test clients, `[R, N]` each, also of rows that have diverged."""
-        return jax.device_get(self._losses(state, self._tests))
+        return jax.tree.map(lambda x: x[:, : self._n], jax.device_get(self._losses(state, self._tests)))
 
     def _losses(self, state: Any, data: Clients | None, call: Callable = evaluate_rows) -> Any:
         """Returns the results `[R, ...]` of the test clients or of the newcomers; None without these, or a task."""
