@@ -363,7 +363,7 @@ def test_methods_without_a_number_of_clusters_are_ranked_among_themselves(tmp_pa
     assert len(rows_of(page, "hostile")) == 2 and page.text.count("Not run.") == 4
 
 
-def test_equally_good_methods_are_tied_whatever_is_rounded(tmp_path):
+def test_equally_good_methods_are_tied_whatever_is_rounded(tmp_path, no_pictures):
     """A cell has the clients' accuracies with four decimals: 3 of 1/3 are less than 1, 0 and 0."""
     methods = {"fedavg": 0.6, "local": 0.7}
     folder = made_up(tmp_path / "out", methods=methods, shifts=SHIFTS[:1], strengths=(1.0,), seeds=1, clients=3)
@@ -372,3 +372,7 @@ def test_equally_good_methods_are_tied_whatever_is_rounded(tmp_path):
         change(folder, f"digits-rotation-1-{method}", runs=[{"per_client": each, "accuracy": accuracy}])
     [ranks] = rank(read_cells(folder))
     assert ranks.mean.tolist() == [1.5, 1.5]
+    page = Page(write_page(folder).read_bytes())
+    assert "in 1 setting; the same as local." in page.text and "Below" not in page.text
+    assert page.rows("choices-known")[0]["as good within a standard deviation"] == "local"
+    assert (folder / "table.tex").read_text().count("textbf") == 2

@@ -97,8 +97,8 @@ def _shown(cell: Result, best: float, base: Result | None) -> Link:
     if base is not None and base.ended:
         before, now = values_of([base, cell])
         change = f" ({100 * (value - np.nanmean(before[:, np.isfinite(now).any(axis=0)])):+.1f})"  # of the same clients
-    is_best = value == best and cell.can_be_best
-    shade = np.searchsorted(SHADES, round(100 * (best - value), 6), side="right")
+    below = round(100 * (best - value), 4)  # equal ones differ by the order of their sums
+    shade, is_best = np.searchsorted(SHADES, below, side="right"), below == 0 and cell.can_be_best
     return Link(f"{100 * value:.1f}{change}{cell.marks}", cell.name, f"g{shade}" + " best" * is_best)
 
 
@@ -130,7 +130,8 @@ def choices(ranks: Ranks) -> Table:
         best = max(each, key=lambda m: each[m], default=BOUND)
         cells = [ranks.cells[s, best] for s in ranks.settings if s[:2] == problem]
         accuracy, std = _over_cells(cells)
-        near = [m for m, score in each.items() if m != best and std is not None and score >= each[best] - std]
+        least = each.get(best, 0.0) - (std or 0.0) - 1e-6  # equal ones differ by the order of their sums
+        near = [m for m, score in each.items() if m != best and score >= least]
         text = _marked(number(accuracy, std, 1, 100), cells)
         rows.append([" ".join(names_of(problem)), best, text, ", ".join(near) or "–"])
     heads = ["data and shift", "best", "accuracy %", "as good within a standard deviation"]
@@ -259,10 +260,11 @@ def curves(cells: Sequence[Result], ranks: Ranks) -> list[Figure | None]:
 
 def findings(ranks: Ranks) -> dict[str, Any]:
     """Returns what the sentences on the ranks say; `best` is the place of the first method that can be chosen."""
-    methods, problems = ranks.methods, len(ranks.problems)
+    methods, problems, mean_of = ranks.methods, len(ranks.problems), dict(zip(ranks.methods, ranks.mean, strict=True))
     best = next((i for i, method in enumerate(methods) if method != BOUND), None)
-    below = {m: methods[methods.index(m) + 1 :] for m in ("fedavg", "local") if m in methods}
-    facts = {"best": best, "below": below, "left_out": ranks.rows[len(methods) :]}
+    tied = [m for i, m in enumerate(methods) if i != best and m != BOUND and mean_of[m] == ranks.mean[best]]
+    below = {m: [other for other in methods if mean_of[other] > mean_of[m]] for m in REFERENCES[:2] if m in methods}
+    facts = {"best": best, "tied": tied, "below": below, "left_out": ranks.rows[len(methods) :]}
     if best is None or not ranks.is_tested:
         return facts
     pairs, near = ranking.neighbours(ranks.scores), np.abs(ranks.tested - ranks.tested[best]) < ranks.difference
@@ -299,7 +301,7 @@ def _tex(ranks: Ranks) -> list[str]:
             best, texts = max((means[m][0] for m in whole), default=None), []
             for method, of in cells.items():
                 text, share = tex(number(*means[method], 1, 100)), _share_ended(of)
-                is_best = method in whole and means[method][0] == best
+                is_best = method in whole and round(best - means[method][0], 6) == 0
                 texts.append((rf"\textbf{{{text}}}" if is_best else text) + f" ({share})" * bool(share))
             heads.append(tex(shift.replace("_", " ")))
             columns.append(texts)
