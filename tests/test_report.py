@@ -184,7 +184,8 @@ def test_a_run_ends_with_a_page_of_its_results(finished, method):
     assert float(costs["seconds, all seeds together"]) == pytest.approx(summary["seconds"], abs=0.051)
     # Options and versions.
     config = json.loads((folder / "config.json").read_text())
-    names = {"rounds" if n == "num_rounds" else n for n in config} - {"versions", "split_hash", "given"}
+    names = {"rounds" if n == "num_rounds" else n for n, value in config.items() if value is not None}
+    names -= {"versions", "split_hash", "given", "schedule_rounds"}
     assert set(page.options) == names
     assert {n: page.options[n] for n in SHARED} == {n: str(v) for n, v in SHARED.items()}
     own = {"eps_1", "eps_2", "max_clusters", "heterogeneity"} if method == "cfl" else set()
@@ -439,9 +440,9 @@ def test_options_are_shown_as_they_were_used(copy):
     sides = Page(report([copy / "cfl", copy / "local"], out=copy / "x.html").read_bytes()).rows("differences")
     assert not {"optimizer", "eval_every"} & {row["option"] for row in sides}  # given or not, they are the same
     page = page_of(copy / "cfl")
-    used = {"optimizer": "sgd", "schedule": "constant", "keep": "nothing", "eval_every": "1", "cohort": "–"}
+    used = {"optimizer": "sgd", "schedule": "constant", "keep": "nothing", "eval_every": "1"}
     assert {name: page.options[name] for name in used} == used and not page.changed & set(used)
-    assert page.options["min_rounds"] == "1" and page.options["patience"] == "–"
+    assert page.options["min_rounds"] == "1" and not {"cohort", "patience"} & {*page.options}
     assert "training examples" in page.tables["worst"][0] and "clients with test examples" in page.text
 
 

@@ -14,7 +14,7 @@ import numpy as np
 from jfcl.analysis import plots
 from jfcl.analysis.metrics import FOUND, deviation
 from jfcl.core import check, files, plain, texts
-from jfcl.experiments.results import Results, read_finished
+from jfcl.experiments.results import NO_OPTIONS, Results, read_finished
 from jfcl.simulation.grid import METRICS
 
 OF_CLUSTERS = ("cluster_accuracy", "adjusted_rand", "rounds_to_recovery")  # agreement with the true clusters
@@ -29,7 +29,6 @@ COLUMNS = {  # of tables: head, scale, digits
     "rounds_to_recovery": ("found at\nround", 1, 0),
 }
 MOST_DRAWN = 20  # runs in a picture, and with sections of their own in a report
-NOT_COMPARED = ("split_hash", "cohorts", "key", "versions", "schedule_rounds")
 TEX = {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "±": r" $\pm$ ", "–": "--"}
 TEX |= {character: f"\\{character}" for character in "&%$#_{}"} | {"<": r"\textless{}", ">": r"\textgreater{}"}
 TEX |= {"[": "{[}", "|": r"\textbar{}"}  # after the end of a row, a bracket would begin an option
@@ -352,7 +351,7 @@ def differences(configs: dict[str, dict[str, Any]]) -> dict[str, dict[str, str]]
     compared = {"num_rounds", "method"}
     for config in configs.values():  # one of a run in Python does not say which options were given
         names = config.get("given")
-        compared |= {*names} if isinstance(names, list) else {*config} - {*NOT_COMPARED}
+        compared |= {*names} if isinstance(names, list) else {*config} - {*NO_OPTIONS}
     if all(str(config.get("method")) in name for name, config in configs.items()):
         compared.remove("method")
     differing = {}

@@ -17,6 +17,7 @@ from jfcl.methods import METHODS
 from jfcl.simulation.folder import RunFolder, finite_or_none, read_json, read_verified, saved_config, verify_results
 from jfcl.simulation.results import summarize_records
 
+NO_OPTIONS = ("split_hash", "cohorts", "key", "versions", "schedule_rounds", "given")  # entries of config.json
 COUNTS = ("seed", "client", "examples", "true_cluster", "cluster", "model", "malicious")  # columns of integers
 
 
@@ -51,9 +52,9 @@ class Results(NamedTuple):
 
     @property
     def options(self) -> dict[str, Any]:
-        """The options of the run, by their names in `Config`."""
-        names = [name for name in self.config if name not in ("versions", "split_hash", "key", "given")]
-        return {"rounds" if name == "num_rounds" else name: self.config[name] for name in names}
+        """The options of the run that have a value, by their names in `Config`."""
+        values = {name: v for name, v in self.config.items() if v is not None and name not in NO_OPTIONS}
+        return {"rounds" if name == "num_rounds" else name: v for name, v in values.items()}
 
     @property
     def given(self) -> list[str]:
