@@ -45,6 +45,7 @@ from jfcl.experiments.shifts import cells_of, merge
 Row = dict[str, Any]
 DOCS = ROOT.parent / "docs"
 PUBLISHED = DOCS / "_static" / "ranking"
+FIRST = ("method", "mean rank")  # columns
 COPIED = ("index.html", "runs.csv", "settings.json", "table.tex")
 MARKS = "<!-- written by benchmarks/ranking.py -->", "<!-- until here -->"
 WHOLE = {"break_long_words": False, "break_on_hyphens": False}
@@ -84,8 +85,8 @@ def text_of(cells: Sequence[Result], count: int) -> str:
 
 
 def markdown(rows: list[Row]) -> str:
-    """A table in Markdown."""
-    heads = list(dict.fromkeys(head for row in rows for head in row))
+    """A table in Markdown, with the rank beside the method, where narrow windows show it."""
+    heads = sorted(dict.fromkeys(head for row in rows for head in row), key=lambda head: head not in FIRST)
     lines = [heads, ["---", *["---:"] * (len(heads) - 1)], *([row.get(head, "–") for head in heads] for row in rows)]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
