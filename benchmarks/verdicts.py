@@ -27,7 +27,7 @@ def rows_of(name: str, labels: str, *, verdict: str | None = None, prefix: str =
             continue
         label = ", ".join(NAMES.get(row[c], row[c]) for c in labels.split()).replace("Federated-Clustering", "FC")
         ours = row.get("clients %", row.get("accuracy %"))
-        found.append((prefix + label, row["paper %"], ours, row.get("std", 0), verdict or row["of"]))
+        found.append((prefix + label, row["paper %"], ours, row.get("std") or 0, verdict or row["of"]))
     return found
 
 
