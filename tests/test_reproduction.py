@@ -1,6 +1,7 @@
 """The committed results of the papers' experiments show what the papers found: orders and clusters, not digits."""
 
 import json
+import re
 import statistics
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from benchmarks.papers.recipes import RECIPES
 
 FOLDER = Path(__file__).resolve().parent.parent / "benchmarks" / "results" / "reproduce"
 RESULTS = {file.stem: json.loads(file.read_text()) for file in sorted(FOLDER.glob("*.json"))}
+KINDS = ("not reproduced", "not decided", "other data", "not run")
 SPLITS = ["cfl.figure8-small", "cfl.figure8-full", "cfl.figure9-small", "cfl.label_swap-small"]
 
 
@@ -33,6 +35,19 @@ def test_a_result_says_how_it_was_made(name):
     else:
         assert result["name"] in RECIPES and {"jfcl", "jax", "python"} <= result["versions"].keys()
         assert "setting" in result or result["command"].startswith(("jfcl ", "python -m benchmarks.papers "))
+
+
+def test_the_index_counts_the_verdicts_of_the_pages():
+    pages = Path(__file__).resolve().parents[1] / "docs" / "reproduction"
+    index, names = (pages / "index.md").read_text(), ("agrees", "agrees in part", *KINDS)
+    counts = []
+    for page in ("cfl", "byzantine_cfl", "ifca", "federated_clustering"):
+        verdicts = "\n".join(re.findall(r"Verdict: .*|\| [a-z ]+ \|$", (pages / f"{page}.md").read_text(), re.MULTILINE))
+        counts.append([len(re.findall(rf"(\*\*|\| ){name}(\*\*| \|)", verdicts)) for name in names])
+        assert f"({page}.md) | {' | '.join(map(str, counts[-1]))} |\n" in index
+    total = [sum(column) for column in zip(*counts, strict=True)]
+    for text in (index, (pages.parents[1] / "README.md").read_text()):
+        assert f"Of {sum(total)} figures" in text and f"**{total[0]} agree, {total[1]} agree in part**" in text
 
 
 def test_means_and_deviations_are_those_of_the_seeds():

@@ -310,9 +310,9 @@ def _label_swap_config(setting: dict[str, Any], **changes: Any) -> Config:
 
 @recipe("cfl.label_swap", full=_LABEL_SWAP | {"seeds": 5}, small=_FEWER)
 def label_swap(bench: Bench, setting: dict[str, Any]) -> Outcome:
-    """CFL, section VI-C on MNIST with label swap: the four clusters and no fifth.
+    """CFL, Algorithm 5 on MNIST with label swap: the four clusters and no fifth.
 
-    Clusters are split by the norms of updates alone.
+    Clusters are split by the norms of updates alone. The paper has no figures for it.
     """
     return staged(bench, "run", _label_swap_config(setting), {"split": "gap > 0", "end": "4 clusters"}, "accuracy")
 
