@@ -184,11 +184,9 @@ def main() -> None:
             rows += [{"settings": case} | row for row in run_job(name, case, 1 if args.quick else args.turns)]
     columns = ["job", "library", "data", "seconds", "ms_a_client_step", "times_ours", "first_round", "accuracy"]
     title = "The same job in every library; seconds a round; times ours: of the fastest of ours"
-    command = "python benchmarks/against_peers.py" + (f" --only '{args.only}'" if args.only else "")
-    command += f" --turns {args.turns}"
     check_agreement(rows, QUICK_TOLERANCE if args.quick else TOLERANCE)
     name = None if args.quick else "-".join(["against-peers", *args.only.split()])
-    report(name, title, columns, rows, command)
+    report(name, title, columns, rows)
 
 
 if __name__ == "__main__":

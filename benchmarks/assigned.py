@@ -147,10 +147,7 @@ def main() -> None:
     parser.add_argument("--data-dir")
     args = parser.parse_args()
     rows = SECTIONS[args.only](args)
-    command = f"python benchmarks/assigned.py --only {args.only} --seeds {args.seeds}"
-    command += f" --rounds {args.rounds}" if args.rounds else ""
-    command += f" --threshold {args.threshold} --hidden {args.hidden}" if args.only == "stocfl" else ""
-    report(f"assigned-{args.only}", "Clients assigned by the server", COLUMNS, rows, command)
+    report(f"assigned-{args.only}", "Clients assigned by the server", COLUMNS, rows)
 
 
 if __name__ == "__main__":

@@ -101,7 +101,7 @@ def main() -> None:
         "compile_seconds",
     ]
     name = None if args.quick else "cfl-round"
-    report(name, "One round of CFL", columns, rows, "python benchmarks/cfl_round.py")
+    report(name, "One round of CFL", columns, rows)
 
 
 if __name__ == "__main__":

@@ -76,7 +76,7 @@ def main() -> None:
         }
         for what, times in found.items()
     ]
-    report("checkpoint", "A checkpoint", list(rows[0]), rows, "python benchmarks/checkpoint.py")
+    report("checkpoint", "A checkpoint", list(rows[0]), rows)
 
 
 if __name__ == "__main__":

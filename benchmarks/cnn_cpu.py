@@ -137,8 +137,7 @@ def main() -> None:
         rows.append(row | {"pytorch_ms": of_torch.get(key), "runs": ours.get(key), "runs_of_pytorch": torch.get(key)})
     columns = ["layer", "pass", "ms", "share_of_step", "gflops", "share_of_peak", "floor_ms", "pytorch_ms"]
     title = "A step of FedAvg with the papers' CNN, batch 20, on one core"
-    command = f"python benchmarks/cnn_cpu.py --turns {args.turns}"
-    report(None if args.quick else "cnn", title, columns, rows, command)
+    report(None if args.quick else "cnn", title, columns, rows)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -34,12 +35,19 @@ def run_peer(name: str, script: str, case: dict[str, Any]) -> dict[str, Any] | N
 
 
 def report(
-    name: str | None, title: str, columns: list[str], rows: list[dict[str, Any]], command: str, *, partial: bool = False
+    name: str | None,
+    title: str,
+    columns: list[str],
+    rows: list[dict[str, Any]],
+    command: str | None = None,
+    *,
+    partial: bool = False,
 ) -> None:
     """Prints `rows` as a table and writes them, with device, versions and `command`, to `results/<name>.json`.
 
-    Without a `name` nothing is written. Rows that are `partial` go to a file of their own, which stays if the script
-    fails, and goes with the call for all rows.
+    The command is that of this process; a file to which several calls add their rows gives its own. Without a `name`
+    nothing is written. Rows that are `partial` go to a file of their own, which stays if the script fails, and goes
+    with the call for all rows.
     """
     print_table(title, columns, rows)
     if name is None:
@@ -49,6 +57,7 @@ def report(
     path, part = RESULTS / f"{name}-{device}.json", RESULTS / f"{name}-partial-{device}.json"
     part.unlink(missing_ok=True)
     path = part if partial else path
+    command = command or f"python benchmarks/{Path(sys.argv[0]).name} {shlex.join(sys.argv[1:])}".rstrip()
     path.write_text(json.dumps({"command": command, **environment(), "rows": rows}, indent=1) + "\n")
     print(f"written: {path}")
 

@@ -99,7 +99,7 @@ def main() -> None:
     names = (args.only or "sine,circle").split(",")
     rows = [row for name in names for seed in range(args.seeds) for row in rows_of(name, seed, args)]
     title = f"accuracy on the next step's data, {args.rounds} rounds a step"
-    report("drift" if args.write else None, title, COLUMNS, rows, "python benchmarks/drift.py")
+    report("drift" if args.write else None, title, COLUMNS, rows)
 
 
 if __name__ == "__main__":

@@ -84,7 +84,7 @@ def main() -> None:
     columns = ["clients", "what", "seconds", "us_per_pair", "times_torch", "gflops", "peak_mb", "temporary_mb"]
     name = None if args.quick else "federated-clustering"
     title = "One round of Federated-Clustering; times torch: how often it fits into the PyTorch loop's"
-    report(name, title, [*columns, "compile_seconds"], rows, "python benchmarks/federated_clustering.py")
+    report(name, title, [*columns, "compile_seconds"], rows)
 
 
 if __name__ == "__main__":

@@ -503,11 +503,10 @@ def main() -> None:
         if args.only in (None, name):
             print(name, file=sys.stderr, flush=True)
             rows += section(args.quick)
-    command = "python benchmarks/kernels.py" + (f" --only {args.only}" if args.only else "")
     columns = ["kernel", "size", "what", "seconds", "times", "gflops", "share of peak", "gb/s", "error", "temporary_mb"]
     columns += ["difference", "first call"]
     name = None if args.quick else "kernels" + (f"-{args.only}" if args.only else "")
-    report(name, "Kernels; times: how often ours fits into the reference", columns, rows, command)
+    report(name, "Kernels; times: how often ours fits into the reference", columns, rows)
     if any(r["kernel"] == "bipartition_of_updates" for r in rows) and not args.quick:
         plot_growth(rows)
 

@@ -111,9 +111,8 @@ def main() -> None:
         if args.only in name:
             rows += rows_of(name, args.quick, args.ours)
     columns = ["model", "what", "seconds", "client_steps/s", "gflops", "compile_seconds", "temporary_mb"]
-    command = "python benchmarks/models.py" + (f" --only '{args.only}'" if args.only else "") + " --ours" * args.ours
     title = f"One round of FedAvg: {CLIENTS} clients, {STEPS} steps of {BATCH} examples"
-    report(None if args.quick else "-".join(["models", *args.only.split()]), title, columns, rows, command)
+    report(None if args.quick else "-".join(["models", *args.only.split()]), title, columns, rows)
 
 
 if __name__ == "__main__":

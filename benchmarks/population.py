@@ -148,7 +148,7 @@ def main() -> None:
             rows += sizes(args.most, args.steps)
     columns = ["case", "what", "seconds", "us_per_client", "ratio", "client_steps/s", "anonymous_mb", "store_mb"]
     title = f"One round; FedAvg, MLP 64-200-10, {EXAMPLES} examples a client, {args.steps} full-batch steps"
-    report(None if args.dry else "population", title, columns, rows, " ".join(["python", *sys.argv]))
+    report(None if args.dry else "population", title, columns, rows)
 
 
 if __name__ == "__main__":

@@ -105,7 +105,7 @@ def main() -> None:
             took = time.perf_counter() - started
             print(f"{case}, {name}: {accuracy.mean():.2f} % in {took:.0f} s", file=sys.stderr, flush=True)
     columns = ["case", "products", "accuracy", "spread", "difference", "same_cluster"]
-    report("precision", "Operands of products rounded", columns, rows, "python benchmarks/precision.py")
+    report("precision", "Operands of products rounded", columns, rows)
 
 
 if __name__ == "__main__":

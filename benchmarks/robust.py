@@ -70,7 +70,7 @@ def main() -> None:
         print(rows[-1], flush=True)
     title = f"Accuracy % on digits, {MALICIOUS} of {CLIENTS} clients hostile"
     partial_run = args.aggregators != [*AGGREGATORS]
-    report("robust", title, ["aggregator", "none", *ATTACKS], rows, "python benchmarks/robust.py", partial=partial_run)
+    report("robust", title, ["aggregator", "none", *ATTACKS], rows, partial=partial_run)
 
 
 if __name__ == "__main__":

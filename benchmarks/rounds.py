@@ -110,10 +110,9 @@ def main() -> None:
 
 def _report(rows: list[dict[str, Any]], only: str, partial: bool = False) -> None:
     columns = ["case", "what", "seconds", "client_steps/s", "gflops", "times_torch", "compile_seconds", "temporary_mb"]
-    command = "python benchmarks/rounds.py" + (f" --only '{only}'" if only else "")
     title = "One round; times torch: how often a round fits into the PyTorch loop's"
     name = "-".join(["rounds", *only.split()])  # a part never over the whole
-    report(name, title, columns, rows, command, partial=partial)
+    report(name, title, columns, rows, partial=partial)
 
 
 if __name__ == "__main__":

@@ -47,7 +47,6 @@ class Case(NamedTuple):
       model: a flax module.
       clients, examples: `N` and `M`, of 28 x 28 pixels.
       steps, batch: of local training; None is the full batch.
-      inner: chunks to compare beside `vmap`; () for the planner's own.
     """
 
     make: Callable[..., Any]
@@ -215,11 +214,10 @@ def main() -> None:
             "peak_gb",
             "compile_seconds",
         ]
-        command = "python benchmarks/targets.py --here" + (f" --largest {args.largest}" if args.largest else "")
         name = "-".join(["measured", *([] if args.cases == list(CASES) else args.cases)])  # a part never over the whole
         for case in args.cases:
             rows += measured(case, chip, args.largest)
-            report(name, f"rounds on {kind}", columns, rows, command, partial=case != args.cases[-1])
+            report(name, f"rounds on {kind}", columns, rows, partial=case != args.cases[-1])
         return
     targets.only_compile()
     rows = json.loads(FILE.read_text())["rows"] if FILE.exists() else []

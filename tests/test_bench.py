@@ -238,6 +238,15 @@ def test_the_tables_of_the_pages_are_those_of_the_results(peers_job):
             assert (page.parent / target).exists(), target
 
 
+def test_a_result_has_the_command_that_made_it(peers_job, monkeypatch, tmp_path):
+    common = importlib.import_module("common")
+    monkeypatch.setattr(common, "RESULTS", tmp_path)
+    monkeypatch.setattr(sys, "argv", ["/clone/benchmarks/rounds.py", "--only", "fedavg mlp", "--no-peers"])
+    common.report("rounds", "", ["seconds"], [{"seconds": 1.0}])
+    [file] = tmp_path.iterdir()
+    assert json.loads(file.read_text())["command"] == "python benchmarks/rounds.py --only 'fedavg mlp' --no-peers"
+
+
 def test_every_script_answers_help():
     """Without a parser, `--help` would run it, and write the results of the repository again."""
     scripts = [file for file in BENCHMARKS.glob("*.py") if '__name__ == "__main__"' in file.read_text()]

@@ -42,7 +42,8 @@ def test_the_index_counts_the_verdicts_of_the_pages():
     index, names = (pages / "index.md").read_text(), ("agrees", "agrees in part", *KINDS)
     counts = []
     for page in ("cfl", "byzantine_cfl", "ifca", "federated_clustering"):
-        verdicts = "\n".join(re.findall(r"Verdict: .*|\| [a-z ]+ \|$", (pages / f"{page}.md").read_text(), re.MULTILINE))
+        text = (pages / f"{page}.md").read_text()
+        verdicts = "\n".join(re.findall(r"Verdict: .*|\| [a-z ]+ \|$", text, re.MULTILINE))
         counts.append([len(re.findall(rf"(\*\*|\| ){name}(\*\*| \|)", verdicts)) for name in names])
         assert f"({page}.md) | {' | '.join(map(str, counts[-1]))} |\n" in index
     total = [sum(column) for column in zip(*counts, strict=True)]
@@ -52,7 +53,8 @@ def test_the_index_counts_the_verdicts_of_the_pages():
 
 def test_means_and_deviations_are_those_of_the_seeds():
     for row in (row for result in RESULTS.values() for row in result["rows"]):
-        values = next((row[name] for name in row if name in ("per seed", "accuracy % by seed", "clients % by seed")), [])
+        names = ("per seed", "accuracy % by seed", "clients % by seed")
+        values = next((row[name] for name in names if name in row), [])
         if len(values) > 1:
             assert row.get("clients %", row.get("accuracy %")) == pytest.approx(statistics.mean(values))
             assert row["std"] == pytest.approx(statistics.stdev(values))
