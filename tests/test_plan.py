@@ -15,6 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 import jfcl
 from jfcl import cli
 from jfcl.cli.parser import parse
+from jfcl.experiments import Config
 from jfcl.experiments import plan as plans
 from jfcl.mapping import memory
 from jfcl.mapping.axis import client_mesh
@@ -248,6 +249,14 @@ def test_the_command_writes_its_files(on_cpu, tmp_path, capsys, monkeypatch):
     assert cli.main(["plan", "fedavg", *options]) == 2
     printed = capsys.readouterr()
     assert "may fit" in printed.err and "a round, predicted" in printed.out
+
+
+def test_the_tests_of_two_steps_of_a_drift_are_held(on_cpu, monkeypatch):
+    options, held = {"clients": 4, "clusters": 2, "model": "linear", "heterogeneity": "swap_pairs"}, []
+    monkeypatch.setattr(plans, "plan", lambda *_, other_bytes, **__: held.append(other_bytes))
+    for drift in ({}, {"drift": "sudden", "drift_steps": 2}):
+        plans.plan_run(Config("fedavg", **options, **drift), "h100:2")
+    assert held[1] == 2 * held[0] > 0
 
 
 @pytest.mark.slow

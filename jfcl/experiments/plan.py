@@ -57,6 +57,7 @@ def plan_run(
     training = setups.make_training(config, max_examples(federation.train))
     both = federation.train, federation.test
     clients, tests = (client_shapes(Clients(part.examples, part.size), config.clients) for part in both)
+    evaluated = (tests, federation.newcomers, None if federation.drift is None else tests)  # and those of the next step
     inner = {"vmap": [jax.vmap]}.get(config.mapping)
     with jax.default_matmul_precision(PRECISIONS[config.precision]), renamed(setups.names_of_method(config)):
         planned = plan(
@@ -64,7 +65,7 @@ def plan_run(
             clients,
             target=target,
             inner=inner if config.chunk is None else [mapping.chunked(config.chunk)],
-            other_bytes=num_bytes((tests, federation.newcomers)) / chosen.count,
+            other_bytes=num_bytes(evaluated) / chosen.count,
             seeds=config.seeds,
             name=f"{config.method} with model {config.model!r}",
             tick=tick,
