@@ -123,7 +123,7 @@ def fastest(
         if fits:
             timings[name] = seconds_per_client(algorithm, clients, axis, few)
         spent = f"{1000 * timings[name]:.3g} ms a client and round" if fits else "too much memory"
-        console.print(f"  {name}: {spent}, {needs[name] / 1e6:,.1f} MB of temporaries")
+        console.print(f"  {name}: {spent}, {needs[name] / 1e6:,.1f} MB beside the data")
     if not timings:
         least = min(needs.values()) / 1e9
         raise ValueError(f"memory: {limit / 1e9:.1f} GB are free, but a round needs {least:.1f} GB with every mapping")
