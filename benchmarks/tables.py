@@ -3,7 +3,8 @@
     python benchmarks/tables.py
 
 They are those of benchmarks/README.md, and of docs/reproduction/, where a row is a cell of a paper's table.
-A table stands behind a line `<!-- NAME -->`, its JSON file without the ending, and an empty line; another ends it.
+A table stands behind a line `<!-- NAME -->`, its JSON file without the ending, and an empty line; another ends it, and
+versions and device follow.
 PAGES says which columns it shows.
 """
 
@@ -159,9 +160,14 @@ def filled(text: str, tables: dict[str, str]) -> str:
     for name, columns in tables.items():
         path = RESULTS / f"{name}.json"
         if path.exists() and f"<!-- {name} -->" in text:
-            rows = cells_of(name) if name in CELLS else json.loads(path.read_text())["rows"]
+            result = json.loads(path.read_text())
+            rows = cells_of(name) if name in CELLS else result["rows"]
             body = f"<!-- {name} -->\n\n{table(rows, columns.split())}\n\n"
-            text = re.sub(rf"<!-- {re.escape(name)} -->\n\n((\|[^\n]*\n)+\n?)?", lambda _, body=body: body, text)
+            if name not in CELLS:  # whose devices are a column
+                made = [f"{part} {result['versions'][part]}" for part in ("jfcl", "jax")]
+                body += f"*{', '.join([*made, *filter(None, [result.get('device')])])}*\n\n"
+            old = rf"<!-- {re.escape(name)} -->\n\n((\|[^\n]*\n)+\n?)?(\*jfcl [^\n]*\*\n\n)?"
+            text = re.sub(old, lambda _, body=body: body, text)
     return text
 
 
