@@ -25,7 +25,6 @@ lint: .venv/dev
 	$(BIN)/ruff format --check .
 
 bench: .venv/dev
-	$(BIN)/python benchmarks/rounds.py
 	$(BIN)/python benchmarks/against_peers.py
 	$(BIN)/python benchmarks/models.py
 	$(BIN)/python benchmarks/kernels.py

@@ -1,8 +1,4 @@
-"""The floor of a round: its multiplications, done plainly, and how fast this machine multiplies.
-
-Multiplications are counted from a model's dense layers and convolutions: forward, weight gradients, and input gradients
-of all layers but the first; for IFCA `K` forward passes over all examples more.
-"""
+"""The floor of a round: the multiplications of a model's dense layers and convolutions, and how fast they are here."""
 
 from __future__ import annotations
 
@@ -13,8 +9,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from jfcl.experiments.bench import INPUT_SHAPE, NUM_CLASSES, Case, measure
-from jfcl.models import MODELS
+from jfcl.experiments.bench import measure
 from jfcl.models.networks import Conv
 
 
@@ -39,14 +34,6 @@ def multiply_adds(module: nn.Module, input_shape: tuple[int, ...], dtype: Any = 
 
     jax.eval_shape(forward)
     return found
-
-
-def floor_gflop(case: Case) -> float:
-    """The multiplications and additions of one round, done plainly, in 10^9."""
-    first, *others = multiply_adds(MODELS[case.model][0](NUM_CLASSES), INPUT_SHAPE)
-    training = case.steps * min(case.batch or case.examples, case.examples) * (2 * first + 3 * sum(others))
-    choosing = case.clusters * case.examples * (first + sum(others)) if case.method == "ifca" else 0
-    return 2 * case.clients * (training + choosing) / 1e9
 
 
 def sgemm_gflops(size: int = 2048) -> float:

@@ -19,7 +19,6 @@ from common import RESULTS, ROOT, cell
 
 TABLES = {
     "against-peers-cpu-2-cores": "job library seconds ms_a_client_step times_ours first_round accuracy",
-    "rounds-cpu-2-cores": "case what seconds client_steps/s gflops times_torch compile_seconds temporary_mb",
     "models-cpu-2-cores": "model what seconds client_steps/s gflops compile_seconds temporary_mb",
     "cnn-cpu-2-cores": "layer pass ms share_of_step gflops share_of_peak floor_ms pytorch_ms",
     "population-cpu-2-cores": "case what seconds us_per_client ratio client_steps/s anonymous_mb store_mb",

@@ -42,22 +42,11 @@ def test_multiplications_are_those_that_xla_counts(model, floor):
     assert products == pytest.approx(counted, rel=0.05)  # XLA also counts biases, activations and pooling
 
 
-def test_the_floor_of_a_round_by_hand(floor):
-    case = bench.Case("ifca", "mlp", clients=3, examples=50, batch=10, steps=4, clusters=5)
-    first, second = 784 * 200, 200 * 10
-    step = 10 * (2 * first + 3 * second)  # forward, weights; and inputs of the second layer alone
-    choice = 5 * 50 * (first + second)
-    assert floor.floor_gflop(case) == pytest.approx(2 * 3 * (4 * step + choice) / 1e9)
-    assert floor.floor_gflop(case._replace(method="fedavg")) == pytest.approx(2 * 3 * 4 * step / 1e9)
-    whole = floor.floor_gflop(case._replace(method="fedavg", batch=None))
-    assert whole == pytest.approx(5 * floor.floor_gflop(case._replace(method="fedavg")))
-
-
-def test_the_layers_of_a_step_have_the_multiplications_of_its_round(floor):
+def test_the_layers_of_a_step_have_its_multiplications(floor):
     cnn_cpu = importlib.import_module("cnn_cpu")
     products = sum(flop for _, _, flop in cnn_cpu.operations().values())
-    steps = cnn_cpu.CASE.clients * cnn_cpu.CASE.steps
-    assert products == pytest.approx(1e9 * floor.floor_gflop(cnn_cpu.CASE) / steps)
+    first, *others = floor.multiply_adds(MODELS[cnn_cpu.CASE.model][0](10), bench.INPUT_SHAPE)
+    assert products == 2 * cnn_cpu.CASE.batch * (2 * first + 3 * sum(others))  # forward, weights; inputs of all but one
 
 
 @pytest.mark.slow
@@ -241,10 +230,10 @@ def test_the_tables_of_the_pages_are_those_of_the_results(peers_job):
 def test_a_result_has_the_command_that_made_it(peers_job, monkeypatch, tmp_path):
     common = importlib.import_module("common")
     monkeypatch.setattr(common, "RESULTS", tmp_path)
-    monkeypatch.setattr(sys, "argv", ["/clone/benchmarks/rounds.py", "--only", "fedavg mlp", "--no-peers"])
-    common.report("rounds", "", ["seconds"], [{"seconds": 1.0}])
+    monkeypatch.setattr(sys, "argv", ["/clone/benchmarks/against_peers.py", "--only", "fedavg mlp"])
+    common.report("times", "", ["seconds"], [{"seconds": 1.0}])
     [file] = tmp_path.iterdir()
-    assert json.loads(file.read_text())["command"] == "python benchmarks/rounds.py --only 'fedavg mlp' --no-peers"
+    assert json.loads(file.read_text())["command"] == "python benchmarks/against_peers.py --only 'fedavg mlp'"
 
 
 def test_every_script_answers_help():

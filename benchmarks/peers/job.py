@@ -1,7 +1,7 @@
 """What the scripts of all libraries share: the examples, the models they start from, and who judges the outcome.
 
 Needs NumPy alone, since every library has an environment of its own. A *case* is a dict: `method` ("fedavg", "ifca",
-"flhc", "local"), `model` ("mlp", "cnn_mnist"), `clients`, `examples`, `batch` (`None`: all), `steps`, `clusters`, `lr`,
+"flhc"), `model` ("mlp", "cnn_mnist"), `clients`, `examples`, `batch` (`None`: all), `steps`, `clusters`, `lr`,
 `rounds`, and `data`, the path of an `.npz` from `benchmarks/against_peers.py`, or nothing for random examples. FL+HC
 starts from the first model alone.
 
