@@ -59,7 +59,7 @@ def generate_store(
 
     Returns:
       `(train, test)`, of the same clients. Inputs are kept as bytes where that is exact. Cost for each million clients
-      of 20 digits: half a minute and 72 MB.
+      of 20 digits: about a minute and 75 MB.
 
     Raises:
       ValueError: more `examples_per_client` than a cluster has examples, and those of `jfcl.data.build`; nothing is
