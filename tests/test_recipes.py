@@ -20,7 +20,7 @@ import pytest
 from matplotlib.figure import Figure
 
 import jfcl
-from benchmarks.papers import RECIPES, cfl, cfla, ifca, recipes, report, reproduce
+from benchmarks.papers import RECIPES, cfl, cfla, ifca, method_tables, recipes, report, reproduce
 from benchmarks.papers import federated_clustering_cifar as fc_cifar
 from benchmarks.papers import federated_clustering_mnist as fc
 from benchmarks.papers.__main__ import main, parser
@@ -491,6 +491,16 @@ def test_the_clients_of_cfla():
     assert (train.size == (train.size + test.size) // 5).all()
     network = jax.eval_shape(LeNet5(10).init, jax.random.key(0), jnp.zeros((1, 28, 28, 1)))
     assert sum(p.size for p in jax.tree.leaves(network)) == 61_706
+
+
+def test_the_clients_of_clove_are_those_of_its_table(monkeypatch):
+    monkeypatch.setattr(method_tables, "_federation", lambda data_dir, setting, of, **options: setting["clients"])
+    monkeypatch.setattr(method_tables, "_trained", lambda of, clients, *rest: clients)
+    full = RECIPES["clove.labels"].full
+    assert {d: method_tables._clove_cell(None, full, {"data": d}) for d in full["datasets"]} == {
+        "mnist": 25,
+        "cifar10": 15,
+    }
 
 
 def test_distances_to_the_truth():

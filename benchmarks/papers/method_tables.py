@@ -119,6 +119,7 @@ CLOVE = {
     "mnist": {"CLoVE": 99.8, "IFCA": 99.1, "FedGroup": 99.4},
     "cifar10": {"CLoVE": 90.5, "IFCA": 85.7},
 }
+CLOVE_CLIENTS = {"mnist": 25, "cifar10": 15}
 
 
 @recipe(
@@ -126,12 +127,12 @@ CLOVE = {
     full={
         "datasets": list(CLOVE),
         "methods": ["CLoVE", "IFCA", "FedGroup"],
-        "clients": 25,
+        "clients": None,
         "clusters": 5,
         "rounds": 100,
     }
     | {"examples_per_client": 500, "network": "CLoVE", "lr": {"mnist": 1e-2, "cifar10": 1e-3}, "seeds": 3},
-    small={"datasets": ["mnist"], "rounds": 10, "network": "MLP", "lr": {"mnist": 1e-3}, "seeds": 1},
+    small={"datasets": ["mnist"], "clients": 25, "rounds": 10, "network": "MLP", "lr": {"mnist": 1e-3}, "seeds": 1},
 )
 def clove_labels(bench: Bench, setting: dict[str, Any]) -> Outcome:
     """CLoVE (Bhatia et al. 2025), clusters of two labels each: CLoVE, IFCA and FlexCFL, here FedGroup."""
@@ -139,7 +140,9 @@ def clove_labels(bench: Bench, setting: dict[str, Any]) -> Outcome:
 
 
 def _clove_cell(data_dir: str | None, setting: dict[str, Any], of: Row) -> Row:
-    federation = _federation(data_dir, setting, of, num_clusters=setting["clusters"], heterogeneity="class")
+    clients = setting["clients"] or CLOVE_CLIENTS[of["data"]]
+    options = {"num_clusters": setting["clusters"], "heterogeneity": "class"}
+    federation = _federation(data_dir, setting | {"clients": clients}, of, **options)
     training = local_training(optax.adam(setting["lr"][of["data"]]), num_epochs=1, batch_size=100)
     return _trained(of, federation, [(training, setting["rounds"])], setting)
 
