@@ -26,7 +26,7 @@ from common import report
 
 import jfcl
 
-COLUMNS = ["setting", "method", "seed", "stable", "all", "adjusted_rand", "recovery", "models", "seconds"]
+COLUMNS = ["setting", "method", "seed", "stable", "all", "adjusted_rand", "models", "seconds"]
 SETTINGS = {"sine": ("Y", 2, 0.2), "circle": ("Y", 2, 0.1), "sea": ("F", 4, 0.04), "mnist": ("F", 4, 0.1)}
 
 
