@@ -312,7 +312,7 @@ def figure_6(bench: Bench, setting: dict[str, Any]) -> Outcome:
 
     A fifth of the clients hostile, with gradients far away or opposite to a good client's; accuracy by epoch. An
     epoch has at most so many `steps`: ten batches of 32 are all images. With `momentum="exponential"` the clients'
-    momentum is that of the paper's Algorithm 4.
+    momentum is that of the paper's Algorithm 4, but begins at 0 and not at the first gradient.
     """
     for name, choices in {"batches": BATCHES, "momentum": MOMENTA}.items():
         check_choice(name, setting[name], choices)
