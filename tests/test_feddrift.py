@@ -16,6 +16,7 @@ import jfcl
 from jfcl.core import Clients, Task
 from jfcl.core.clients import client_ids
 from jfcl.methods.round import select_cohort
+from jfcl.simulation.evaluation import unlike
 from jfcl.testing import check_algorithm, problem
 
 D, N, T = 3, 8, 5
@@ -301,6 +302,15 @@ def test_seeds_and_thresholds_side_by_side_are_single_runs():
 )
 def test_options_conform(options):
     check_algorithm(partial(jfcl.feddrift, **options), kind="classification")
+
+
+def test_types_stay_with_64_bits_enabled_and_a_model_for_each_client():
+    clients, _, task, training = problem("classification")
+    algorithm = jfcl.feddrift(task, training, start="each")
+    with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
+        key = jax.eval_shape(lambda: jax.random.key(0))
+        state = jax.eval_shape(algorithm.init, key, clients)
+        assert not unlike(jax.eval_shape(algorithm.step, key, state, clients)[0], state)
 
 
 def with_steps(step):

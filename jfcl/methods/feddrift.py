@@ -261,7 +261,7 @@ def _begin(rules: Averaging, limits, compare, eager, grows, state: AveragingStat
 
     # Give drifted clients free rows, in turn; a new model is a copy of the best one.
     rows = jnp.arange(k, dtype=jnp.int32)
-    count_rows = k - (jnp.asarray(clients.size) == 0).sum() if grows else k
+    count_rows = k - (jnp.asarray(clients.size) == 0).sum(dtype=jnp.int32) if grows else k
     turn = jnp.where(rows < count_rows, (cells.taken + rows) % count_rows, rows)
     used = cells.active | (rows >= count_rows)
     free = turn[jnp.argsort(used[turn], stable=True)]
