@@ -238,6 +238,8 @@ def test_the_change_under_a_condition_is_that_of_the_same_clients(tmp_path, no_p
     page = Page(write_page(folder).read_bytes())
     assert rows_of(page, "hostile") == {"ifca": [f"{value:.1f} ({value - before:+.1f})"]}
     assert f"{value - before:+.1f}" != f"{value - accuracy(cells[plain]):+.1f}"
+    change(folder, hostile, runs=[run | {"accuracy": run["accuracy"] - 1e-4} for run in cells[plain]["runs"]])
+    assert rows_of(Page(write_page(folder).read_bytes()), "hostile")["ifca"][0].endswith(" (+0.0)")
 
 
 def test_the_table_for_latex_has_means_over_strengths(page, folder):

@@ -96,7 +96,8 @@ def _shown(cell: Result, best: float, base: Result | None) -> Link:
     change = ""
     if base is not None and base.ended:
         before, now = values_of([base, cell])
-        change = f" ({100 * (value - np.nanmean(before[:, np.isfinite(now).any(axis=0)])):+.1f})"  # of the same clients
+        same_clients = np.nanmean(before[:, np.isfinite(now).any(axis=0)])
+        change = f" ({100 * (value - same_clients):+z.1f})"
     below = round(100 * (best - value), 4)  # equal ones differ by the order of their sums
     shade, is_best = np.searchsorted(SHADES, below, side="right"), below == 0 and cell.can_be_best
     return Link(f"{100 * value:.1f}{change}{cell.marks}", cell.name, f"g{shade}" + " best" * is_best)
