@@ -5,6 +5,7 @@ Counts are compared with those of hand-written programs, and of programs compile
 # ruff: noqa: E501  (instructions of XLA are long lines)
 
 import itertools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +14,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 import jfcl
+from jfcl.kernels.gram_gpu import upper_products
 from jfcl.mapping.axis import client_mesh
 from jfcl.planning import hlo, targets
 from jfcl.planning.cost import price
@@ -265,6 +267,20 @@ def test_compiled_loops_have_the_operations_of_their_products():
 
     found = price(compiled(step, jnp.ones((48, 64)), jnp.ones((64, 64))), H100)
     assert found.flops == 21 * 2 * 48 * 64 * 64 and found.sequential_steps == 21
+
+
+def test_the_kernel_of_long_rows_has_the_operations_of_its_tiles():
+    """300 rows are 15 pairs of tiles, the upper triangle of 5 x 5, of 64 rows each."""
+    lowered = upper_products.trace(jax.ShapeDtypeStruct((300, 20_000), jnp.float32)).lower(lowering_platforms=("cuda",))
+    (line,) = (line for line in lowered.as_text("hlo").splitlines() if "gpu.triton" in line)
+    shape, name = re.search(r"= (\S+) custom-call", line)[1], re.search(r'\bname = "\w+"', line)[0]
+    text = f"""ENTRY %main (a: bf16[300,20000]) -> {shape} {{
+  %a = bf16[300,20000]{{1,0}} parameter(0)
+  ROOT %out = {shape} custom-call(%a, %a), custom_call_target="__gpu$xla.gpu.triton", backend_config={{grid_x = 15, {name}}}
+}}"""
+    found = price(text, H100)
+    assert found.flops == found.precision["training"]["bfloat16 x 3"] == 15 * 2 * 64 * 64 * 20_000
+    assert found.seconds > 3 * found.flops / H100.chip.bfloat16
 
 
 def test_compiled_collectives_are_counted_with_their_bytes():

@@ -77,6 +77,7 @@ def upper_products(x: jax.Array, *, splits: int = SPLITS, interpret: bool = Fals
         out_specs=pl.BlockSpec((None, None, TILE, TILE), lambda i, s: (i, s, 0, 0)),
         compiler_params=triton.CompilerParams(num_warps=WARPS, num_stages=STAGES),
         interpret=interpret,
+        name="upper_products",  # by which a plan knows its operations
     )(high, low, rows, columns)
     upper = jnp.zeros((tiles, tiles, TILE, TILE), jnp.float32).at[rows, columns].set(parts.sum(1))
     return mirrored(upper.swapaxes(1, 2).reshape(tiles * TILE, tiles * TILE)[:n, :n])
