@@ -272,6 +272,9 @@ def test_the_similarities_are_cosines(finished, copy, monkeypatch):
     [(matrix, shown)] = drawn
     assert shown.tolist() == cluster[order].tolist()
     np.testing.assert_allclose(matrix, [[cosine(rows[i], rows[j]) for j in order] for i in order], atol=1e-5)
+    assert "approximate" not in page_of(copy / "cfl").text
+    change(copy / "cfl", tree_dim=rows.shape[1])
+    assert f"They are approximate, by {rows.shape[1]:,} sums" in page_of(copy / "cfl").text
 
 
 def test_a_report_changes_nothing_else(copy):

@@ -256,6 +256,8 @@ def similarity_and_tree(run: Results, label: str) -> dict[str, Any]:
         if len(order) > MOST_ROWS:
             order = order[np.linspace(0, len(order) - 1, MOST_ROWS).astype(int)]
             caption += f" {MOST_ROWS} of them are drawn, evenly spaced."
+        if (kept := updates.shape[1]) == run.config.get("tree_dim"):
+            caption += f" They are approximate, by {kept:,} sums that are kept of each update (tree_dim)."
         draw = partial(plots.similarity, cosines(updates[order]), cluster[order])
         parts["similarity"] = figure(None, "similarity", draw, caption, label)
     return parts
