@@ -26,8 +26,8 @@ from jfcl.cli.parser import parse
 from jfcl.core import files
 from jfcl.experiments import Config, comparison, read_run, report, run
 from jfcl.experiments.config import to_saved
-from jfcl.experiments.report import commands
-from jfcl.experiments.results import read_results
+from jfcl.experiments.report import commands, worst_clients
+from jfcl.experiments.results import Results, read_results
 from jfcl.simulation.folder import identity
 
 notes = pytest.mark.filterwarnings("default:in the report of")  # which the command line prints
@@ -417,6 +417,13 @@ def test_a_folder_of_simulate_is_reported(finished, tmp_path):
     with pytest.warns(UserWarning, match=r"summary\.json is missing"):
         report(tmp_path / "run")
     assert "No round was evaluated." in page_of(tmp_path / "run").text
+
+
+def test_an_infinite_loss_is_the_worst():
+    """That of a NaN has no test examples."""
+    clients = {"seed": np.zeros(3, int), "client": np.arange(3), "loss": np.array([1.0, np.inf, np.nan])}
+    table = worst_clients(Results(Path(), {}, {}, [], clients, True, []), "")
+    assert [row[-1] for row in table.rows] == ["inf", "1.000"] and "2 worst of 2 clients" in table.caption
 
 
 @pytest.mark.slow

@@ -280,12 +280,11 @@ def _branch(nodes: Sequence[Any], at: int, true: np.ndarray | None) -> dict[str,
 def worst_clients(run: Results, label: str) -> Table | None:
     """Returns the table of the clients of lowest accuracy, or of highest loss where no accuracy is known."""
     clients, first = run.clients, run.first_seed()
-    by = next((n for n in ("accuracy", "loss") if n in clients and np.isfinite(clients[n]).any()), None)
+    by = next((n for n in ("accuracy", "loss") if n in clients and not np.isnan(clients[n]).all()), None)
     if by is None:
         return None
     # The clients with test examples, the worst first.
     values = clients[by].reshape(-1, len(first["client"]))  # of each seed
-    values = np.where(np.isfinite(values), values, np.nan)
     tested = np.flatnonzero(~np.isnan(values).all(axis=0))
     mean, low, high = (f(values[:, tested], axis=0) for f in (np.nanmean, np.nanmin, np.nanmax))
     sign, scale, digits, unit = (1, 100, 1, "accuracy %") if by == "accuracy" else (-1, 1, 3, "loss")
