@@ -19,6 +19,7 @@ from jfcl.models import classification
 from jfcl.models import task as make_task
 from jfcl.simulation import rollout
 from jfcl.simulation.evaluation import check_clusters, found_clusters
+from jfcl.simulation.resident import with_padding, without_padding
 from jfcl.training.local import LocalTraining, local_training
 
 
@@ -238,15 +239,17 @@ def _check_padding(trial: _Trial, of_examples: float, of_clients: float) -> None
     n, served = num_clients(clients), compiled.serve(whole, None)
     even = _pad_clients(clients, 2 + n % 2)
     more = _run(compiled, key, even)
-    of_more = compiled.serve(more, None)
-    models = jax.tree.map(lambda p: p[:n], of_more.models) if served.to is None else of_more.models
-    _assert_equal(served.models, models, "padding clients must not change a model", tolerance=of_clients)
-    rows = [s._replace(models=(), personal=(), active=None) for s in (served, of_more)]
-    rows[1], personal = jax.tree.map(lambda x: x[:n], (rows[1], of_more.personal))
-    _assert_equal(*rows, "padding clients must not change a cluster")
-    _assert_equal(
-        served.personal, personal, "padding clients must not change personal parameters", tolerance=of_clients
-    )
+    stopped = jax.device_get(without_padding(_run(compiled, key, even, 2), whole))  # as in a checkpoint
+    resumed = _rounds(compiled, key, with_padding(stopped, more), even, 3, 4)
+    for state, what in ((more, "padding clients"), (resumed, "padding clients of a run that is resumed")):
+        of_more = compiled.serve(state, None)
+        models = jax.tree.map(lambda p: p[:n], of_more.models) if served.to is None else of_more.models
+        _assert_equal(served.models, models, f"{what} must not change a model", tolerance=of_clients)
+        rows = [s._replace(models=(), personal=(), active=None) for s in (served, of_more)]
+        rows[1], personal = jax.tree.map(lambda x: x[:n], (rows[1], of_more.personal))
+        _assert_equal(*rows, f"{what} must not change a cluster")
+        text = f"{what} must not change personal parameters"
+        _assert_equal(served.personal, personal, text, tolerance=of_clients)
     if len(jax.devices()) > 1:  # as `sharded` places them, with any mapping inside the method
         divided = _run(compiled, key, place(sharded(client_mesh(2)), even))
         _assert_equal(more, divided, "divided among two devices", tolerance=1e-4)

@@ -17,6 +17,7 @@ from jfcl.core import Clients, Task
 from jfcl.core.clients import client_ids
 from jfcl.methods.round import select_cohort
 from jfcl.simulation.evaluation import unlike
+from jfcl.simulation.resident import with_padding, without_padding
 from jfcl.testing import check_algorithm, problem
 
 D, N, T = 3, 8, 5
@@ -254,6 +255,18 @@ def test_padding_clients_bring_no_further_models(monkeypatch):
     state, metrics = run(algorithm, phases, rounds=1)
     assert [int(metrics[-1][name]) for name in ("drifted", "capacity_reached", "models")] == [2, 1, 3]
     assert not state.memory.active[3:].any()
+
+
+def test_a_resumed_run_with_padding_clients_begins_no_step():
+    clients, heavy = padded(two_steps([1, 5], [1, 9])[0]), optax.sgd(0.1, momentum=0.9)
+    training = jfcl.local_training(heavy, num_steps=1, keep="everything")
+    algorithm = jfcl.feddrift(BIAS, training, drift_threshold=1.0, compare="loss")
+    state, like = (run(algorithm, [part], rounds=1)[0] for part in (clients, jax.tree.map(lambda x: x[:2], clients)))
+    resumed = with_padding(jax.device_get(without_padding(state, like)), state)  # as from a checkpoint
+    after = [algorithm.step(jax.random.key(2), each, clients) for each in (state, resumed)]
+    assert after[1][0].params["b"].tolist() == after[0][0].params["b"].tolist()
+    for name in ("bytes_up", "bytes_down", "client_steps"):
+        assert after[1][1][name] == after[0][1][name], name
 
 
 @pytest.mark.slow

@@ -151,7 +151,8 @@ def feddrift(
 
     def step(key: jax.Array, state: AveragingState, clients: Clients):
         step, size = steps_of(clients), jnp.asarray(clients.size)
-        begins, none = (step != state.memory.step).any(), dict.fromkeys(EVENTS, jnp.zeros((), jnp.int32))
+        is_new = (step != state.memory.step) & (size > 0)[:, None]  # a checkpoint has no cells of padding clients
+        begins, none = is_new.any(), dict.fromkeys(EVENTS, jnp.zeros((), jnp.int32))
         num_models = state.memory.active.sum().astype(jnp.float32)
         state, events = if_rare(begins, lambda: begin(state, clients, step), lambda: (state, none))
         state, metrics = _train(rules._replace(cohort=None), options["cohort"], key, state, clients)
@@ -324,7 +325,7 @@ def _train(rules: Averaging, count: int | None, key: jax.Array, state: Averaging
 
     def train_model(j, carry):
         models, opt_states, loss, totals = carry
-        row, owned = order[j], model == order[j]
+        row, owned = order[j], (model == order[j]) & mask(some)
         data = some._replace(examples={**some.examples, OWNED: owned}, size=owned.sum(axis=1, dtype=jnp.int32))
         params, server = jax.tree.map(lambda x: x[row][None], models)
         single = AveragingState(params, none, none, state.round, server, jax.tree.map(lambda x: x[:, row], opt_states))

@@ -115,17 +115,18 @@ def _advance(keys, hyperparams, state, silence, first, count, clients, *, algori
     return block._replace(state=_spread(jax.lax.with_sharding_constraint, block.state, clients, client_axis))
 
 
-def _without_padding(tree: Any, like: Any) -> Any:
+def without_padding(tree: Any, like: Any) -> Any:
     """Returns `tree`, cut to the shapes of `like`: a checkpoint leaves out the clients that fill up the devices."""
-    return jax.tree.map(lambda x, small: x[tuple(slice(0, s) for s in small.shape)], tree, like)
+    return jax.tree.map(lambda x, small: x[tuple(map(slice, small.shape))], tree, like)
 
 
-def _with_padding(small: Any, whole: Any) -> Any:
+def with_padding(small: Any, whole: Any) -> Any:
     """Returns `small` on the devices of `whole`, padded to its shapes with zeros."""
 
     def put(array, like):
         data, shape = key_data(array), jax.eval_shape(key_data, like).shape
-        host = np.pad(data, [(0, b - a) for a, b in zip(data.shape, shape, strict=True)])
+        host = np.zeros(shape, data.dtype)
+        host[tuple(map(slice, data.shape))] = data
         return with_keys(jax.make_array_from_callback(shape, like.sharding, lambda index: host[index]), like)
 
     return jax.tree.map(put, small, whole)
@@ -291,7 +292,7 @@ class Resident:
             before = self.method.init_rounds
             return Restored(before, self.first_state(), {"init_rounds": before}, [])
         if isinstance(self._client_axis, mapping.sharded):
-            return restored._replace(state=_with_padding(restored.state, self.whole))
+            return restored._replace(state=with_padding(restored.state, self.whole))
         return restored._replace(state=jax.device_put(restored.state))
 
     def first_state(self) -> Any:
@@ -381,12 +382,12 @@ class Resident:
         return call(state, hyperparams, data, learners, **static)
 
     def saved(self, state) -> Any:
-        return hosts.fetch(_without_padding(state, self.like))
+        return hosts.fetch(without_padding(state, self.like))
 
     def final(self, state, done, assessment) -> tuple[Any, dict[str, np.ndarray], Served]:
         assessment = assessment or self.evaluate(state, {})
         clients = assessment.of_clients()
-        state = state if num_clients(self._clients) == self._n else _without_padding(state, self.like)
+        state = state if num_clients(self._clients) == self._n else without_padding(state, self.like)
         to = clients.get("model") if assessment.weights is None else assessment.weights
         choices = {"to": to, "found": clients["cluster"]}
         if self._single:
