@@ -24,6 +24,7 @@ from jfcl.experiments.options import method_options
 from jfcl.methods import METHODS
 from jfcl.simulation.folder import RunFolder
 from jfcl.simulation.grid import Group
+from jfcl.simulation.progress import Watch
 from jfcl.testing import problem
 
 PROBLEM = problem("classification")
@@ -121,7 +122,7 @@ def test_a_cell_is_served_by_its_own_options(maker, grid):
     np.testing.assert_allclose([cell.mean["loss"] for cell in one.cells], losses, rtol=1e-5)
 
 
-def test_a_diverged_cell_is_marked_and_the_others_continue():
+def test_a_diverged_cell_is_marked_and_the_others_continue(monkeypatch):
     """Regression on a constant: after T rounds of a step the loss is (1 - 2 lr)^(2 T), infinite in float32 at 1e30."""
     task = jfcl.models.task(lambda key: {"b": jnp.zeros(())}, lambda p, x: x + p["b"], kind="regression")
     clients = jfcl.Clients({"x": np.zeros((3, 5), np.float32), "y": np.ones((3, 5), np.float32)}, np.full(3, 5))
@@ -140,6 +141,11 @@ def test_a_diverged_cell_is_marked_and_the_others_continue():
     assert padded.cells[0].mean["loss"] == pytest.approx(found.cells[2].mean["loss"], rel=1e-6)
     lost = jfcl.sweep(mean, {"lr": [1e30, 2e30, 3e30]}, clients, key=jax.random.key(0), num_rounds=4, out="lost")
     assert lost.best is None and json.loads(Path("lost/sweep.json").read_text())["best"] is None
+    begin, begun = Watch.begin, []  # the rate of the bar is that of the cells that run
+    monkeypatch.setattr(Watch, "begin", lambda self, *counts: begun.append(counts) or begin(self, *counts))
+    Path("lost/cells/00001.json").unlink()
+    options = {"key": jax.random.key(0), "num_rounds": 4, "out": "lost", "resume": True}
+    assert jfcl.sweep(mean, {"lr": [1e30, 2e30, 3e30]}, clients, **options).cells == lost.cells and begun == [(8, 12)]
 
 
 @given(

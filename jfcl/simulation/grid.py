@@ -203,7 +203,7 @@ def sweep(
             finished = folder.finished(cells)
             if resume:
                 watch.tell(f"resuming {out}: {len(finished)} of {len(cells)} configurations are there")
-        watch.begin(0, total)
+        watch.begin(len(finished) * len(keys) * num_rounds, total)
         for group in groups:
             make_room_for_programs()
             for cell, per_seed in group.run(finished, seeds, watch):
@@ -383,7 +383,6 @@ class Group:
     def run(self, done: Collection[int], seeds: list[int], watch: Watch) -> Iterator[tuple[int, list[dict[str, Any]]]]:
         """Yields `(cell, per_seed)` of each cell that is not `done`, as soon as all its seeds are finished."""
         rows, results = [row for row in self._rows if row[0] not in done], defaultdict(list)
-        watch.advance((len(self._rows) - len(rows)) * self._data.num_rounds, "")
         source = self._placed() if rows else None
         for begin in range(0, len(rows), self._size):
             some = rows[begin : begin + self._size]
