@@ -245,10 +245,13 @@ def test_the_command_writes_its_files(on_cpu, tmp_path, capsys, monkeypatch):
     assert {f.name for f in out.iterdir()} == {"plan.json", "step.hlo.txt", "init.hlo.txt"}
     assert (out / "step.hlo.txt").read_text().startswith("HloModule")
     # What does not fit is printed and refused.
-    monkeypatch.setattr(plans, "plan_run", lambda *_, **__: planned[0]._replace(fits=False))
+    assert "for the start" not in printed
+    large = planned[0]._replace(fits=False, needed_bytes=10**12)
+    monkeypatch.setattr(plans, "plan_run", lambda *_, **__: large)
     assert cli.main(["plan", "fedavg", *options]) == 2
     printed = capsys.readouterr()
     assert "may fit" in printed.err and "a round, predicted" in printed.out
+    assert "no: 1.0 TB of 80.0 GB a chip for the start; a round: " in " ".join(printed.out.split())
 
 
 def test_the_tests_of_two_steps_of_a_drift_are_held(on_cpu, monkeypatch):

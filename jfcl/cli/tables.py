@@ -153,7 +153,9 @@ def _facts(planned: Plan, config: Config) -> Iterator[tuple[str, str]]:
         return
     sizes = {"data": planned.data_bytes, "state and padding": max(planned.argument_bytes - planned.data_bytes, 0)}
     sizes |= {"results": planned.output_bytes, "temporaries": planned.temp_bytes, "tests": planned.other_bytes}
-    yield "fits", f"{fits} ({', '.join(f'{name} {size_text(size)}' for name, size in sizes.items())})"
+    of_round = planned.argument_bytes + planned.output_bytes + planned.temp_bytes + planned.other_bytes
+    which = "" if planned.needed_bytes <= of_round else f" for the start; a round: {size_text(of_round)}"
+    yield "fits", f"{fits}{which} ({', '.join(f'{name} {size_text(size)}' for name, size in sizes.items())})"
     whole = _duration(planned.seconds(config.rounds))
     yield "predicted", f"{_duration(cost.seconds)} a round; {config.rounds} rounds and the start: {whole}"
     if planned.common is not None and planned.common.seconds < 0.95 * cost.seconds:

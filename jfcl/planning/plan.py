@@ -57,7 +57,8 @@ class Plan(NamedTuple):
       argument_bytes, output_bytes, temp_bytes: of a round, as the compiler counts them.
       data_bytes: the part of `argument_bytes` that is clients' data, without the padding of layouts.
       other_bytes: what else is kept on the chip, such as the clients' test data.
-      needed_bytes: data, models, state before and after a round, temporaries and `other_bytes`.
+      needed_bytes: data, models, state before and after a round, temporaries and `other_bytes`, or those of the start,
+        if it needs more.
       limit_bytes: the memory of the chip.
       cost: of a round, predicted, with the longest branches; None where the compiler refused the program.
       common: the same with the shortest branches, so without what is rare, such as a split of CFL.
