@@ -537,8 +537,11 @@ def test_the_geometric_median_is_precise(case):
 
 def test_small_updates_have_their_geometric_median():
     points = np.float32([[0, 0], [1, 0], [0, 1], [0.3, 0.3], [0, 900]])  # the fourth is the median
+    light, weights = np.float32([[0, 0]] * 3 + [[1, 0], [3, 0]]), np.float32([0.1, 0.1, 0.1, 1, 1.5])
     for scale in (1e-8, 1e-12):
         np.testing.assert_allclose(kernels.geometric_median(points * scale) / scale, points[3], atol=1e-3)
+        found = kernels.geometric_median(light * scale, weights=weights)  # although most are at the start
+        np.testing.assert_allclose(found / scale, light[4], atol=1e-3)
 
 
 def test_geometric_medians_of_many_at_once_and_of_a_given_number_of_steps():

@@ -168,7 +168,7 @@ def _weiszfeld(rows, usable, weights, smoothing, num_iters):
     first = medians(rows, usable)
     update, beyond, own_share, distances = _nearest_update(rows, usable, counted, first)
     # Among updates that are all nearer than the smoothing, a far one would pull as much as any other.
-    typical = medians([distances[:, None]], usable)[0][0]
+    typical = medians([distances[:, None]], (counted > 0) & (distances > 0))[0][0]
     least = jnp.where(typical > 0, jnp.minimum(smoothing, 1e-6 * typical), smoothing)
     away = [u + (1.0 - own_share).astype(u.dtype) * (b - u) for u, b in zip(update, beyond, strict=True)]
     first = [jnp.where(distances.min() == 0, a, b) for a, b in zip(away, first, strict=True)]
