@@ -36,7 +36,7 @@ def linkage_tree(distances: jax.Array, linkage: str = "average", *, mask: jax.Ar
       `[N-1, 4]` in SciPy's format: the two merged clusters (`0 .. N-1` are points, `N + i` is the result of merge `i`),
       their distance, and the number of points in the result; ordered by distance. `jfcl.kernels.cut` cuts it. Of equal
       distances, the one that a chain of nearest neighbours from the first point on meets first comes first, as in
-      SciPy. Inside `jit`, a distance that is not finite is farther than all others.
+      SciPy for all but single linkage. Inside `jit`, a distance that is not finite is farther than all others.
 
     Raises:
       ValueError: an unknown linkage; distances that are not square, not finite or not symmetric.
