@@ -65,6 +65,11 @@ def test_equal_distances_and_extremes_make_valid_trees(linkage):
     assert far[0].tolist() == [0.0, 1.0, 1.0, 2.0] and np.isfinite(far).all()
 
 
+def test_distances_of_16_bits_make_the_tree_of_wider_copies():
+    distances = matrix(points(0, n=150)).astype(jnp.bfloat16)  # whose integers end at 256
+    np.testing.assert_array_equal(linkage_tree(distances), linkage_tree(distances.astype(np.float32)))
+
+
 def test_a_cut_with_a_threshold_has_at_most_the_number_of_clusters():
     tree = scipy.cluster.hierarchy.linkage(np.random.default_rng(0).standard_normal((12, 2)), "complete")
     for most, threshold in [(1, 0.0), (3, tree[-3, 2]), (5, tree[-3, 2]), (12, -1.0)]:

@@ -144,7 +144,7 @@ def signed_sums(
 
 
 def as_similarity(similarity: Any, *, name: str = "similarity") -> jax.Array:
-    """Returns `similarity` as a float array `[N, N]`, checked to be square, and outside `jit` finite and symmetric.
+    """Returns `similarity` `[N, N]`, float32 at least, checked to be square, and outside `jit` finite and symmetric.
 
     Symmetry is checked on products with a vector of random signs from both sides, which read the matrix twice. Rounding
     passes; one difference of a hundredth of the largest root mean square of a row, or of 1 where those are smaller,
@@ -153,9 +153,9 @@ def as_similarity(similarity: Any, *, name: str = "similarity") -> jax.Array:
     similarity = jnp.asarray(similarity)
     square = similarity.ndim == 2 and similarity.shape[0] == similarity.shape[1] > 0
     check(square, name, similarity.shape, "of shape [N, N] with N >= 1")
-    if not jnp.issubdtype(similarity.dtype, jnp.floating):
-        check(jnp.issubdtype(similarity.dtype, jnp.integer), name, similarity.dtype, "of real numbers")
-        similarity = similarity.astype(jnp.float32)
+    real = any(jnp.issubdtype(similarity.dtype, kind) for kind in (jnp.floating, jnp.integer))
+    check(real, name, similarity.dtype, "of real numbers")
+    similarity = similarity.astype(sum_dtype(similarity))  # 16 bits hold neither counts nor names of clusters
     if is_computable(similarity):
         difference = float(_asymmetry(similarity))
         if difference != difference:  # NaN
