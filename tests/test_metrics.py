@@ -264,6 +264,13 @@ def test_metrics_of_classes_refuse_outputs_without_any(metric):
         metric(np.zeros(3, np.float32), {"y": np.zeros(3, np.int32)}, np.ones(3, bool))
 
 
+@pytest.mark.parametrize("metric", [jfcl.metrics.calibration_error, jfcl.metrics.auc])
+def test_metrics_of_outputs_of_16_bits_are_those_of_wider_copies(metric):
+    logits, y = np.random.default_rng(0).normal(size=(1000, 2)).astype(np.float16), np.arange(1000) % 2
+    found, wanted = (float(metric(x, {"y": y}, np.ones(1000, bool))) for x in (logits, logits.astype(np.float32)))
+    assert found == pytest.approx(wanted, rel=1e-6)
+
+
 STILL = still(IDENTITY, lambda key: {"b": jnp.zeros(1)})
 
 

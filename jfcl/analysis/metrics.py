@@ -20,6 +20,7 @@ from jfcl import mapping
 from jfcl.core import Batch, Clients, PyTree, Task, check, check_mixes, mixture_task, num_clients, with_fixed
 from jfcl.core.clients import check_clients, check_examples, check_labels
 from jfcl.core.texts import first_line
+from jfcl.kernels.base import sum_dtype
 from jfcl.mapping.jitted import jitted
 from jfcl.training.losses import blank_padding, masked_mean, under_all
 
@@ -375,10 +376,10 @@ def drift_results(records: Sequence[dict]) -> dict[str, list]:
 # `real` `[M]`, which marks the examples that are no padding.
 
 
-def _num_classes(logits: jax.Array) -> int:
-    """Returns `C` of logits `[M, C]`; `ValueError` for other outputs, such as those of a regression."""
-    check(logits.ndim == 2, "the outputs", list(logits.shape), "logits [M, C] of a classification, for this metric")
-    return logits.shape[1]
+def _logits(outputs: jax.Array) -> jax.Array:
+    """Returns logits `[M, C]`, float32 at least; `ValueError` for other outputs, such as those of a regression."""
+    check(outputs.ndim == 2, "the outputs", list(outputs.shape), "logits [M, C] of a classification, for this metric")
+    return outputs.astype(sum_dtype(outputs))  # 16 bits do not hold numbers of pairs
 
 
 def confusion_matrix(logits: jax.Array, batch: Batch, real: jax.Array) -> jax.Array:
@@ -389,8 +390,7 @@ def confusion_matrix(logits: jax.Array, batch: Batch, real: jax.Array) -> jax.Ar
       >>> confusion_matrix(logits, {"y": jnp.array([0, 1, 1])}, jnp.array([True, True, True])).tolist()
       [[1.0, 0.0], [1.0, 1.0]]
     """
-    count = _num_classes(logits)
-    true, predicted = (jax.nn.one_hot(k, count) for k in (batch["y"], jnp.argmax(logits, axis=-1)))
+    true, predicted = (jax.nn.one_hot(k, _logits(logits).shape[1]) for k in (batch["y"], jnp.argmax(logits, axis=-1)))
     return jnp.matmul((true * real[:, None].astype(true.dtype)).T, predicted, precision=jax.lax.Precision.HIGHEST)
 
 
@@ -421,8 +421,9 @@ def auc(logits: jax.Array, batch: Batch, real: jax.Array) -> jax.Array:
       >>> float(auc(logits, {"y": jnp.array([0, 1, 1])}, jnp.array([True, True, True])))
       0.5
     """
-    if (count := _num_classes(logits)) != 2:
-        raise ValueError(f"auc needs logits of two classes, got {count}; macro_f1 takes any number")
+    logits = _logits(logits)
+    if logits.shape[1] != 2:
+        raise ValueError(f"auc needs logits of two classes, got {logits.shape[1]}; macro_f1 takes any number")
     score = logits[:, 1] - logits[:, 0]
     positive, negative = (((batch["y"] == k) & real).astype(score.dtype) for k in (1, 0))
     ahead = (score[:, None] > score[None, :]).astype(score.dtype)
@@ -441,8 +442,7 @@ def calibration_error(logits: jax.Array, batch: Batch, real: jax.Array) -> jax.A
       >>> round(float(calibration_error(logits, {"y": jnp.array([0, 1])}, jnp.array([True, True]))), 4)
       0.3
     """
-    _num_classes(logits)
-    probability = jax.nn.softmax(logits).max(axis=-1)
+    probability = jax.nn.softmax(_logits(logits)).max(axis=-1)
     right = (jnp.argmax(logits, axis=-1) == batch["y"]).astype(probability.dtype)
     place = jnp.clip(jnp.ceil(probability * BINS).astype(jnp.int32) - 1, 0, BINS - 1)
     inside = jax.nn.one_hot(place, BINS, dtype=probability.dtype) * real[:, None].astype(probability.dtype)
