@@ -95,6 +95,7 @@ def test_tolerance_in_float64():
     with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
         for rows in parallel(2048, 0):
             assert 1 - float(pairwise_cosine(rows).min()) <= similarity_tolerance(2048, "float64") < 1e-13
+        jax.eval_shape(bipartition_of_updates, rows)  # without a warning of JAX: all indices have one type
 
 
 @pytest.mark.slow_cases("10000")

@@ -123,7 +123,7 @@ def _bipartition_of_updates(rows, active, block_size):
 
     def compute(state, unsure):
         """Computes the similarities of `height` clients with unknown best outsiders."""
-        (chosen,) = jnp.nonzero(unsure, size=height, fill_value=count)
+        chosen = jnp.nonzero(unsure, size=height, fill_value=count)[0].astype(jnp.int32)
         best, outsider = _best_outsiders(problem, jnp.minimum(chosen, count - 1), state.group, width)
         return state._replace(
             best=state.best.at[chosen].set(best, mode="drop"),
