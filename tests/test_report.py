@@ -182,6 +182,8 @@ def test_a_run_ends_with_a_page_of_its_results(finished, method):
     assert (costs["rounds"], costs["clients"], costs["device"]) == ("4", "6", summary["device"])
     assert sizes(costs["bytes down, all clients and rounds"]) == pytest.approx([summary["bytes_down"]], rel=0.05)
     assert float(costs["seconds, all seeds together"]) == pytest.approx(summary["seconds"], abs=0.051)
+    speed = float(costs["rounds a second, each of all seeds"].replace(",", ""))
+    assert speed == pytest.approx(ROUNDS / summary["seconds"], rel=0.01)
     # Options and versions.
     config = json.loads((folder / "config.json").read_text())
     names = {"rounds" if n == "num_rounds" else n for n, value in config.items() if value is not None}

@@ -35,7 +35,7 @@ COSTS = {  # entries of a summary: head, text of a value
     "bytes_down": ("bytes down, all clients and rounds", size_text),
     "seconds": ("seconds, all seeds together", "{:,.1f}".format),
     "compile_seconds": ("seconds of compilation", "{:,.1f}".format),
-    "rounds_per_second": ("rounds a second", "{:,.2f}".format),
+    "rounds_per_second": ("rounds a second, each of all seeds", "{:,.2f}".format),
     "client_steps_per_second": ("client-steps a second", "{:,.0f}".format),
     "device": ("device", str),
 }
