@@ -17,7 +17,7 @@ from sklearn.metrics import (
 from still_method import still
 
 import jfcl
-from jfcl.analysis.metrics import cluster_recovery, evaluate, rounds_to_recovery, summarize
+from jfcl.analysis.metrics import cluster_recovery, deviation, evaluate, rounds_to_recovery, summarize
 from jfcl.core import Clients, Task
 from jfcl.mapping.axis import chunked, client_mesh, sharded
 from jfcl.testing import count_compilations
@@ -55,6 +55,10 @@ def test_evaluate_against_a_loop(axis):
         np.testing.assert_allclose(got["loss"][i], np.mean((out - y) ** 2), rtol=1e-5)
         np.testing.assert_allclose(got["accuracy"][i], np.mean((out > 0) == (y > 0)), rtol=1e-6)
     assert got["cluster"].tolist() == cluster.tolist()
+
+
+def test_infinite_values_have_no_deviation_and_no_warning():
+    assert np.isnan(deviation([np.inf, 1.0])) and deviation([1.0, 3.0]) == np.sqrt(2)
 
 
 def test_clients_that_would_give_wrong_results_are_refused():

@@ -325,7 +325,8 @@ def deviation(values: Sequence[float]) -> float | None:
       >>> deviation([1.0, 3.0]) ** 2, deviation([1.0])
       (2.0000000000000004, None)
     """
-    return float(np.std(np.asarray(values, np.float64), ddof=1)) if len(values) > 1 else None
+    with np.errstate(invalid="ignore"):  # NaN with infinite values
+        return float(np.std(np.asarray(values, np.float64), ddof=1)) if len(values) > 1 else None
 
 
 def rounds_to_recovery(rounds: list[int], cluster_accuracy: list[float], *, level: float = FOUND) -> int | None:
@@ -362,8 +363,7 @@ def drift_results(records: Sequence[dict]) -> dict[str, list]:
     """
     last = list({record["step"]: record for record in records}.values())
     names = ("round", "changed", "accuracy", "adjusted_rand", "next_accuracy", "next_stable_accuracy")
-    results = {name: [record.get(name) for record in last] for name in names}
-    results["recovery"] = [None] * len(last)
+    results = {name: [record.get(name) for record in last] for name in names} | {"recovery": [None] * len(last)}
     for i, (before, step) in enumerate(itertools.pairwise(last), 1):
         later = (r for r in records if r["round"] > before["round"] and r["accuracy"] >= BACK * before["accuracy"])
         back = next(later, None) if step["changed"] else None
