@@ -50,8 +50,8 @@ class Cell(NamedTuple):
 
     Attributes:
       values: the options by name.
-      per_seed: for each seed `seed`, `diverged` (whether its models are no longer finite, or no client sent a finite
-        update) and, unless it diverged, the metrics of `jfcl.metrics.summarize`.
+      per_seed: for each seed `seed`, `diverged` (whether its models or results are not finite, or no client sent a
+        finite update) and, unless it diverged, the metrics of `jfcl.metrics.summarize`.
       mean, std: of the metrics over seeds; empty if a seed diverged.
     """
 
