@@ -276,6 +276,7 @@ def test_the_similarities_are_cosines(finished, copy, monkeypatch):
     np.testing.assert_allclose(matrix, [[cosine(rows[i], rows[j]) for j in order] for i in order], atol=1e-5)
     assert "approximate" not in page_of(copy / "cfl").text
     change(copy / "cfl", tree_dim=rows.shape[1])
+    report(copy / "cfl")
     assert f"They are approximate, by {rows.shape[1]:,} sums" in page_of(copy / "cfl").text
 
 
