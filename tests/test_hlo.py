@@ -271,7 +271,11 @@ def test_compiled_loops_have_the_operations_of_their_products():
 
 def test_the_kernel_of_long_rows_has_the_operations_of_its_tiles():
     """300 rows are 15 pairs of tiles, the upper triangle of 5 x 5, of 64 rows each."""
-    lowered = upper_products.trace(jax.ShapeDtypeStruct((300, 20_000), jnp.float32)).lower(lowering_platforms=("cuda",))
+    traced = upper_products.trace(jax.ShapeDtypeStruct((300, 20_000), jnp.float32))
+    try:
+        lowered = traced.lower(lowering_platforms=("cuda",))
+    except RuntimeError as error:  # of JAX 0.12: "No supported GPU devices found"
+        pytest.skip(f"this JAX lowers Triton's kernels beside a GPU alone: {str(error).splitlines()[0]}")
     (line,) = (line for line in lowered.as_text("hlo").splitlines() if "gpu.triton" in line)
     shape, name = re.search(r"= (\S+) custom-call", line)[1], re.search(r'\bname = "\w+"', line)[0]
     text = f"""ENTRY %main (a: bf16[300,20000]) -> {shape} {{
