@@ -311,8 +311,8 @@ def check_algorithm(
     These are: the signature; the state contract; a `step` that keeps the state's structure and reports `loss`,
     `bytes_up` and `bytes_down`; the same bits from the same key; no second compilation; equal results eager and
     compiled, in one `lax.scan` and in single rounds, chunked, sharded and vmapped; no effect of padding examples and
-    padding clients; the same models for clients in another order; exact resumption; several seeds under `vmap` equal
-    to single runs.
+    padding clients, whose rows in a state are zeros after a resumption; the same models for clients in another order;
+    exact resumption; several seeds under `vmap` equal to single runs.
 
     Args:
       make_algorithm: `(task, training, client_axis=...) -> Algorithm`; use `functools.partial` for further options.
