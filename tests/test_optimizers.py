@@ -184,6 +184,9 @@ def test_passes_over_the_examples_and_defaults():
         update, state = made.update(jnp.ones(()), state)
         steps.append(float(-update))
     np.testing.assert_allclose(steps, [0.1] * 12 + [0.01] * 12 + [0.001], rtol=1e-5)
+    made = make_training(Config("fedavg", local_steps=41, lr=1.0, lr_decay=0.5), 10).optimizer  # 41 * (1 / 41) < 1
+    _, moved = jax.lax.scan(lambda state, one: made.update(one, state)[::-1], made.init(jnp.zeros(())), jnp.ones(83))
+    np.testing.assert_array_equal(moved, -np.repeat(np.float32([1, 0.5, 0.25]), [41, 41, 1]))
     assert make_training(Config("fedavg", schedule="constant"), 10).keep == "nothing"
     assert make_training(Config("federated_clustering", schedule="cosine"), 10).keep == "everything"
 

@@ -101,11 +101,11 @@ def _learning_rate(config: Any, training: LocalTraining, largest: int) -> float 
     accepted = f"such that the learning rate falls over at most {INT32_MAX} local steps, not {total}"
     check(total <= INT32_MAX, "rounds", config.rounds, accepted)
     # The schedule.
-    if schedule == "constant":
-        return optax.exponential_decay(lr, steps, config.lr_decay, staircase=True)
-    if schedule == "step":
-        every = min(config.step_rounds * steps, INT32_MAX)
-        share = optax.exponential_decay(1.0, every, config.step_factor, staircase=True)
+    if schedule in ("constant", "step"):
+        every, factor = (1, config.lr_decay) if schedule == "constant" else (config.step_rounds, config.step_factor)
+        every, falls = min(every * steps, INT32_MAX), optax.exponential_decay(1.0, 1, factor)
+        # A whole number of falls: optax rounds a quotient down, which XLA multiplies by a reciprocal.
+        share = lambda count: falls(count // every)  # noqa: E731
     else:
         rising = max(round(config.warmup * total), 1) if schedule == "warmup_cosine" else 0
         share = optax.cosine_decay_schedule(1.0, max(total - rising, 1), config.lr_end)
