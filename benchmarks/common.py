@@ -56,10 +56,15 @@ def report(
     RESULTS.mkdir(exist_ok=True)
     path, part = RESULTS / f"{name}-{device}.json", RESULTS / f"{name}-partial-{device}.json"
     part.unlink(missing_ok=True)
-    path = part if partial else path
     command = command or f"python benchmarks/{Path(sys.argv[0]).name} {shlex.join(sys.argv[1:])}".rstrip()
+    path = part if partial or is_of_another(path, command) else path
     path.write_text(json.dumps({"command": command, **environment(), "rows": rows}, indent=1) + "\n")
     print(f"written: {path}")
+
+
+def is_of_another(path: Path, command: str) -> bool:
+    """Returns whether the results in `path` are of another command, so that a trial must not replace them."""
+    return path.exists() and json.loads(path.read_text()).get("command") != command
 
 
 def print_table(title: str, columns: list[str], rows: list[dict[str, Any]], *, width: int = 120) -> None:

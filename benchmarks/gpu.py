@@ -36,7 +36,7 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # PyTorch needs
 import jax
 import jax.numpy as jnp
 import numpy as np
-from common import RESULTS, ROOT, print_table
+from common import RESULTS, ROOT, is_of_another, print_table
 from peers import jax_plain
 
 import jfcl
@@ -329,10 +329,12 @@ def main() -> None:
     place = environment()
     if jax.default_backend() != "gpu" and not args.small:
         parser.error(f"the device is {place['device']}: this needs a GPU, or --small")
-    out = args.out
+    out, command = args.out, " ".join(["python", *sys.argv])
     if out is None and not args.small:
         kind = place["device"].split(" x ")[-1].replace(" ", "-").lower()
-        out = RESULTS / ("-".join(["gpu", *args.only.replace(",", "").split()]) + f"-{kind}.json")
+        name = "-".join(["gpu", *args.only.replace(",", "").split()])
+        out = RESULTS / f"{name}-{kind}.json"
+        out = RESULTS / f"{name}-partial-{kind}.json" if is_of_another(out, command) else out
     rows: list[dict[str, Any]] = []
     jobs = [job for job in JOBS if args.only in job.row]
     if not jobs:
@@ -355,7 +357,7 @@ def main() -> None:
             return
         add_ratios(rows)
         order = sorted(rows, key=lambda row: list(CASES).index(row["row"]))
-        found = {"command": " ".join(["python", *sys.argv]), **place, "seconds": time.monotonic() - began}
+        found = {"command": command, **place, "seconds": time.monotonic() - began}
         out.parent.mkdir(parents=True, exist_ok=True)
         part = out.with_suffix(".part")
         part.write_text(json.dumps(found | {"rows": order, "not_measured": missing()}, indent=1) + "\n")

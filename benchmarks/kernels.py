@@ -507,7 +507,7 @@ def main() -> None:
     columns += ["difference", "first call"]
     name = None if args.quick else "kernels" + (f"-{args.only}" if args.only else "")
     report(name, "Kernels; times: how often ours fits into the reference", columns, rows)
-    if any(r["kernel"] == "bipartition_of_updates" for r in rows) and not args.quick:
+    if name == "kernels":
         plot_growth(rows)
 
 

@@ -5,7 +5,8 @@
     python benchmarks/label_flips.py --dataset mnist --lr 0.03 --order fixed --rounds 200
     python benchmarks/label_flips.py --dataset mnist --inputs resized --init torch --rounds 200 --method CFL
 
-30 % of the clients have the label 0 for all examples. Each run adds its row to results/label-flips-DEVICE.json.
+30 % of the clients have the label 0 for all examples. With `--write`, a run adds its row to
+results/label-flips-DEVICE.json.
 
 `--inputs resized` is that of the first author's public code for other experiments: `CNNMnist32` of
 `benchmarks/papers/networks.py`.
@@ -111,15 +112,18 @@ def main() -> None:
     parser.add_argument("--clients", type=int, default=10)
     parser.add_argument("--rounds", type=int, default=200)
     parser.add_argument("--attack", choices=("label_zero", "none"), default="label_zero")
+    parser.add_argument("--write", action="store_true", help="to results/")
     args = parser.parse_args()
+    write = vars(args).pop("write")  # the others are the setting
     if args.inputs == "resized" and args.init != "torch":
         parser.error("--inputs resized has --init torch")
     row = run(args)
-    kept = [r for file in RESULTS.glob("label-flips-*.json") for r in json.loads(file.read_text())["rows"]]
+    kept = [r for file in RESULTS.glob("label-flips-*.json") for r in json.loads(file.read_text())["rows"] if write]
     kept = [{"method": "FL"} | r for r in kept]
     others = [r for r in kept if any(r[name] != value for name, value in vars(args).items())]
     rows = sorted([*others, row], key=lambda r: [str(r.get(name)) for name in COLUMNS])
-    report("label-flips", "FedAvg under label flips", COLUMNS, rows, "python benchmarks/label_flips.py, with options")
+    name, command = "label-flips" if write else None, "python benchmarks/label_flips.py, with options"
+    report(name, "FedAvg under label flips", COLUMNS, rows, command)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@
     python benchmarks/mixtures.py fedrc      # three concepts on small images of Fashion-MNIST: FedRC, FedEM, IFCA
     python benchmarks/mixtures.py rounds     # seconds of a round, of these and other methods, beside its passes
 
-Each call replaces its rows in results/mixtures-DEVICE.json.
+With `--write`, a call replaces its rows in results/mixtures-DEVICE.json.
 """
 
 from __future__ import annotations
@@ -236,14 +236,16 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, help="default: 200, 20, 40 and 15")
     parser.add_argument("--lr", type=float, default=0.1, help="of fedem")
     parser.add_argument("--data-dir")
+    parser.add_argument("--write", action="store_true", help="to results/")
     args = parser.parse_args()
     part, default = PARTS[args.part]
     args.rounds = args.rounds or default
     rows = [{"part": args.part} | row for row in part(args)]
-    kept = [r for file in RESULTS.glob("mixtures-*.json") for r in json.loads(file.read_text())["rows"]]
+    kept = [r for file in RESULTS.glob("mixtures-*.json") for r in json.loads(file.read_text())["rows"] if args.write]
     places = {(r["part"], r["method"], r["setting"]) for r in rows}
     kept = [r for r in kept if (r["part"], r["method"], r["setting"]) not in places]
-    report("mixtures", "Mixtures", COLUMNS, [*kept, *rows], "python benchmarks/mixtures.py PART")
+    name = "mixtures" if args.write else None
+    report(name, "Mixtures", COLUMNS, [*kept, *rows], "python benchmarks/mixtures.py PART")
 
 
 if __name__ == "__main__":

@@ -235,6 +235,23 @@ def test_a_result_has_the_command_that_made_it(peers_job, monkeypatch, tmp_path)
     [file] = tmp_path.iterdir()
     assert json.loads(file.read_text())["command"] == "python benchmarks/against_peers.py --only 'fedavg mlp'"
 
+    monkeypatch.setattr(sys, "argv", [*sys.argv, "--turns", "1"])  # a trial
+    common.report("times", "", ["seconds"], [{"seconds": 2.0}])
+    assert json.loads(file.read_text())["rows"] == [{"seconds": 1.0}] and len(list(tmp_path.iterdir())) == 2
+
+
+@pytest.mark.parametrize("script", ["mixtures", "label_flips"])
+def test_a_trial_does_not_add_to_the_results(script, peers_job, monkeypatch):
+    module, written = importlib.import_module(script), []
+    monkeypatch.setattr(module, "report", lambda name, *_: written.append(name))
+    monkeypatch.setattr(module, "run", lambda args: vars(args) | {"accuracy": 1.0}, raising=False)
+    monkeypatch.setattr(module, "PARTS", {"fedem": (lambda args: [], 1)}, raising=False)
+    arguments = ["fedem"] if script == "mixtures" else []
+    for more in ([], ["--write"]):
+        monkeypatch.setattr(sys, "argv", [script, *arguments, *more])
+        module.main()
+    assert written == [None, script.replace("_", "-")]
+
 
 def test_every_script_answers_help():
     """Without a parser, `--help` would run it, and write the results of the repository again."""
