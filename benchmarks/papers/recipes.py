@@ -7,6 +7,7 @@ twice. What is damaged, or of another setting, is refused.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import time
@@ -32,6 +33,7 @@ from jfcl.simulation.versions import saved_config
 
 Row = dict[str, Any]
 Run = tuple[dict[str, Any], list[dict[str, Any]]]  # summary and records
+MADE = ("seconds", "jobs", "device", "versions")  # how a result was made
 REPEATS = ("seeds", "trials")  # may grow in a folder: each seed and trial is kept by its number
 
 
@@ -193,7 +195,8 @@ def reproduce(
 
     Returns:
       What stands in `result.json`: `name`, `title`, `setting`, `rows`, `notes`, `seconds`, `jobs`, `device`,
-      `versions`. With several jobs, the seconds of a row are those of a run beside others.
+      `versions`. With several jobs, the seconds of a row are those of a run beside others. Where the folder is resumed,
+      `seconds`, `jobs`, `device` and `versions` are of the last call that added to the rows.
 
     Raises:
       ValueError: an unknown name, an entry that the setting does not have, a folder of another setting, a damaged part;
@@ -228,6 +231,9 @@ def reproduce(
     result = {"name": name, "title": recipe.title, "size": size, "setting": setting, "rows": outcome.rows}
     result |= {"notes": outcome.notes, "seconds": time.perf_counter() - started, "jobs": jobs, **environment()}
     result = finite_or_none(result)
+    with contextlib.suppress(ValueError, KeyError):  # rows that were all there keep their time and device
+        before = read_json(out / "result.json", sealed=False)
+        result |= {name: before[name] for name in MADE if before.get("rows") == json.loads(json.dumps(result["rows"]))}
     write_json(out / "result.json", result)
     if outcome.figure is not None:
         plots.save(outcome.figure, out / "figure.png")
