@@ -106,9 +106,11 @@ def feddrift(
         order.
 
     Source: Federated Learning under Distributed Concept Drift (2023), Algorithms 2 and 3 (Eager). As in the authors'
-    code, a new model is a copy of the best one, and models are merged up to a distance of `δ'`, in the paper below it;
-    a merged model is the mean by numbers of cells. The code compares models on a sample of 21 batches of their cells,
-    here all are used. It forgets the model that was not used for longest if all are in use, here none is forgotten.
+    code, a new model is a copy of the best one, and models are merged up to a distance of `δ'`, in the paper below
+    it; a merged model is the mean by numbers of cells; and the accuracy of the first step is that of the untrained
+    model, so that a client drifts at the second step only where its best model is worse than that one. The code
+    compares models on a sample of 21 batches of their cells, here all are used. It forgets the model that was not
+    used for longest if all are in use, here none is forgotten.
 
     Example:
       >>> import jax, jfcl, numpy as np, optax

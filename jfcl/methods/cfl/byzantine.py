@@ -32,7 +32,8 @@ def byzantine_cfl(
 
     Every round the optimal bipartition of the remaining clients is computed; if `α_cross < threshold`, its smaller side
     is excluded permanently. Random updates have similarities of the order of `1/√D`, so the paper's threshold needs
-    models of many more than 2,500 parameters.
+    models of many more than 2,500 parameters. The others' updates are averaged by size; the paper prints equal weights,
+    `weights="equal"`, which are the same where clients hold equally many examples, as in its experiments.
 
     Args:
       task, training: as in `jfcl.cfl`.
