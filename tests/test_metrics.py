@@ -187,7 +187,7 @@ def test_recovery_refuses_other_lengths():
 
 def test_recovery_without_those_who_do_not_count():
     found, true = np.array([4, 4, 0, 0, 2, 4]), np.array([0, 0, 1, 1, -1, -1])
-    assert cluster_recovery(found, true) == cluster_recovery(found[:4], true[:4]) | {"clusters_in_use": 3}
+    assert cluster_recovery(found, true) == cluster_recovery(found[:4], true[:4])
 
 
 @pytest.mark.parametrize("cluster", [np.zeros(5, np.int32), None])

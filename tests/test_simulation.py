@@ -371,6 +371,9 @@ def test_collapse_warns_once():
     with pytest.warns(UserWarning, match="all clients use one of the 2 models") as caught:
         history = sim(algorithm=Algorithm(init, STILL.step, TASK))
     assert len(caught) == 1 and {r["clusters_in_use"] for r in history.records} == {1}
+    aside = lambda key, clients: STILL.init(key, clients)._replace(cluster=jnp.zeros(7, jnp.int32).at[6].set(1))  # noqa: E731
+    with pytest.warns(UserWarning, match="all clients use one"):  # but for a hostile one
+        sim(algorithm=Algorithm(aside, STILL.step, TASK), true_cluster=np.array([0, 1, 0, 1, 0, 1, -1]))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         sim(algorithm=FEDAVG)  # one model is no collapse

@@ -207,13 +207,13 @@ def cluster_recovery(found: np.ndarray, true: np.ndarray) -> dict[str, float]:
 
     Args:
       found: `[N]` integers, the clusters of a method: `state.cluster`, or `History.clients["cluster"][seed]`.
-      true: `[N]` integers; clients with the true cluster -1 do not count. Name both arguments: with the two exchanged,
-        `purity` and `clusters_in_use` differ.
+      true: `[N]` integers; clients with the true cluster -1, such as hostile ones, do not count. Name both
+        arguments: with the two exchanged, `purity` and `clusters_in_use` differ.
 
     Returns:
       `cluster_accuracy`: the share of clients in the right cluster under the best one-to-one matching (Hungarian
       method; IFCA's figure 4). `adjusted_rand` (1 at agreement, 0 by chance), `nmi`, `purity` (share of clients in the
-      majority of their found cluster); `clusters_in_use`, of all clients.
+      majority of their found cluster); `clusters_in_use`, the found clusters of the clients that count.
 
     Example:
       >>> cluster_recovery(found=[2, 2, 0, 0], true=[0, 0, 1, 1])["cluster_accuracy"]
@@ -229,7 +229,7 @@ def cluster_recovery(found: np.ndarray, true: np.ndarray) -> dict[str, float]:
     for name, clusters in {"found": found, "true": true}.items():
         whole = clusters.dtype.kind in "iuf" and (np.isfinite(clusters) & (clusters == np.rint(clusters))).all()
         check(whole, name, clusters, "integers, the cluster of each client")
-    in_use, counts = len(np.unique(found)), true >= 0
+    counts = true >= 0
     if not counts.any():
         raise ValueError("true must have the cluster of one client at least, got -1 for all")
     table = contingency(found[counts], true[counts])
@@ -239,7 +239,7 @@ def cluster_recovery(found: np.ndarray, true: np.ndarray) -> dict[str, float]:
         "adjusted_rand": _adjusted_rand(table),
         "nmi": _normalized_mutual_information(table),
         "purity": float(table.max(axis=1).sum() / table.sum()),
-        "clusters_in_use": in_use,
+        "clusters_in_use": len(table),
     }
 
 
