@@ -187,6 +187,10 @@ def test_passes_over_the_examples_and_defaults():
     made = make_training(Config("fedavg", local_steps=41, lr=1.0, lr_decay=0.5), 10).optimizer  # 41 * (1 / 41) < 1
     _, moved = jax.lax.scan(lambda state, one: made.update(one, state)[::-1], made.init(jnp.zeros(())), jnp.ones(83))
     np.testing.assert_array_equal(moved, -np.repeat(np.float32([1, 0.5, 0.25]), [41, 41, 1]))
+    restarted = {"rounds": 3, "restarts": 2, "restart_rounds": 5}  # whose rounds count
+    made = make_training(Config("ifca", local_steps=2, lr=1.0, schedule="cosine", **restarted), 10).optimizer
+    _, moved = jax.lax.scan(lambda state, one: made.update(one, state)[::-1], made.init(jnp.zeros(())), jnp.ones(17))
+    np.testing.assert_allclose(-moved, (1 + np.cos(np.pi * np.arange(17) / 16)) / 2, atol=1e-6)
     assert make_training(Config("fedavg", schedule="constant"), 10).keep == "nothing"
     assert make_training(Config("federated_clustering", schedule="cosine"), 10).keep == "everything"
 

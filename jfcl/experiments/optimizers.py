@@ -96,8 +96,8 @@ def _learning_rate(config: Any, training: LocalTraining, largest: int) -> float 
     # The steps of the whole run.
     if config.mixing is None:  # validation examples are not trained on
         largest = max(largest - int(np.float32(config.validation or 0) * np.float32(largest)), 1)
-    steps = most_steps(training, largest)
-    total = config.rounds * steps
+    steps, before = most_steps(training, largest), config.restart_rounds if (config.restarts or 1) > 1 else 0
+    total = (before + config.rounds) * steps
     accepted = f"such that the learning rate falls over at most {INT32_MAX} local steps, not {total}"
     check(total <= INT32_MAX, "rounds", config.rounds, accepted)
     # The schedule.

@@ -88,9 +88,9 @@ def local_training(
         own, unlike that of `optax.contrib.prodigy`; `"everything"` keeps the whole state of each client (`O(N D)`
         memory). A schedule that continues counts every round, also those in which the client does not train, and each
         with the steps of the present one (with `num_epochs`, they change with the examples of drifting data); it begins
-        again after rounds that are part of a method's `init`, as in `jfcl.one_shot`. Random keys in the state, as in
-        that of `optax.add_noise`, are never kept: the noise of a client follows from the key of the run, and differs
-        between rounds and clients.
+        again after rounds that are part of a method's `init`, as in `jfcl.one_shot`, except restarts. Random keys in
+        the state, as in that of `optax.add_noise`, are never kept: the noise of a client follows from the key of the
+        run, and differs between rounds and clients.
       span: whether a first dense layer on the raw inputs is trained in the span of the client's examples, which is the
         same except for rounding (see `jfcl.training.span`): `"auto"`, where it is possible and costs less; `"never"`;
         `"always"`, or a `ValueError` with the reason why it is not possible.
