@@ -222,11 +222,16 @@ def over_seeds(summary: dict[str, Any], metric: str) -> tuple[float | None, floa
 
 
 def size_text(value: float | None) -> str:
-    """Returns a number of bytes in the largest fitting unit, such as `"1.5 MB"`; a dash for None."""
+    """Returns a number of bytes in the largest fitting unit; a dash for None.
+
+    Example:
+      >>> size_text(1_500_000), size_text(999_960)
+      ('1.5 MB', '1.0 MB')
+    """
     if value is None:
         return "–"
     units = ("B", "kB", "MB", "GB", "TB")
-    steps = next((i for i in range(len(units)) if value < 1000 ** (i + 1)), len(units) - 1)
+    steps = next((i for i in range(len(units)) if round(value / 1000**i, min(i, 1)) < 1000), len(units) - 1)
     return f"{value / 1000**steps:.{min(steps, 1)}f} {units[steps]}"
 
 
