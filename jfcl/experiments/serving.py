@@ -239,7 +239,8 @@ def export_model(
         float32. `.safetensors`: the same in their own types. `.jax`: the compiled prediction with the arrays inside,
         for any batch size, on CPU, GPU and TPU. Without jfcl and flax,
         `jax.export.deserialize(bytearray(file.read_bytes())).call(x)` runs it.
-      input_shape: of one input, for `.jax`; default: the task's. That of a language model is `(length,)`.
+      input_shape: of one input, for `.jax`; default: the task's. That of a language model is `(length - 1,)`,
+        since the last word of a text is no input (`GPT` takes no more words).
       dtype: of the inputs, for `.jax`; default: int32 for a language model, else float32.
 
     Raises:
@@ -266,7 +267,7 @@ def export_model(
         content = save({name: np.asarray(array, order="C") for name, array in named_parameters(model).items()})
     else:
         shape = task.input_shape if input_shape is None else tuple(input_shape)
-        accepted = "given: the task does not know it; that of a language model is (length,)"
+        accepted = "given: the task does not know it; that of a language model is (length - 1,)"
         check(shape is not None, "input_shape", None, accepted)
         dtype = (np.int32 if task.perplexity else np.float32) if dtype is None else dtype
         x = jax.ShapeDtypeStruct((*export.symbolic_shape("b"), *shape), dtype)
