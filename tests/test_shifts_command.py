@@ -37,6 +37,7 @@ from jfcl.experiments.shift_cells import (
 )
 from jfcl.experiments.shifts import cells_of, chained, make_setting, share_of
 from jfcl.methods import METHODS
+from jfcl.simulation.folder import check_folder
 from jfcl.simulation.progress import DivergedError
 from jfcl.testing import count_compilations, problem
 
@@ -314,6 +315,17 @@ def test_a_folder_of_other_settings_is_refused(whole):
     finally:
         files.write_json(whole / "settings.json", about)
     assert results(whole) == before
+
+
+@pytest.mark.parametrize("kind, file", [("run", "config.json"), ("sweep", "setting.json")])
+def test_a_ranking_is_no_part_of_another_folder(kind, file, tmp_path):
+    (tmp_path / file).write_text("{}")
+    with pytest.raises(ValueError, match=f"holds a {kind} already; choose a new or empty folder"):
+        jfcl.shifts(**SMALL, out=tmp_path, jobs=1)
+    assert [path.name for path in tmp_path.iterdir()] == [file]
+    (tmp_path / file).rename(tmp_path / "settings.json")
+    with pytest.raises(ValueError, match="holds a ranking already; choose a new or empty folder"):
+        check_folder(tmp_path, False, kind)
 
 
 def test_parts_of_other_settings_do_not_fit(whole, tmp_path):

@@ -34,7 +34,7 @@ from jfcl.experiments.shift_cells import MEASURED, SHIFTS, TEST_FRACTION, Cell, 
 from jfcl.experiments.shift_results import FORMAT, REFERENCES, Result, digest_of, read_cell
 from jfcl.experiments.shifts_page import write_page
 from jfcl.robust import attacks
-from jfcl.simulation.folder import check_setting, environment
+from jfcl.simulation.folder import check_folder, check_setting, environment
 from jfcl.simulation.progress import progress_bar
 
 FILES = ("index.html", "table.tex", "runs.csv", "cells/", "settings.json")
@@ -154,6 +154,7 @@ def shifts(
     jobs = jobs or (mapping.num_cores() if platform() == "cpu" else 1)
 
     # Run what is not finished.
+    check_folder(folder, True, "ranking")
     folder.mkdir(parents=True, exist_ok=True)
     with files.lock(folder / ("lock" if part is None else f"lock-{part.replace('/', '-')}")):
         with _alone(folder):

@@ -45,6 +45,7 @@ RESULTS = ("summary.json", "clients.csv", "clients_by_round.csv", *ARRAYS)
 KINDS = {
     "run": ("config.json", ("metrics.jsonl", *RESULTS, "checkpoints", "plots", "report.html")),
     "sweep": ("setting.json", ("cells", "sweep.json", "heatmap.png", "best.toml")),
+    "ranking": ("settings.json", ()),  # whose cells may have been copied into the folder
 }
 
 
@@ -58,7 +59,7 @@ class Restored(NamedTuple):
 
 
 def check_folder(path: str | Path, resume: bool, kind: str) -> None:
-    """Raises `ValueError` unless a new run or sweep (`kind`) can begin in `path`, or with `resume` one continue."""
+    """Raises `ValueError` unless a new folder of a kind can begin in `path`, or with `resume` one continue."""
     plain.check_path("out", path)
     path, remedy = Path(path), "choose a new or empty folder"
     if path.exists() and not path.is_dir():
