@@ -149,7 +149,7 @@ def test_the_same_command_gives_the_same_results(finished, tmp_path):
 def test_config_files_have_the_same_names_and_flags_override_them(finished, tmp_path, capsys):
     toml = 'dataset = "digits"\nclients = 8\nclusters = 2\nrounds = 3\nlocal-steps = 2\nlr = 1\n'
     toml += 'seeds = 2\nmodel = "linear"\n'
-    (tmp_path / "x.toml").write_text(toml)
+    (tmp_path / "x.toml").write_text(toml, encoding="utf-8-sig")  # with the mark of Windows
     base = ["run", "ifca", "--quiet", "--config"]
     options = ["--rounds", "4", "--lr", "0.1", "--out", str(tmp_path / "run")]
     assert cli.main([*base, str(tmp_path / "x.toml"), *options]) == 0
@@ -159,6 +159,7 @@ def test_config_files_have_the_same_names_and_flags_override_them(finished, tmp_
     assert (tmp_path / "second" / "clients.csv").read_bytes() == (finished / "ifca" / "clients.csv").read_bytes()
     for text, said in [
         ("round = 3", "unknown option 'round': did you mean 'rounds'?"),
+        ("out = 'runs/x'", "unknown option 'out': it is a flag of jfcl run"),
         ("rounds = '3'", "rounds must be of type int, got '3'"),
         ("rounds = ", "--config"),
     ]:

@@ -330,7 +330,7 @@ def read_config(path: str, method: str | None = None) -> dict[str, Any]:
     yaml, is_json = file.suffix.lower() in (".yaml", ".yml"), file.suffix == ".json"
     check(not yaml, where, "YAML", "TOML, a line such as lr = 0.1 for each option, or the config.json of a run")
     try:
-        text = file.read_text(encoding="utf-8")
+        text = file.read_text(encoding="utf-8-sig")  # Windows may begin a file with a mark
         raw = (json if is_json else tomllib).loads(text)
     except (RecursionError, ValueError) as error:
         raise ValueError(f"{where}: {error}") from None

@@ -297,7 +297,7 @@ def _read_table(path: str) -> np.ndarray:
     try:
         if not Path(path).is_file():  # a device may have no end
             raise OSError("there is no such file")
-        return np.loadtxt(path, delimiter=",", ndmin=2)
+        return np.loadtxt(path, delimiter=",", ndmin=2, encoding="utf-8-sig")
     except (OSError, ValueError) as error:
         accepted = "a csv file: a row of numbers per client, a column per label, no header"
         raise ValueError(f"distribution must be {accepted}, got {shown(path)}: {error}") from None
