@@ -1,8 +1,8 @@
 """CFL where most clients have few examples, and from FedAvg's optimum: `python benchmarks/cfl_small_clients.py`.
 
 1,000 clients of four clusters, a linear regression of 10 unknowns each, sizes drawn from a power law (464 clients have
-one example). Prints for each run the sizes of the clusters found, and the adjusted Rand index among the clients with 20
-examples or more and among all.
+one example). A row has the sizes of the clusters found, and the adjusted Rand index among the clients with 20 examples
+or more and among all.
 """
 
 import argparse
@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from common import report
 
 import jfcl
 from jfcl.analysis.metrics import cluster_recovery
@@ -32,14 +33,14 @@ def problem(num_clients: int = 1000, *, seed: int = 51, num_clusters: int = 4):
 
 
 def main() -> None:
-    """Runs and prints."""
+    """Runs, prints and writes."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=60)
     args = parser.parse_args()
     task, clients, cluster = problem()
     large = np.flatnonzero(clients.size >= ENOUGH)
     print(f"{len(cluster)} clients, {(clients.size == 1).sum()} with one example, {len(large)} with {ENOUGH} or more")
-    training = jfcl.local_training(optax.sgd(0.05), num_steps=5)
+    training, rows = jfcl.local_training(optax.sgd(0.05), num_steps=5), []
 
     def run(name, algorithm, clients=clients, cluster=cluster):
         state, metrics = jax.jit(
@@ -49,7 +50,8 @@ def main() -> None:
         sizes = np.bincount(found)[np.asarray(getattr(state, "active", np.ones(1, bool)))[: found.max() + 1]]
         rand = [cluster_recovery(found[who], cluster[who])["adjusted_rand"] for who in (big, big | True)]
         splits = (np.flatnonzero((np.asarray(metrics.get("split_from", [[-1]])) >= 0).any(axis=1)) + 1).tolist()
-        print(f"{name}: sizes {sizes.tolist()}, splits in rounds {splits}, Rand {rand[0]:.3f} large, {rand[1]:.3f} all")
+        found = {"sizes": sizes.tolist(), "splits in rounds": splits, "rand, large": rand[0], "rand, all": rand[1]}
+        rows.append({"options": name} | found)
         return state
 
     run("default", jfcl.cfl(task, training))
@@ -63,6 +65,7 @@ def main() -> None:
     run("default, from FedAvg's optimum", jfcl.cfl(task, training, **warm))
     run("gradients", jfcl.cfl(task, training, min_examples=20, similarity="gradients"))
     run("cohort=200", jfcl.cfl(task, training, min_examples=20, cohort=200))
+    report("cfl-small-clients", "CFL where most clients have few examples", list(rows[0]), rows)
 
 
 if __name__ == "__main__":
