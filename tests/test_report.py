@@ -742,6 +742,10 @@ def test_names_below_bars_and_their_legend_cover_nothing(column, tmp_path):
 @pytest.mark.parametrize("column", [False, True])
 def test_curves_of_many_runs_differ_and_are_not_below_their_names(column, tmp_path):
     curve = [{"seed": 0, "round": t, "accuracy": t / 9} for t in range(1, 9)]
+    path = plots.label("/home/a/folder" * 20)  # as the name of one of two folders of one name
+    figure = plots.curves({path: curve, plots.label("b"): curve})
+    plots.save(figure, tmp_path / "a.svg", column=column)
+    assert drawn(figure)[0].width > 100
     figure = plots.curves({f"a-run-with-a-long-name-{i}": curve for i in range(20)})
     assert len({(line.get_color(), line.get_linestyle()) for line in figure.axes[0].lines}) == 20
     plots.save(figure, tmp_path / "a.svg", column=column)

@@ -132,13 +132,13 @@ def cluster_colors(count: int) -> Colormap:
 
 
 def label(name: str) -> str:
-    """Returns the name of a run as the label of its curve: matplotlib reads `$` as mathematics, and hides `_name`.
+    """Returns the name of a run as the label of its curve, in lines: matplotlib takes `$` as mathematics, hides `_a`.
 
     Example:
       >>> label("_a$")
       ' _a\\\\$'
     """
-    return " " * name.startswith("_") + printable(name).replace("$", r"\$")
+    return "\n".join(textwrap.wrap(" " * name.startswith("_") + printable(name), 60)).replace("$", r"\$")
 
 
 def _add_legend(axes: Axes) -> None:
@@ -149,7 +149,7 @@ def _add_legend(axes: Axes) -> None:
         return
     longest, figure = max(map(len, names)), axes.figure
     columns = 3 if longest <= 12 else 2 if longest <= 20 else 1
-    figure.set_figheight(figure.get_figheight() + 0.25 * -(-len(names) // columns))
+    figure.set_figheight(figure.get_figheight() + 0.25 * -(-len("\n".join(names).splitlines()) // columns))
     figure.legend(loc="outside lower left", ncols=columns, fontsize=8)
 
 
