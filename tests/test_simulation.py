@@ -20,7 +20,7 @@ import jfcl
 from jfcl.core import Algorithm, Clients, Served
 from jfcl.mapping import jitted
 from jfcl.mapping.axis import chunked
-from jfcl.simulation import loop, progress, resident
+from jfcl.simulation import evaluation, loop, progress, resident
 from jfcl.simulation.evaluation import Silence, silence_after
 from jfcl.simulation.leaves import read_leaves, write_leaves
 from jfcl.testing import count_compilations, problem
@@ -215,7 +215,7 @@ def test_kill_minus_nine_and_resume(tmp_path):
     assert len(resumed.records) == len(whole.records) == done + 5
 
 
-def test_a_metric_of_as_many_models_as_there_are_clients_and_padding_is_whole():
+def test_a_metric_of_as_many_models_as_there_are_clients_and_padding_is_whole(monkeypatch):
     def step(key, state, clients):
         state, metrics = STILL.step(key, state, clients)
         return state, metrics | {"of_models": jnp.arange(8.0), "of_clients": jnp.arange(8.0)[: len(clients.size)]}
@@ -223,6 +223,10 @@ def test_a_metric_of_as_many_models_as_there_are_clients_and_padding_is_whole():
     axis = jfcl.sharded(jfcl.client_mesh(2))  # 7 clients and one that pads
     record = sim(algorithm=STILL._replace(step=step), num_rounds=1, client_axis=axis).records[-1]
     assert record["of_models"] == list(range(8)) and record["of_clients"] == list(range(7))
+    for most, wanted in ((7, list(range(7))), (6, 3.0)):  # a mean, where there are too many clients without padding
+        monkeypatch.setattr(evaluation, "MOST_LISTED", most)
+        record = sim(algorithm=STILL._replace(step=step), num_rounds=1, client_axis=axis).records[-1]
+        assert record["of_clients"] == wanted and record["of_models"] == 3.5
 
 
 @pytest.mark.slow

@@ -83,10 +83,6 @@ def _advance(keys, hyperparams, state, silence, first, count, clients, *, algori
     Its sums are not summed yet: they are the metrics of every round, `[R, MOST_ROUNDS]` each.
     """
 
-    def shorten(values):  # the loss, and arrays too long for a record, as their mean over participating clients
-        long = {name: v.ndim > 0 and v.shape[0] > evaluation.MOST_LISTED for name, v in values.items()}
-        return {name: evaluation.finite_mean(v) if name == "loss" or long[name] else v for name, v in values.items()}
-
     def one(key, hyperparams, state, silence, first, count, clients):
         method = build(algorithm, hyperparams)
 
@@ -108,7 +104,8 @@ def _advance(keys, hyperparams, state, silence, first, count, clients, *, algori
         carry = state, last, sums, largest, silence, silence.count
         state, last, sums, largest, silence, most = jax.lax.fori_loop(first, first + count, one_round, carry)
         finite = is_finite(method.serve(state, None).models)
-        return Block(state, shorten(last), sums, largest, finite, silence, most)
+        last["loss"] = evaluation.finite_mean(last["loss"])  # over participating clients
+        return Block(state, last, sums, largest, finite, silence, most)
 
     axes = (0, 0, 0, 0, None, None, None)
     block = row_axis(one, in_axes=axes)(keys, hyperparams, state, silence, first, count, clients)
@@ -349,9 +346,11 @@ class Resident:
         cluster = evaluation.found_clusters(served, of_seeds) if held_out is None else held_out.pop("found")
         weights = None if held_out is None else held_out.pop("weights", None)
 
-        # Padding clients are behind the others.
+        # Padding clients are behind the others. Arrays too long for a record are left as their means.
         long = [name for name, v in values.items() if padded > n and v.shape[1:] == (padded,)]
         values = values | {name: values[name][:, :n] for name in long if name in self._metrics_of_clients}
+        long = [name for name, v in values.items() if v.ndim > 1 and v.shape[1] > evaluation.MOST_LISTED]
+        values = values | {name: jax.device_get(jax.vmap(evaluation.finite_mean)(values[name])) for name in long}
         parts = cluster, held_out, served.excluded, upcoming, weights
         cluster, held_out, excluded, upcoming, weights = jax.tree.map(lambda x: x[:, :n], parts)
         newcomers = jax.tree.map(lambda x: x[:, : len(new)], newcomers)
