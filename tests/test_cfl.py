@@ -236,7 +236,7 @@ def test_tiles_find_what_the_matrix_finds(min_size, monkeypatch):
 
     def found():
         wanted = np.array([True, False, True])
-        return jax.jit(partial(bipartitions, rules))(updates, cluster, usable, wanted)
+        return jax.jit(partial(bipartitions, rules))(updates, cluster, usable, wanted, np.arange(30))
 
     dense = found()
     monkeypatch.setattr(server, "DENSE_UP_TO", 10)

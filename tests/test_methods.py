@@ -243,8 +243,9 @@ def test_ifca_with_options(options):
     [
         {"similarity": "gradients", "relative": True, "eps_1": 0.9, "eps_2": 0.1, "aggregator": kernels.mean},
         {"validation": 0.25, "fallback_rounds": 1, "privacy": "sign", "recursive": True, "tree_dim": 2},
+        {"cohort": 4, "eps_1": np.inf, "eps_2": 1e-9},  # clients that are not there wait in the cluster that stays
     ],
-    ids=["gradients, relative, aggregator", "fall-back, hidden, recursive"],
+    ids=["gradients, relative, aggregator", "fall-back, hidden, recursive", "cohort"],
 )
 def test_cfl_with_options(options):
     check_algorithm(partial(jfcl.cfl, **OPTIONS["cfl"] | options))

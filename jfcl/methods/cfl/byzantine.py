@@ -45,7 +45,7 @@ def byzantine_cfl(
     Returns:
       `Algorithm` with a `CFLState` of one cluster; `state.excluded` has the round in which each client was excluded, 0
       for the others. A client that sends NaN or infinity is excluded at once. Of two equal halves, the one with the
-      first client remains; of two remaining clients neither is a minority, and both stay. An update of zero has no
+      smallest id remains; of two remaining clients neither is a minority, and both stay. An update of zero has no
       similarity to others: its client is not compared in that round, nor excluded. Cost of a round: that of FedAvg and
       `N² D`; memory `O(N D)`, and `N²` as in `cfl`.
 
@@ -74,7 +74,7 @@ def byzantine_cfl(
 def exclude_minority(rules: Rules, state: CFLState, sent: Sent, comparison: Comparison) -> Decision:
     """Excludes the clients on the smaller side of an accepted bipartition, and those that sent NaN or infinity.
 
-    Of two equal halves the first client's remains.
+    Of two equal halves that of the smallest id remains.
     """
     capacity, splits = len(state.active), comparison.splits
     ones = jax.ops.segment_sum((splits.side & comparison.compared).astype(jnp.int32), state.cluster, capacity)

@@ -150,7 +150,8 @@ def step(rules: Rules, key: jax.Array, state: CFLState, clients: Clients):
         usable, present = (jnp.zeros_like(member).at[cohort.rows].set(x) for x in (usable, here))
     counts = weight * (usable & ~pending).astype(jnp.float32)
     able = member & (examples >= rules.min_examples)
-    sent = Sent(updates, usable, present, counts, weight, able, comparable, expected, missed, pending, gradients_of)
+    known = able, comparable, expected, missed, pending
+    sent = Sent(updates, usable, present, counts, weight, *known, gradients_of, client_ids(clients))
 
     # The server decides and averages, without the models.
     record = state._replace(params=(), client=(), personal=(), heard=(), tree=state.tree._replace(model=()))

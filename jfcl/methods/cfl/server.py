@@ -75,6 +75,7 @@ class Sent(NamedTuple):
       expected: `[N]` bool: clients that sent a finite update last, or none yet.
       missed, pending: of `splits.missed_splits`; pending clients trained the model before the split that they missed.
       gradients: `() -> ` the gradients in the form of `updates`.
+      ids: `[N]` int32, of the clients.
     """
 
     updates: PyTree
@@ -88,6 +89,7 @@ class Sent(NamedTuple):
     missed: jax.Array
     pending: jax.Array
     gradients: Callable[[], PyTree]
+    ids: jax.Array
 
 
 class Splits(NamedTuple):
@@ -96,7 +98,8 @@ class Splits(NamedTuple):
     Attributes:
       cross_similarity: `[K]`, infinity where no bipartition was computed or possible.
       smaller: `[K]` int32, clients on the smaller side; 0 where all updates are alike but for rounding.
-      side: `[N]` bool, each client's side in the bipartition of its cluster.
+      side: `[N]` bool, each client's side in the bipartition of its cluster: False with the smallest id that is
+        compared. It is the side that stays, also with clients that are placed later, in whatever order clients are.
     """
 
     cross_similarity: jax.Array
@@ -176,7 +179,7 @@ def serve(rules: Rules, state: CFLState, sent: Sent):
         examined = examined & enough_known(newest, expected, state.cluster, capacity, most=True)
     sides = jnp.zeros(capacity, jnp.int32), jnp.zeros(len(compared), bool)
     nothing = Splits(jnp.full(capacity, jnp.inf, jnp.float32), *sides)
-    compare = partial(bipartitions, rules, vectors, state.cluster, compared, wanted)
+    compare = partial(bipartitions, rules, vectors, state.cluster, compared, wanted, sent.ids)
     splits = if_rare(wanted.any(), compare, lambda: nothing)
     comparison = Comparison(vectors, compared, members, stationary & examined, splits, wanted & rules.accept(splits))
     metrics = {
@@ -210,7 +213,9 @@ def serve(rules: Rules, state: CFLState, sent: Sent):
 DENSE_SHARE = 8
 
 
-def bipartitions(rules: Rules, vectors: PyTree, cluster: jax.Array, usable: jax.Array, wanted: jax.Array) -> Splits:
+def bipartitions(
+    rules: Rules, vectors: PyTree, cluster: jax.Array, usable: jax.Array, wanted: jax.Array, ids: jax.Array
+) -> Splits:
     """Computes the optimal bipartition of every `wanted` cluster `[K]`, of its `usable` clients `[N]`.
 
     Complete linkage and a least size need all similarities at once.
@@ -251,6 +256,9 @@ def bipartitions(rules: Rules, vectors: PyTree, cluster: jax.Array, usable: jax.
     else:
         side, cross = one_by_one(kernels.bipartition_of_updates, vectors, cluster, active)
 
+    rank = jnp.where(active, ids, jnp.iinfo(jnp.int32).max)
+    is_first = active & (rank == jax.ops.segment_min(rank, cluster, capacity)[cluster])
+    side = active & (side != (jax.ops.segment_sum((is_first & side).astype(jnp.int32), cluster, capacity) > 0)[cluster])
     ones, members = (jax.ops.segment_sum(x.astype(jnp.int32), cluster, capacity) for x in (side, active))
     smaller = jnp.where(1 - cross <= tolerance, 0, jnp.minimum(ones, members - ones))
     return Splits(cross.astype(jnp.float32), smaller, side)
