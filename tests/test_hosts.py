@@ -87,6 +87,7 @@ def test_two_processes_and_one_that_is_lost(tmp_path, capsys):
 
 OF_TWO = """
 import sys
+from typing import Any, NamedTuple
 import jax
 jax.config.update("jax_num_cpu_devices", 1)
 from jfcl import hosts
@@ -96,13 +97,29 @@ from jfcl.testing import problem
 clients, cluster, task, training = problem()
 axis = jfcl.sharded(jfcl.client_mesh())
 mine = jax.tree.map(lambda x: x[jfcl.mapping.own_rows(axis, len(cluster))], clients)
-algorithm = jfcl.ifca(task, training, num_clusters=2, client_axis=axis)
+ifca = jfcl.ifca(task, training, num_clusters=2, client_axis=axis)
+
+class Keyed(NamedTuple):
+    inner: Any
+    keys: Any
+
+def init(key, clients):
+    return Keyed(ifca.init(key, clients), jax.random.split(key, len(clients.size)))
+
+def step(key, state, clients):
+    inner, metrics = ifca.step(key, state.inner, clients)
+    return state._replace(inner=inner), metrics
+
+algorithm = ifca._replace(init=init, step=step, serve=lambda state, clients: ifca.serve(state.inner, clients))
 options = {"key": jax.random.key(0), "num_rounds": 2, "client_axis": axis}
-jfcl.simulate(algorithm, mine, out="out", **options)
+half = jfcl.simulate(algorithm, mine, out="out", stop_after=1, **options)
+jfcl.simulate(algorithm, mine, out="out", resume=True, **options)
+jfcl.simulate(algorithm, mine, state=half.state, **options)
 """
 
 
 def test_two_processes_find_what_one_finds(tmp_path):
+    """Also where the state holds random keys, the run is resumed, and another one begins with its state."""
     where = f"localhost:{free_port()}"
     processes = [subprocess.Popen([sys.executable, "-c", OF_TWO, where, str(i)], cwd=tmp_path) for i in range(2)]
     try:

@@ -17,6 +17,7 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from functools import partial
 from typing import Any
 
 import jax
@@ -25,7 +26,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jfcl.core import PyTree, check, check_count
-from jfcl.core.parameters import key_data, with_keys
+from jfcl.core.parameters import is_key, key_data, with_keys
 from jfcl.core.texts import first_line
 
 MOST = 2**16  # processes of one run
@@ -237,9 +238,14 @@ def is_first() -> bool:
 
 
 def fetch(tree: PyTree) -> PyTree:
-    """Returns the arrays of `tree` as whole NumPy arrays on the host; with several processes, all must call it."""
+    """Returns the arrays of `tree` as whole NumPy arrays on the host; with several processes, all must call it.
+
+    Arrays of random keys remain such.
+    """
 
     def whole(x):
+        if is_key(x):
+            return with_keys(whole(key_data(x)), x)
         if not isinstance(x, jax.Array) or x.is_fully_addressable or x.is_fully_replicated:
             return np.asarray(x)
         return np.asarray(multihost_utils.process_allgather(x, tiled=True))
@@ -288,11 +294,14 @@ def by_first(fn: Callable[[], Any]) -> Any:
     return result
 
 
-def same_arrays(tree: PyTree) -> PyTree:
-    """Returns the first process's NumPy arrays in all processes; the others pass arrays of the same shapes."""
+def same_arrays(tree: PyTree | None, like: PyTree) -> PyTree:
+    """Returns the first process's arrays, which have the shapes of `like`, in all processes; the others pass None."""
     if not several():
         return tree
-    return jax.tree.map(np.asarray, multihost_utils.broadcast_one_to_all(tree))
+    shapes = jax.eval_shape(partial(jax.tree.map, key_data), like)
+    data = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), shapes) if tree is None else jax.tree.map(key_data, tree)
+    shared = jax.tree.map(np.asarray, multihost_utils.broadcast_one_to_all(data))
+    return jax.tree.map(with_keys, shared, like)
 
 
 def everybodys(values: Sequence[int]) -> np.ndarray:

@@ -291,5 +291,4 @@ def read_checkpoint(folder: RunFolder | None, like: PyTree, num_rounds: int) -> 
     check(trained <= num_rounds, "num_rounds", num_rounds, f"at least the {trained} rounds already done")
     may_end = trained < num_rounds or (records and records[-1]["round"] == done)
     check(may_end, "num_rounds", num_rounds, f"more than the {trained} rounds already done: the last is not evaluated")
-    state = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), like) if restored is None else restored.state
-    return Restored(done, hosts.same_arrays(state), totals, records)
+    return Restored(done, hosts.same_arrays(restored and restored.state, like), totals, records)

@@ -209,7 +209,8 @@ class Resident:
         check(fits, "state", differ or type(state).__name__, accepted)
 
         def copied(x):  # since a round overwrites its state
-            return jnp.array(x) if is_key(x) else np.array(hosts.fetch(x))
+            x = hosts.fetch(x)
+            return jnp.array(x) if is_key(x) else np.array(x)
 
         return jax.tree.map(copied, state)
 
