@@ -381,6 +381,7 @@ def test_odd_configurations_are_refused(folder, capsys, no_computing):
         "table.toml": b'method = "fedavg"\n[lr]\nvalue = 1\n',
         "date.toml": b'method = "fedavg"\nlr = 1979-05-27\n',
         "twice.toml": b'method = "fedavg"\nlocal-steps = 1\nlocal_steps = 2\n',
+        "twice.json": b'{"method": "fedavg", "lr": 0.1, "lr": 0.2}',
         "unknown.toml": b'method = "fedavg"\nlocal-step = 1\n',
         "empty.toml": b"",
     }
@@ -392,7 +393,12 @@ def test_odd_configurations_are_refused(folder, capsys, no_computing):
         "nan.json": "lr",
         "unknown.toml": "did you mean 'local_steps'?",
     }
-    said |= {"empty.toml": "METHOD must be given", "twice.toml": "local_steps is given twice"}
+    said |= {
+        "empty.toml": "METHOD must be given",
+        "twice.toml": "local_steps is given twice",
+        "twice.json": "lr is given twice",
+        "large.toml": "large.toml must be a file of less than 10 MB, got 10000000000",
+    }
     files = [*contents, "folder.toml", "pipe.toml", "large.toml", "/dev/zero", "nowhere.toml", "own.txt/x.toml"]
     for name in files:
         assert cli.main(["run", "--config", name, "--out", "out"]) == 2

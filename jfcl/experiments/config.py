@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import json
 import math
 import re
@@ -328,10 +329,11 @@ def read_config(path: str, method: str | None = None) -> dict[str, Any]:
     if not file.is_file():
         raise ValueError(f"{where}: {'it is no regular file' if file.exists() else 'no such file'}")
     yaml, is_json = file.suffix.lower() in (".yaml", ".yml"), file.suffix == ".json"
+    check(file.stat().st_size < 10**7, where, file.stat().st_size, "a file of less than 10 MB")
     check(not yaml, where, "YAML", "TOML, a line such as lr = 0.1 for each option, or the config.json of a run")
     try:
         text = file.read_text(encoding="utf-8-sig")  # Windows may begin a file with a mark
-        raw = (json if is_json else tomllib).loads(text)
+        raw = json.loads(text, object_pairs_hook=_given_once) if is_json else tomllib.loads(text)
     except (RecursionError, ValueError) as error:
         raise ValueError(f"{where}: {error}") from None
     if not isinstance(raw, dict):
@@ -342,3 +344,11 @@ def read_config(path: str, method: str | None = None) -> dict[str, Any]:
     if "versions" in raw:  # the configuration of a run
         check_version(file.parent, raw["versions"])
     return from_saved(raw, where, method=method, text=text)
+
+
+def _given_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Returns an object of JSON; `ValueError` for a name that occurs twice, of which Python takes the last value."""
+    names = sorted(name for name, _ in pairs)
+    if twice := [name for name, after in itertools.pairwise(names) if name == after]:
+        raise ValueError(f"{twice[0]} is given twice")
+    return dict(pairs)
