@@ -27,6 +27,7 @@ from tables import NAMES
 from jfcl.core import files
 from jfcl.core.names import flag_of
 from jfcl.experiments.comparison import number
+from jfcl.experiments.shift_cells import DRIFT_STEPS
 from jfcl.experiments.shift_results import (
     BOUND,
     CONDITIONS,
@@ -72,6 +73,21 @@ def table_of(ranks: Ranks) -> list[Row]:
     return rows
 
 
+def table_under_conditions(cells: Sequence[Result]) -> list[Row]:
+    """A row for each method: its accuracy without and under each condition, over the shifts at the largest strength."""
+    cells = [cell for cell in cells if cell.strength == max(c.strength for c in cells)]
+    heads, count, rows = ["without"], len({cell.setting for cell in cells}), {}
+    for cell in cells:
+        clusters = "known" if cell.wrong_k else cell.clusters
+        name = cell.method + ", unknown number" * (clusters == "auto")
+        rows.setdefault(name, {}).setdefault(" ".join(cell.conditions) or "without", []).append(cell)
+    heads += sorted({head for row in rows.values() for head in row} - {"without"})
+    if len(heads) == 1:
+        return []
+    table = [{"method": name} | {head: text_of(of.get(head, ()), count) for head in heads} for name, of in rows.items()]
+    return sorted(table, key=lambda row: -float(row["without"].split()[0].replace("–", "-1")))
+
+
 def text_of(cells: Sequence[Result], count: int) -> str:
     """The mean over strengths, with that of the deviations over seeds; a dash where one of `count` cells has none."""
     means, deviations = zip(*[cell.over_seeds("accuracy") for cell in cells] or [(None, None)], strict=True)
@@ -99,13 +115,14 @@ class Evidence:
     """The runs that count in a ranking, and what a finding has said of them, which a test compares with runs.csv.
 
     Attributes:
-      figures: each is the mean of a column over the runs that agree with `where`, with its text.
+      figures: each is the mean of a column over the runs that agree with `where`, with its text; runs under one of
+        `CONDITIONS` count where `where` names it.
       higher: pairs of them; the first is larger.
       best: a column, `where` without a method, and the method that has the largest mean in it.
     """
 
     def __init__(self, rows: Sequence[Row], ranked: Sequence[Ranks]):
-        self.rows, self.ranked = [row for row in rows if not any(row[name] for name in CONDITIONS)], ranked
+        self.rows, self.ranked = rows, ranked
         self.figures: list[Row] = []
         self.higher: list[tuple[int, int]] = []
         self.best: list[Row] = []
@@ -113,13 +130,14 @@ class Evidence:
     def mean(self, column: str, mode: str, **where: Any) -> float:
         """The mean of a column over the ranked runs with results; NaN where there is none."""
         ranks = next(ranks for ranks in self.ranked if ranks.mode == mode)
-        settings = {*ranks.settings}
+        settings, modes = {*ranks.settings}, (f"given {where['wrong_k']}",) if "wrong_k" in where else (mode, "")
         values = [
             float(row[column])
             for row in self.rows
             if (row["data"], row["shift"], row["strength"]) in settings
-            and row["clusters"] in (mode, "")
+            and row["clusters"] in modes
             and row[column] != ""
+            and not any(row[name] for name in CONDITIONS if name not in where)
             and all(row[name] == value for name, value in where.items())
         ]
         return float(np.mean(values)) if values else float("nan")
@@ -139,8 +157,12 @@ class Evidence:
             self.higher.append(tuple(places if a > b else places[::-1]))
 
     def best_of(self, ranks: Ranks, column: str = "accuracy", **where: Any) -> str:
-        """The method with the largest mean of a column; the oracle cannot be chosen."""
-        means = {m: self.mean(column, ranks.mode, method=m, **where) for m in choosable(ranks)}
+        """The method with the largest mean of a column; the oracle cannot be chosen, nor can one with failed runs."""
+        can = choosable(ranks)
+        if under := {name: value for name, value in where.items() if name in CONDITIONS}:
+            of = [row for row in self.rows if all(row[name] == value for name, value in under.items())]
+            can = sorted({row["method"] for row in of} - {row["method"] for row in of if not row["accuracy"]} - {BOUND})
+        means = {m: self.mean(column, ranks.mode, method=m, **where) for m in can}
         found = max(means, key=lambda m: -1 if np.isnan(means[m]) else means[m])
         self.best.append({"column": column, "mode": ranks.mode, "where": where, "method": found})
         return found
@@ -316,6 +338,51 @@ def who_is_served_worst(say: Evidence, ranks: Ranks, about: Row) -> tuple[str, s
     return text, f"A tenth is {max(about['clients'] // 10, 1)} clients with few test images each."
 
 
+def best_under(say: Evidence, ranks: Ranks, field: str, words: str) -> str | None:
+    """Compares the best method under a condition, the best without it and FedAvg, each under it and without it."""
+    values, at = {row[field] for row in say.rows if row[field]}, {"strength": max(s[2] for s in ranks.settings)}
+    if len(values) != 1 or "fedavg" not in choosable(ranks):
+        return None
+    under, parts = {field: values.pop()}, []
+    best, before = say.best_of(ranks, **at, **under), say.best_of(ranks, **at)
+    for m in dict.fromkeys([best, before, "fedavg"]):
+        without = say.figure(ranks.mode, method=m, **at) if m in ranks.methods else "it needs drift"
+        parts.append(f"{m} has {say.figure(ranks.mode, method=m, **at, **under)} ({without})")
+    of_mode = f"With {'an' if ranks.mode == 'auto' else 'a'} {MODES[ranks.mode]}"
+    return f"**{of_mode}, {best} is the best {words}{', as otherwise' * (best == before)}.** {listed(parts)}."
+
+
+def what_hostile_clients_do(say: Evidence, ranks: Ranks, about: Row) -> tuple[str, str] | None:
+    """Names the best method where some clients are hostile."""
+    text = best_under(say, ranks, "hostile", f"if {100 * about['hostile']:g} % of the clients are hostile")
+    doubt = f"In brackets, without them. Their attack is {about['attack']}; no method had a robust aggregator."
+    return text and (text, doubt)
+
+
+def what_drift_does(say: Evidence, ranks: Ranks, about: Row) -> tuple[str, str] | None:
+    """Names the best method where clusters change over time."""
+    text = best_under(say, ranks, "drift", f"after a {about['drift']} drift")
+    each = f"{about['images'] / DRIFT_STEPS:g} of a client's {about['images']} images"
+    return text and (text, f"In brackets, without drift. Each of {DRIFT_STEPS} steps of time has {each}.")
+
+
+def what_a_wrong_number_does(say: Evidence, ranks: Ranks, about: Row) -> tuple[str, str] | None:
+    """Names the best method for each wrong number of clusters, beside what it has with the right one."""
+    numbers, at = sorted(about["wrong_k"]), {"strength": max(setting[2] for setting in ranks.settings)}
+    if len(numbers) < 2 or not any(row["wrong_k"] for row in say.rows):
+        return None
+    parts = []
+    for given in map(str, numbers):
+        best = say.best_of(ranks, **at, wrong_k=given)
+        now, right = (say.figure("known", method=best, **at, **of) for of in ({"wrong_k": given}, {}))
+        parts.append(f"given {given}, {best} is the best with {now} ({right} with {about['clusters']})")
+    say.compare(0, 2 * len(numbers) - 2)
+    few, many = (say.figures[i]["value"] for i in (0, -2))
+    title = "Too few models cost more than too many" if few < many else "Too many models cost more than too few"
+    doubt = "Each was tuned for the number that it was given."
+    return f"**{title}.** Of {about['clusters']} clusters, {'; '.join(parts)}.", doubt
+
+
 FINDINGS: dict[Callable, tuple[str, ...]] = {  # with the modes in which each is looked for
     whether_clusters_pay: ("known",),
     which_is_best: ("known", "auto"),
@@ -325,12 +392,15 @@ FINDINGS: dict[Callable, tuple[str, ...]] = {  # with the modes in which each is
     what_it_costs: ("known",),
     who_is_served_worst: ("known",),
 }
+UNDER_CONDITIONS = {what_hostile_clients_do: ("known", "auto"), what_drift_does: ("known", "auto")}
+UNDER_CONDITIONS |= {what_a_wrong_number_does: ("known",)}
 
 
 def findings_of(ranked: Sequence[Ranks], rows: Sequence[Row], about: Row) -> Iterator[Row]:
-    """The findings, each with its doubt and its evidence; of one shift alone there are none."""
+    """The findings, each with its doubt and its evidence; of one shift alone there are none, of two on conditions."""
     several = [ranks for ranks in ranked if len(ranks.problems) > 1]
-    for find, modes in FINDINGS.items():
+    few = any(len(ranks.problems) < 3 for ranks in ranked)
+    for find, modes in (UNDER_CONDITIONS if few else FINDINGS | UNDER_CONDITIONS).items():
         for ranks in (ranks for ranks in several if ranks.mode in modes or len(ranked) == 1):
             say = Evidence(rows, ranked)
             if found := find(say, ranks, about):
@@ -396,6 +466,10 @@ def section(name: str, result: Row) -> str:
         f"{link('index.html', 'The page')} has every cell, its command and its options, and "
         f"{link('runs.csv', 'runs.csv')} every run."
     )
+    further = [f"{100 * setting['hostile']:g} % hostile clients ({setting['attack']})"] * bool(setting["hostile"])
+    further += [f"drift ({setting['drift']})"] * bool(setting["drift"])
+    further += [f"{listed([*map(str, setting['wrong_k'])])} models instead"] * bool(setting["wrong_k"])
+    about += f" At the largest strength also with {listed(further)}." * bool(further)
     if result["done"] < result["cells"]:
         about += (
             f" {result['done']} of {result['cells']} cells are finished; ranks and findings are over the shifts and "
@@ -405,6 +479,8 @@ def section(name: str, result: Row) -> str:
     lines = [f"## {title}", _wrapped(about), command]
     for mode in (mode for mode in MODES if mode in result["tables"]):
         lines += [f"### {title}: {MODES[mode]}", markdown(result["tables"][mode])]
+    if "conditions" in result:
+        lines += [f"### {title}: accuracy under each, mean over shifts", markdown(result["conditions"])]
     findings = [f"* {of['text']} *{of['doubt']}*" for of in result["findings"]]
     lines += [f"### {title}: what was found, and what limits it", "\n".join(_wrapped(of, "  ") for of in findings)]
     return "\n\n".join(lines)
@@ -439,8 +515,10 @@ def publish(folder: Path, name: str) -> Path:
         "done": done,
         "cells": len(cells_of(setting)),
         "settings": {ranks.mode: ranks.settings for ranks in ranked},
-        "tables": {ranks.mode: table_of(ranks) for ranks in ranked},
+        "tables": {ranks.mode: table_of(ranks) for ranks in ranked if len(ranks.problems) > 2},
     }
+    if under := table_under_conditions(read_cells(folder)):
+        result["conditions"] = under
     result["findings"] = list(findings_of(ranked, rows, result | setting | setting["of_runs"]))
     (PUBLISHED / name).mkdir(parents=True, exist_ok=True)
     for copied in COPIED:

@@ -78,6 +78,7 @@ NAMES = {  # how the pages call what the files hold
     "mnist": "MNIST",
     "fashion_mnist": "Fashion-MNIST",
     "cifar10": "CIFAR-10",
+    "digits_conditions": "Digits with hostile clients, drift and wrong numbers",
     "byzantine": "Byzantine",
     "FL": "FedAvg",
     "fedavg": "global",
