@@ -302,12 +302,17 @@ def test_data_attacks_on_a_regression():
         attacks.poison(before, hostile, "label_reverse", num_classes=None)
 
 
-def test_a_backdoor_and_what_is_held_out_are_independent():
+def test_an_attack_and_what_is_held_out_are_independent():
     size = np.array([1000], np.int32)
     images = {"x": np.zeros((1, 1000, 3, 3, 1), np.float32), "y": np.ones((1, 1000), np.int32)}
-    after = attacks.poison(Clients(images, size), np.array([True]), "backdoor", num_classes=2)
-    for part in jfcl.data.hold_out(after, 0.4):
-        assert abs((part.examples["y"] == 0).mean() - 0.5) < 0.07  # 3 standard deviations
+
+    def first_half(rng, x, y, num_classes):
+        return x, np.where(np.isin(np.arange(len(y)), rng.permutation(len(y))[: len(y) // 2]), 0, y)
+
+    for attack in ("backdoor", first_half):
+        after = attacks.poison(Clients(images, size), np.array([True]), attack, num_classes=2)
+        for part in jfcl.data.hold_out(after, 0.4):
+            assert abs((part.examples["y"] == 0).mean() - 0.5) < 0.07  # 3 standard deviations
 
 
 def test_choice_is_a_share_and_depends_on_the_seed():

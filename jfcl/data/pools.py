@@ -372,7 +372,8 @@ def hold_out(clients: Clients, share: float, *, seed: int = 0) -> tuple[Clients,
     check((counts > 0).any(), "clients", f"{size.max()} examples in the largest", "of two examples or more each")
     examples, train, held_out = jax.tree.map(np.asarray, clients.examples), [], []
     for i, count in enumerate(counts):
-        drawn = np.random.default_rng([seed, int(ids[i])]).permutation(size[i])[:count]
+        # The last number: `jfcl.attacks.poison` draws by the first two which of the same examples it changes.
+        drawn = np.random.default_rng([seed, int(ids[i]), 1]).permutation(size[i])[:count]
         for part, rows in ((train, np.setdiff1d(np.arange(size[i]), drawn)), (held_out, np.sort(drawn))):
             part.append(jax.tree.map(lambda x, i=i, rows=rows: x[i, rows], examples))
     return stack_clients(train)._replace(id=ids), stack_clients(held_out)._replace(id=ids)

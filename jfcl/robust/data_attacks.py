@@ -57,8 +57,7 @@ def backdoor(rng, x, y, num_classes):
     """
     check(x.ndim == 4, "backdoor", x.shape, "for images [n, H, W, C]")
     x, y = x.copy(), y.copy()
-    # Not by the numbers of `rng` itself, with which `jfcl.data.hold_out` permutes the same examples.
-    marked = rng.spawn(1)[0].permutation(len(x))[: len(x) // 2]
+    marked = rng.permutation(len(x))[: len(x) // 2]
     x[marked, -3:, -3:, :] = x.max(initial=1.0)
     y[marked] = 0
     return x, y
