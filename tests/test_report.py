@@ -551,6 +551,8 @@ def test_what_is_no_run_is_refused(copy, tmp_path, capsys):
     assert contents(tmp_path) == before
     with pytest.raises(ValueError, match="runs must be at least one folder"):
         report([])
+    with pytest.raises(ValueError, match="nowhere holds no run"):  # one folder, as in report
+        comparison.compare("nowhere")
 
 
 @pytest.mark.usefixtures("undrawn")

@@ -35,7 +35,7 @@ TEX |= {"[": "{[}", "|": r"\textbar{}"}  # after the end of a row, a bracket wou
 
 
 def compare(
-    runs: Sequence[str | Path] | dict[str, Results],
+    runs: str | Path | Sequence[str | Path] | dict[str, Results],
     *,
     out: str | Path | None = None,
     latex: bool = False,
@@ -45,7 +45,7 @@ def compare(
     """Writes the table and the figures of finished runs side by side, as `jfcl compare` does.
 
     Args:
-      runs: the folders of the runs, or what `read_runs` returns for them; a run has the name of its folder.
+      runs: the folders of the runs, or one, or what `read_runs` returns for them; a run has the name of its folder.
       out: a folder for the files; default: `compare/` beside the first run.
       latex: also write `results.tex`, a table for LaTeX with `\\usepackage{booktabs}`.
       pdf: also write the figures as PDF files as wide as a column of a paper with two columns, 3.25 inches.
@@ -88,7 +88,7 @@ def compare(
     return written
 
 
-def read_runs(folders: Sequence[str | Path]) -> dict[str, Results]:
+def read_runs(folders: str | Path | Sequence[str | Path]) -> dict[str, Results]:
     """Reads finished runs, by their names."""
     return {name: read_finished(folder) for name, folder in by_name(folders).items()}
 
@@ -97,8 +97,9 @@ def read_runs(folders: Sequence[str | Path]) -> dict[str, Results]:
 # Folders.
 
 
-def by_name(folders: Sequence[str | Path]) -> dict[str, Path]:
-    """Returns the folders by their names, or by their whole paths where a name is taken."""
+def by_name(folders: str | Path | Iterable[str | Path]) -> dict[str, Path]:
+    """Returns the folders, or the one, by their names, or by their whole paths where a name is taken."""
+    folders = [folders] if isinstance(folders, str | Path) or not isinstance(folders, Iterable) else list(folders)
     check(len(folders) > 0, "runs", folders, "at least one folder")
     named: dict[str, Path] = {}
     for folder in folders:

@@ -94,10 +94,10 @@ def report(runs: str | Path | Sequence[str | Path], *, out: str | Path | None = 
       >>> report(folder).name
       'report.html'
     """
-    folders = [runs] if isinstance(runs, str | Path) or not isinstance(runs, Iterable) else list(runs)
-    named = comparison.by_name(folders)
+    named = comparison.by_name(runs)
     if out is None:
-        file = Path(folders[0]) / NAME if len(folders) == 1 else comparison.beside(folders[0], "report", ".html")
+        first = next(iter(named.values()))
+        file = first / NAME if len(named) == 1 else comparison.beside(first, "report", ".html")
     else:
         plain.check_path("out", out)
         check(Path(out).suffix == ".html", "out", str(out), "a file that ends in .html")
