@@ -303,7 +303,7 @@ def test_from_frame_refuses_other_tables():
         from_frame([1, 2])
     with pytest.raises(ValueError, match="column 'day' must be of at least one"):
         from_frame(frame().iloc[:0], by="user")
-    with pytest.raises(ValueError, match="y must be given: no column has a usual name"):
+    with pytest.raises(ValueError, match="y must be given: no other column has a usual name"):
         from_frame(frame()[["user", "day"]], by="user")
 
 

@@ -429,7 +429,7 @@ def test_a_tfds_set_by_a_feature(no_network, tmp_path):
     assert data.test["y"].tolist() == [2] * 7 and data.num_classes == 3
     with pytest.raises(ValueError, match=r"unknown column for by 'bred': did you mean 'breed'. Accepted: breed, image"):
         from_tfds("animals", by="bred", data_dir=tmp_path)
-    with pytest.raises(ValueError, match="y must be given: no column has a usual name"):
+    with pytest.raises(ValueError, match="y must be given: no other column has a usual name"):
         from_tfds("animals", by="breed", data_dir=tmp_path)
     prepare(tmp_path, "talk", {"train": ([b"one two", b"drei"], [0, 3])}, 4, text=True, key="speaker")
     talk = from_tfds("talk", by="speaker", data_dir=tmp_path)

@@ -511,12 +511,12 @@ def test_options_of_a_table(tmp_path, capsys, monkeypatch):
         (["--dataset", "none.csv", "--by", "user"], "dataset must be a file that exists, got 'none.csv'"),
         (["--dataset", "none.csv", "--clients", "4"], "dataset must be a file that exists, got 'none.csv'"),
         (["--dataset", "shop.csv", "--by", "usr"], "unknown column for by 'usr': did you mean 'user'?"),
-        (["--dataset", "shop.csv", "--by", "user", "--target", "lable"], "did you mean 'label'?"),
+        (["--dataset", "shop.csv", "--by", "user", "--target", "lable"], "for target 'lable': did you mean 'label'?"),
         (
             ["--dataset", "marks.csv", "--by", "user"],
             "marks.csv: its columns are separated by ';'; pandas.read_csv(sep",
         ),
-        (["--dataset", "bought.csv", "--by", "user"], "target must be given: no column has a usual name"),
+        (["--dataset", "bought.csv", "--by", "user"], "target must be given: no other column has a usual name"),
         (["--by", "user"], "by must be left out unless --dataset is a table"),
         (["--dataset", "shop.csv", "--by", "user", "--clients", "4"], "at most 3, the number of writers"),
     ]:

@@ -34,14 +34,14 @@ def flag_of(name: str) -> str:
 
 @contextlib.contextmanager
 def renamed(names: Mapping[str, str]) -> Iterator[None]:
-    """Replaces the argument that begins a refusal, such as that of a factory, by the name that the user knows."""
+    """Replaces the argument with which a refusal begins, such as that of a factory, by the name that the user knows."""
     try:
         yield
     except ValueError as error:
-        name = re.match(r"\w*", str(error))[0]
+        begin, name, rest = re.match(r"(unknown column for |)(\w*)(.*)", str(error), flags=re.DOTALL).groups()
         if type(error) is not ValueError or name not in names:
             raise
-        raise ValueError(names[name] + str(error)[len(name) :]) from error
+        raise ValueError(begin + names[name] + rest) from error
 
 
 def note_on(option: str) -> str:

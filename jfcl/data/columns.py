@@ -266,7 +266,7 @@ def _targets(
 ) -> tuple[dict[str, np.ndarray], int | None, list[Any] | None]:
     """Returns the targets of every split, the number of classes, and their names where they were numbered."""
     if not ys:
-        check(texts, "y", None, f"given: no column has a usual name ({', '.join(TARGETS)})")
+        check(texts, "y", None, f"given: no other column has a usual name ({', '.join(TARGETS)})")
         return {s: np.zeros(len(next(iter(part.values()))), np.int32) for s, part in columns.items()}, None, None
     if len(ys) > 1:
         check(kind != "classification", "kind", kind, "regression, or left out, with several columns of targets")
