@@ -356,6 +356,7 @@ def test_a_configured_run_keeps_its_results_over_time(tmp_path, capsys):
     figure = jfcl.plots.curves({"oracle": records})
     dotted = [line.get_xdata()[0] for line in figure.axes[0].lines if line.get_linestyle() == ":"]
     assert dotted == [3, 4, 5, 6, 8]  # the pattern changes with rows 3, 4, 5, 6 and 8
+    assert "Dotted lines: clients change clusters." in (tmp_path / "run" / "report.html").read_text()
 
 
 @pytest.mark.parametrize(
