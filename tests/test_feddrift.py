@@ -243,6 +243,10 @@ def test_without_a_free_model_clients_keep_the_best_and_newcomers_get_one_that_e
     ]  # fmt: skip
     np.testing.assert_array_equal(state.cluster, [1, 0, 0])
     np.testing.assert_allclose(state.params["b"], [2.6, 5])  # 2.6: two of the examples are a 9
+    backwards = [jax.tree.map(lambda x: x[::-1], part._replace(id=np.arange(3))) for part in phases]
+    state, _ = run(algorithm, backwards)  # the smallest id gets the free model
+    np.testing.assert_array_equal(state.cluster, [0, 0, 1])
+    np.testing.assert_allclose(state.params["b"], [2.6, 5])
     zeros = two_steps([0, 0])[1]  # as the model that has not begun would predict
     history = jfcl.simulate(algorithm, phases[0], key=jax.random.key(0), num_rounds=1, newcomers=zeros)
     assert history.records[-1]["newcomer_loss"] == 1

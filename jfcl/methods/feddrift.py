@@ -11,7 +11,7 @@ import numpy as np
 
 from jfcl import mapping
 from jfcl.core.checks import INT32_MAX, check
-from jfcl.core.clients import client_keys, drifts, mask, num_clients
+from jfcl.core.clients import client_ids, client_keys, drifts, mask, num_clients
 from jfcl.core.options import Interval, OneOf, Range, Real, Search
 from jfcl.core.parameters import num_bytes
 from jfcl.core.platforms import at_most
@@ -252,7 +252,8 @@ def _begin(rules: Averaging, limits, compare, eager, grows, state: AveragingStat
     data = clients.examples, jnp.asarray(clients.size), step, cells.step, cells.model
     look_all = mapping.map_reduce(rules.client_axis, look, add, jnp.zeros((k, k + 2), jnp.float32))
     sums, (model, new, of_new) = look_all(*data)
-    of_new, cluster, last = on_every_device(rules.client_axis, (of_new, state.cluster, cells.score))
+    of_clients = of_new, state.cluster, cells.score, client_ids(clients)
+    of_new, cluster, last, ids = on_every_device(rules.client_axis, of_clients)
 
     # Find each client's best model for its new examples, and the clients that have drifted.
     count, first, newest = of_new[:, k], cells.newest < 0, jnp.maximum(step.max(), cells.newest)
@@ -262,16 +263,18 @@ def _begin(rules: Averaging, limits, compare, eager, grows, state: AveragingStat
     score = jnp.take_along_axis(scores, chosen[:, None], axis=1)[:, 0]
     drifted = has & (last - score > limits[0])
 
-    # Give drifted clients free rows, in turn; a new model is a copy of the best one.
+    # Give drifted clients free rows, in turn and by their ids; a new model is a copy of the best one.
     rows = jnp.arange(k, dtype=jnp.int32)
     count_rows = k - (jnp.asarray(clients.size) == 0).sum(dtype=jnp.int32) if grows else k
     turn = jnp.where(rows < count_rows, (cells.taken + rows) % count_rows, rows)
     used = cells.active | (rows >= count_rows)
     free = turn[jnp.argsort(used[turn], stable=True)]
-    rank = jnp.zeros_like(chosen) if eager else jnp.cumsum(drifted).astype(jnp.int32) - 1
+    by_id = jnp.argsort(ids)
+    count_before = jnp.cumsum(drifted[by_id]).astype(jnp.int32) - 1
+    rank = jnp.zeros_like(chosen) if eager else jnp.zeros_like(chosen).at[by_id].set(count_before)
     fits = drifted & (rank < (~used).sum())
     target = jnp.where(fits, free[jnp.minimum(rank, k - 1)], chosen)
-    place, copied = jnp.where(fits, target, k), chosen[jnp.argmax(drifted)] if eager else chosen
+    place, copied = jnp.where(fits, target, k), chosen[by_id[jnp.argmax(drifted[by_id])]] if eager else chosen
     created = jnp.zeros(k, bool).at[place].set(True, mode="drop")
     moves = rows.at[place].set(copied, mode="drop")
     params, server = jax.tree.map(lambda x: x[moves], (state.params, state.server))
