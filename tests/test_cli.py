@@ -138,6 +138,13 @@ def test_compare_prints_a_table_and_plots(finished, capsys):
     assert "sent received" in " ".join(printed.split()) and "mean ± sample std over 2 seeds" in printed
 
 
+@pytest.mark.parametrize("columns, width", [("40", 80), ("90", 90)])
+def test_a_narrow_terminal_cuts_no_table(columns, width, monkeypatch):
+    monkeypatch.setenv("COLUMNS", columns)
+    monkeypatch.setattr(cli, "run_command", lambda args, console: console.width == width or 1 / 0)
+    assert cli.main(["list"]) == 0
+
+
 @pytest.mark.slow
 def test_the_same_command_gives_the_same_results(finished, tmp_path):
     assert cli.main(["run", "fedavg", *QUICK, "--seeds", "2", "--out", str(tmp_path / "again")]) == 0

@@ -50,6 +50,8 @@ def main(argv: list[str] | None = None) -> int:
     console, errors = _Console(**plain), _Console(stderr=True, soft_wrap=True, **plain)
     if not console.is_terminal and "COLUMNS" not in os.environ:  # rich takes 80, too few for some names in tables
         console = _Console(width=120, **plain)
+    elif console.width < 80:  # in less, tables lose the names of runs and cut numbers; a terminal wraps whole lines
+        console = _Console(width=80, **plain)
     warnings.showwarning = lambda message, *_, **__: errors.print(Text.assemble(("note: ", "yellow"), str(message)))
     status = _main(sys.argv[1:] if argv is None else argv, console, errors)
     if status and hosts.connected():
