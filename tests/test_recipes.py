@@ -480,6 +480,29 @@ def test_the_sweep_of_figure_3_is_ifca():
     assert np.abs(np.asarray(found) - starts).max() > 0.1
 
 
+def test_a_trial_goes_on_where_models_come_near_late(monkeypatch):
+    """Seed 3 succeeds after 300 rounds, although its models hardly come nearer in the first ones."""
+    monkeypatch.setattr(ifca, "DIM", 60)
+    monkeypatch.setattr(ifca, "LOT", 6)
+    assert ifca.sweep_trial(3, [(1.0, 0.0)], 2, 20, 20, ifca._SWEEP | {"inits": 2}).tolist() == [True]
+    fed = ifca.data.synthetic.ifca_regression(
+        num_clients=20, examples_per_client=20, dim=60, noise=0.0, test_examples=1, seed=3
+    )
+    x, y = (np.asarray(fed.train.examples[name], float) for name in "xy")
+    rng, ends = np.random.default_rng([3, 9]), []
+    rng.standard_normal(y.shape)  # the noise, here times 0
+    for start in rng.integers(0, 2, (2, 2, 60)):
+        for lr in ifca.STEP_SIZES[2]:
+            models = start.astype(float)
+            with np.errstate(all="ignore"):
+                for _ in range(300):
+                    away = x @ models.T - y[:, :, None]
+                    chosen = np.eye(2)[(away**2).mean(axis=1).argmin(axis=1)]
+                    models -= lr * np.einsum("nmk,nk,nmd->kd", away, chosen, x) * 2 / y.size
+            ends.append(ifca.distance_to_truth(models[None], fed.truth[None], "matched")[0])
+    assert min(ends) <= 0.01
+
+
 def test_the_clients_of_cfla():
     """Groups of labels share out all images of theirs; a client is tested on those on which it does not train."""
     y = np.random.default_rng(0).integers(0, 10, 3000)
