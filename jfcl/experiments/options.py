@@ -70,7 +70,8 @@ class Data:
       reuse: how often an image is used: once per cluster (cluster) or once in all (none); auto: none if there are
         enough.
       drift: how the clusters of clients change over time; 'jfcl list drifts'.
-      drift_steps: steps of time, among which the rounds are divided; default: 10.
+      drift_steps: steps of time, among which the rounds are divided; default: 10, which the patterns A to F and W to Z
+        have.
       drift_window: number of newest steps whose examples clients keep; default: all so far.
       newcomer_examples: test examples of each new client, which is evaluated under what the method serves it, by
         default the model of lowest loss on them.
