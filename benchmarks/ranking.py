@@ -356,6 +356,12 @@ def what_hostile_clients_do(say: Evidence, ranks: Ranks, about: Row) -> tuple[st
     """Names the best method where some clients are hostile."""
     text = best_under(say, ranks, "hostile", f"if {100 * about['hostile']:g} % of the clients are hostile")
     doubt = f"In brackets, without them. Their attack is {about['attack']}; no method had a robust aggregator."
+    given = {other.mode: other for other in say.ranked}.get("known")
+    if text and ranks.mode == "auto" and given is not None:
+        best, at = say.best[0]["method"], given.settings[0]
+        if (at, best) in given.cells and given.cells[at, best].clusters:  # it takes a number
+            where = {"hostile": about["hostile"], "strength": max(setting[2] for setting in ranks.settings)}
+            text += f" Given the number of clusters, {best} has {say.figure('known', method=best, **where)}."
     return text and (text, doubt)
 
 
