@@ -346,7 +346,7 @@ def best_under(say: Evidence, ranks: Ranks, field: str, words: str) -> str | Non
     under, parts = {field: values.pop()}, []
     best, before = say.best_of(ranks, **at, **under), say.best_of(ranks, **at)
     for m in dict.fromkeys([best, before, "fedavg"]):
-        without = say.figure(ranks.mode, method=m, **at) if m in ranks.methods else "it needs drift"
+        without = say.figure(ranks.mode, method=m, **at) if m in ranks.methods else "no result"
         parts.append(f"{m} has {say.figure(ranks.mode, method=m, **at, **under)} ({without})")
     of_mode = f"With {'an' if ranks.mode == 'auto' else 'a'} {MODES[ranks.mode]}"
     return f"**{of_mode}, {best} is the best {words}{', as otherwise' * (best == before)}.** {listed(parts)}."
@@ -402,11 +402,15 @@ UNDER_CONDITIONS = {what_hostile_clients_do: ("known", "auto"), what_drift_does:
 UNDER_CONDITIONS |= {what_a_wrong_number_does: ("known",)}
 
 
+def is_on_conditions(ranked: Sequence[Ranks], setting: Row) -> bool:
+    """Whether a ranking is on hostile clients, drift or wrong numbers: it has these, and fewer than three shifts."""
+    return any(setting[name] for name in CONDITIONS) and any(len(ranks.problems) < 3 for ranks in ranked)
+
+
 def findings_of(ranked: Sequence[Ranks], rows: Sequence[Row], about: Row) -> Iterator[Row]:
-    """The findings, each with its doubt and its evidence; of one shift alone there are none, of two on conditions."""
+    """The findings, each with its doubt and its evidence; of one shift alone there are none."""
     several = [ranks for ranks in ranked if len(ranks.problems) > 1]
-    few = any(len(ranks.problems) < 3 for ranks in ranked)
-    for find, modes in (UNDER_CONDITIONS if few else FINDINGS | UNDER_CONDITIONS).items():
+    for find, modes in (UNDER_CONDITIONS if is_on_conditions(ranked, about) else FINDINGS | UNDER_CONDITIONS).items():
         for ranks in (ranks for ranks in several if ranks.mode in modes or len(ranked) == 1):
             say = Evidence(rows, ranked)
             if found := find(say, ranks, about):
@@ -511,7 +515,8 @@ def publish(folder: Path, name: str) -> Path:
     settings = files.read_json(folder / "settings.json")
     setting = settings["setting"]
     done = merge(folder, cells_of(setting), digest_of(setting))  # the last cells may be newer than the files of all
-    ranked = rank(read_cells(folder))
+    cells = read_cells(folder)
+    ranked = rank(cells)
     with (folder / "runs.csv").open() as file:
         rows = [r | {name: float(r[name]) for name in ("strength", "hostile")} for r in csv.DictReader(file)]
     result = {
@@ -521,9 +526,9 @@ def publish(folder: Path, name: str) -> Path:
         "done": done,
         "cells": len(cells_of(setting)),
         "settings": {ranks.mode: ranks.settings for ranks in ranked},
-        "tables": {ranks.mode: table_of(ranks) for ranks in ranked if len(ranks.problems) > 2},
+        "tables": {ranks.mode: table_of(ranks) for ranks in ranked if not is_on_conditions(ranked, setting)},
     }
-    if under := table_under_conditions(read_cells(folder)):
+    if under := table_under_conditions(cells):
         result["conditions"] = under
     result["findings"] = list(findings_of(ranked, rows, result | setting | setting["of_runs"]))
     (PUBLISHED / name).mkdir(parents=True, exist_ok=True)
