@@ -159,9 +159,8 @@ class VGG(nn.Module):
     layer imply padding 1, and images of 32 x 32.
 
     Chosen here, because the paper does not specify it: He's initialisation, without which 11 layers of ReLU learn
-    slowly at first (300 steps on CIFAR-10 end at a loss of 1.6, as in the paper; with flax's at 2.1). The last layer
-    has no ReLU, although in the paper "every convolutional and fully connected layer" has one: a class without any
-    positive logit would never learn.
+    slowly at first. The last layer has no ReLU, although in the paper "every convolutional and fully connected layer"
+    has one: a class without any positive logit would never learn.
 
     Attributes:
       blocks, dense: channels of the convolutions of each block, and widths of the hidden dense layers.
