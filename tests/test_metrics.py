@@ -329,7 +329,7 @@ def test_a_model_without_a_leading_axis_is_refused():
         ({"F 1": jfcl.metrics.macro_f1}, "metrics must be names such as"),
         (jfcl.metrics.macro_f1, "metrics must be a dict of functions"),
         ({"table": jfcl.metrics.confusion_matrix}, r"metrics\['table'\] must be a function that returns one number"),
-        ({"auc": jfcl.metrics.auc}, "auc needs logits of two classes, got 3"),
+        ({"auc": jfcl.metrics.auc}, "the outputs must be logits of two classes for auc"),
         ({"sum": lambda outputs, *_: float(outputs.sum())}, r"metrics\['sum'\] must be a function that JAX compiles"),
         ({"any": lambda outputs, _, real: outputs[real].max()}, r"metrics\['any'\] must be .* no mask as an index"),
         ({"none": lambda *_: None}, r"metrics\['none'\] must be a function that returns one number, got None"),

@@ -178,7 +178,6 @@ def summarize(evaluation: dict[str, np.ndarray], size: np.ndarray) -> dict[str, 
       client).
 
     Example:
-      >>> import numpy as np
       >>> result = summarize({"loss": np.array([1.0, 3.0]), "accuracy": np.array([1.0, 0.5])}, np.array([30, 10]))
       >>> result["accuracy"], result["pooled_accuracy"], result["worst_client_accuracy"]
       (0.75, 0.875, 0.5)
@@ -376,9 +375,10 @@ def drift_results(records: Sequence[dict]) -> dict[str, list]:
 # `real` `[M]`, which marks the examples that are no padding.
 
 
-def _logits(outputs: jax.Array) -> jax.Array:
+def _logits(outputs: jax.Array, batch: Batch) -> jax.Array:
     """Returns logits `[M, C]`, float32 at least; `ValueError` for other outputs, such as those of a regression."""
-    check(outputs.ndim == 2, "the outputs", list(outputs.shape), "logits [M, C] of a classification, for this metric")
+    fits = outputs.ndim == 2 and jnp.issubdtype(jnp.result_type(batch["y"]), jnp.integer)
+    check(fits, "the outputs", list(outputs.shape), "logits [M, C] of a classification, for this metric")
     return outputs.astype(sum_dtype(outputs))  # 16 bits do not hold numbers of pairs
 
 
@@ -390,7 +390,8 @@ def confusion_matrix(logits: jax.Array, batch: Batch, real: jax.Array) -> jax.Ar
       >>> confusion_matrix(logits, {"y": jnp.array([0, 1, 1])}, jnp.array([True, True, True])).tolist()
       [[1.0, 0.0], [1.0, 1.0]]
     """
-    true, predicted = (jax.nn.one_hot(k, _logits(logits).shape[1]) for k in (batch["y"], jnp.argmax(logits, axis=-1)))
+    classes = _logits(logits, batch).shape[1]
+    true, predicted = (jax.nn.one_hot(k, classes) for k in (batch["y"], jnp.argmax(logits, axis=-1)))
     return jnp.matmul((true * real[:, None].astype(true.dtype)).T, predicted, precision=jax.lax.Precision.HIGHEST)
 
 
@@ -421,9 +422,8 @@ def auc(logits: jax.Array, batch: Batch, real: jax.Array) -> jax.Array:
       >>> float(auc(logits, {"y": jnp.array([0, 1, 1])}, jnp.array([True, True, True])))
       0.5
     """
-    logits = _logits(logits)
-    if logits.shape[1] != 2:
-        raise ValueError(f"auc needs logits of two classes, got {logits.shape[1]}; macro_f1 takes any number")
+    logits = _logits(logits, batch)
+    check(logits.shape[1] == 2, "the outputs", list(logits.shape), "logits of two classes for auc")
     score = logits[:, 1] - logits[:, 0]
     positive, negative = (((batch["y"] == k) & real).astype(score.dtype) for k in (1, 0))
     ahead = (score[:, None] > score[None, :]).astype(score.dtype)
@@ -442,7 +442,7 @@ def calibration_error(logits: jax.Array, batch: Batch, real: jax.Array) -> jax.A
       >>> round(float(calibration_error(logits, {"y": jnp.array([0, 1])}, jnp.array([True, True]))), 4)
       0.3
     """
-    probability = jax.nn.softmax(_logits(logits)).max(axis=-1)
+    probability = jax.nn.softmax(_logits(logits, batch)).max(axis=-1)
     right = (jnp.argmax(logits, axis=-1) == batch["y"]).astype(probability.dtype)
     place = jnp.clip(jnp.ceil(probability * BINS).astype(jnp.int32) - 1, 0, BINS - 1)
     inside = jax.nn.one_hot(place, BINS, dtype=probability.dtype) * real[:, None].astype(probability.dtype)

@@ -87,6 +87,8 @@ def run(
             parts = setup(config, data_dir=data_dir)
             clients = parts.federation
         keys = jax.vmap(jax.random.key)(np.array(parts.seeds, np.uint32))
+        fits = config.patience is None or parts.task.correct is not None or config.monitor.endswith("loss")
+        check(fits, "monitor", config.monitor, "loss or train_loss with a model that has no accuracy")
         stopping = [EarlyStopping(patience=config.patience, metric=config.monitor)] if config.patience else []
         history = simulate(
             parts.algorithm,
