@@ -445,10 +445,9 @@ def test_a_cohort_takes_part_and_the_others_rest():
     assert len(set(seen)) > 1
 
 
-@pytest.mark.slow_cases("*-equal", "participants-size")
+@pytest.mark.slow_cases("equal")
 @pytest.mark.parametrize("weights", ["equal", "size"])
-@pytest.mark.parametrize("divide_by", ["all", "participants"])
-def test_sums_of_gradients_are_divided_by_all_machines_or_by_the_participants(divide_by, weights):
+def test_sums_of_gradients_are_divided_by_all_machines(weights):
     """Line 14 of Algorithm 2 in float64, with a cohort, a padding client and a client that sends NaN."""
     clients = regression(3, n=9)
     size = clients.size.copy()
@@ -456,7 +455,7 @@ def test_sums_of_gradients_are_divided_by_all_machines_or_by_the_participants(di
     clients.examples["x"][7] = np.nan
     clients = clients._replace(size=size)
     start = np.random.default_rng(1).normal(size=(2, D)).astype(np.float32)
-    options = {"num_clusters": 2, "average": "gradients", "weights": weights, "divide_by": divide_by, "cohort": 5}
+    options = {"num_clusters": 2, "average": "gradients", "weights": weights, "cohort": 5}
     algorithm = jfcl.ifca(LINEAR, ONE, init_params={"w": start}, **options)
     state, step = jax.jit(algorithm.init)(jax.random.key(0), clients), jax.jit(algorithm.step)
     counts, data, broken = (size if weights == "size" else size > 0).astype(float), list(rows(clients)), 0
@@ -466,7 +465,7 @@ def test_sums_of_gradients_are_divided_by_all_machines_or_by_the_participants(di
         present = np.flatnonzero(~np.isnan(metrics["loss"]))
         sent = [i for i in present if i != 7]
         broken += len(present) - len(sent)
-        m = counts.sum() if divide_by == "all" else counts[sent].sum()
+        m = counts.sum()
         want = models.copy()
         for i in sent:
             x, y, s = data[i]
@@ -579,10 +578,6 @@ FIVE = jfcl.local_training(optax.sgd(0.1), num_steps=5)
         (
             lambda: jfcl.ifca(LINEAR, FIVE, num_clusters=2, average="gradients"),
             "average must be models, or gradients of 1 local step",
-        ),
-        (
-            lambda: jfcl.ifca(LINEAR, ONE, num_clusters=2, average="gradients", divide_by="everyone"),
-            "unknown divide_by 'everyone'",
         ),
         (
             lambda: jfcl.ifca(LINEAR, ONE, num_clusters=3, min_share=0.4),

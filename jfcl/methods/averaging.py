@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import optax
 
 from jfcl import mapping
-from jfcl.core.checks import check, check_choice, check_count
+from jfcl.core.checks import check, check_count
 from jfcl.core.clients import attack_key, check_at_most_clients, client_ids, num_clients, server_key
 from jfcl.core.parameters import divided, is_finite, joined, num_bytes, path_flags, trained_part
 from jfcl.core.types import Adversary, Algorithm, Clients, PyTree, Served, Task
@@ -25,8 +25,6 @@ from jfcl.robust import aggregate, privacy
 from jfcl.robust.aggregate import attacked, divide_rows, where_rows
 from jfcl.training import local, noise
 from jfcl.training.optimizer import check_optimizer
-
-DIVIDE_BY = ("cluster", "participants", "all")
 
 Choice = Callable[..., tuple[jax.Array, jax.Array, jax.Array | None]]
 Choose = Callable[[PyTree], Choice]  # see `Averaging.choose`
@@ -105,9 +103,8 @@ class Averaging(NamedTuple):
         unchanged, personal) -> (cluster, compared, products)`. It gets the key of the client's training, its last
         cluster, the least `unchanged` of all clients, and its personal parameters; it returns its cluster, whether it
         compared all models, and the products of `local.train`, or None where they are not known.
-      divide_by: the clients with the weights that divide the sum of a cluster's updates. `"cluster"`: those in the sum;
-        `"participants"`: those in the sum of any cluster; `"all"`: those with examples, also where they are outside
-        the cohort or their updates are not finite.
+      divide_by_all: whether the weights of all clients with examples, in the cohort or not, divide the sum of a
+        cluster's updates; default: those of the clients in the sum.
       train: how a client trains its model, with the arguments and results of `round.train_scopes`, the default.
       anchor: the model that the proximal term of `training` pulls to; None: the one that a client starts from.
       learn: `(state, metrics, cohort, report, clients) -> (state, metrics)`, what the server does at the end of a round
@@ -121,7 +118,7 @@ class Averaging(NamedTuple):
     at_most_clients: bool = False
     start: Callable[[PyTree, Clients], jax.Array] = one_cluster
     choose: Choose = keep_cluster
-    divide_by: str = "cluster"
+    divide_by_all: bool = False
     train: Callable[..., tuple[local.Trained, PyTree, PyTree]] = phases.train_scopes
     anchor: PyTree | None = None
     learn: Callable[..., tuple[AveragingState, dict[str, jax.Array]]] | None = None
@@ -172,7 +169,6 @@ def checked(rules: Averaging) -> Averaging:
         another divisor than `"cluster"`; as from `round.check_scopes` and `privacy.check_private`.
     """
     local.check_parts(rules.task, rules.training)
-    check_choice("divide_by", rules.divide_by, DIVIDE_BY)
     phases.check_weights(rules.weights)
     phases.check_scopes(rules)
     privacy.check_private(rules)
@@ -181,7 +177,7 @@ def checked(rules: Averaging) -> Averaging:
         check(rules.shared is None, "server_optimizer", rules.server_optimizer, accepted)
         # The clients' losses are not private.
         check_optimizer("server_optimizer", rules.server_optimizer, rules.task, with_loss=rules.dp is None)
-    plain = rules.aggregator is None or (rules.shared is None and rules.divide_by == "cluster")
+    plain = rules.aggregator is None or (rules.shared is None and not rules.divide_by_all)
     accepted = "left out where parameters are shared, or sums divided by more than the cluster's clients"
     check(plain, "aggregator", rules.aggregator, accepted)
     aggregate.check_aggregator(rules.aggregator)
@@ -345,11 +341,11 @@ def mean_updates(
             return mean, changed
         return phases.share(path_flags(rules.shared, params), mean, changed, sums, total, params)
 
-    total = phases.weights_of(rules.weights, clients) if rules.divide_by == "all" else weight
+    total = phases.weights_of(rules.weights, clients) if rules.divide_by_all else weight
     of_all = jnp.broadcast_to(total.sum(), weight.shape)
-    divisor = weight if rules.divide_by == "cluster" else of_all
+    divisor = of_all if rules.divide_by_all else weight
     mean, changes = divide(divisor, of_all)
-    if rules.task.statistics is not None and rules.divide_by != "cluster":  # a step is smaller, statistics are means
+    if rules.task.statistics is not None and rules.divide_by_all:  # a step is smaller, statistics are means
         statistics, _ = divide(weight, jnp.broadcast_to(weight.sum(), weight.shape))
         mean = joined(trained_part(rules.task, mean), divided(rules.task.statistics, statistics)[1])
     return mean, changes, weight, divisor

@@ -24,7 +24,6 @@ from jfcl.training.local import LocalTraining, augmented, draw_batch
 from jfcl.training.losses import blank_padding, lowest_loss, mean_loss, of_each_model, under_all
 
 AVERAGE = ("models", "gradients")
-DIVIDE_BY = ("all", "participants")
 IDENTITY_STREAM = zlib.crc32(b"examples to compare models on")  # folded into a client's key of a round
 
 
@@ -35,7 +34,6 @@ def ifca(
     *,
     num_clusters: Count,
     average: Annotated[str, OneOf(AVERAGE)] = "models",
-    divide_by: Annotated[str, OneOf(DIVIDE_BY)] = "all",
     stable_rounds: Annotated[int | None, Range(1, MOST_ADDED)] = None,
     identity_batch: Annotated[int | None, Range(1)] = None,
     identity_augment: bool = False,
@@ -52,11 +50,9 @@ def ifca(
         paper's gamma.
       num_clusters: `K`, the number of models.
       average: `"models"` (option II): a model becomes the mean of its clients' trained models. `"gradients"`
-        (option I): it moves by the sum of its clients' gradients divided by the number `m` of machines.
-      divide_by: the number `m` of machines with `average="gradients"`. `"all"`: all clients with examples, in the
-        cohort or not, with finite updates or not (line 14 of Algorithm 2). `"participants"`: the round's clients with
-        an update in a sum, of all clusters. With `weights="size"` it is the number of their examples. In a population
-        (`jfcl.simulate`) a round has the clients of the cohort alone, and `"all"` are those that answered.
+        (option I): it moves by the sum of its clients' gradients divided by the number `m` of machines: all clients
+        with examples, in the cohort or not, with finite updates or not (line 14 of Algorithm 2); with `weights="size"`
+        the number of their examples. In a population (`jfcl.simulate`) these are the clients that answered.
       stable_rounds: the shortcut of section 4.3: while every client has kept its cluster in its last `stable_rounds`
         rounds, clients get their own model only and do not compare the others. In a population, this is decided in
         each round for its cohort. Default: never.
@@ -149,10 +145,9 @@ def ifca(
 
         return choice
 
-    divide_by = divide_by if average == "gradients" else "cluster"
     serve = LowestLoss(task, num_clusters, client_axis)
-    choices = {"at_most_clients": True, "start": serve.choose, "choose": choose, "divide_by": divide_by}
-    rules = Averaging(task, training, num_clusters, **choices, **options)
+    choices = {"start": serve.choose, "choose": choose, "divide_by_all": average == "gradients"}
+    rules = Averaging(task, training, num_clusters, at_most_clients=True, **choices, **options)
     algorithm = averaging(rules)._replace(serve=serve)
     if stable_rounds is not None:
         algorithm = algorithm._replace(check=partial(refuse_drift, stable_rounds))
