@@ -17,7 +17,7 @@ from sklearn.neighbors import NearestNeighbors
 import jfcl
 from jfcl import attacks
 from jfcl.core import Adversary, Algorithm, Clients, Task
-from jfcl.methods.knn_per import Mixture, neighbours
+from jfcl.methods.knn_per import MIXINGS, Mixture, neighbours
 from jfcl.methods.once import with_first_costs
 from jfcl.methods.round import round_metrics
 
@@ -199,7 +199,7 @@ def test_neighbours_of_examples_far_from_each_other_are_the_nearest(far):
     near = np.argsort(squares, axis=1)[:, :3]
     weight = np.exp(-np.take_along_axis(squares, near, axis=1))
     truth = (weight * label[near]).sum(axis=1) / weight.sum(axis=1)
-    method = Mixture(LABELS, LABELS.apply, 3, 0.5, jnp.zeros(1), 0.2, None)
+    method = Mixture(LABELS, LABELS.apply, 3, 0.5, 0.2, None)
     of = jax.jit(partial(neighbours, method, num_classes=2))
     found = of(memory, label, np.int32(100), x)
     np.testing.assert_allclose(found[:, 1], truth, atol=1e-4)
@@ -208,8 +208,7 @@ def test_neighbours_of_examples_far_from_each_other_are_the_nearest(far):
 @pytest.mark.slow
 def test_knn_per_chooses_the_weight_on_examples_kept_aside():
     clients, task = classification(2)
-    mixings = (0.0, 0.4, 1.0)
-    algorithm = jfcl.knn_per(task, TWO, num_neighbours=3, mixings=mixings, validation=0.3)
+    algorithm = jfcl.knn_per(task, TWO, num_neighbours=3, validation=0.3)
     state, metrics = jfcl.rollout(algorithm, clients, key=jax.random.key(0), num_rounds=5)
     first = clients.size - np.floor(np.float32(0.3) * clients.size).astype(int)
     part = clients._replace(size=first.astype(np.int32))
@@ -220,9 +219,9 @@ def test_knn_per_chooses_the_weight_on_examples_kept_aside():
         aside = slice(first[i], int(clients.size[i]))
         x, y = clients.examples["x"][i, aside], clients.examples["y"][i, aside]
         right = [
-            (mixture64(w, clients, i, first[i], x, mixing, 3, 2.0).argmax(axis=1) == y).sum() for mixing in mixings
+            (mixture64(w, clients, i, first[i], x, mixing, 3, 2.0).argmax(axis=1) == y).sum() for mixing in MIXINGS
         ]
-        assert state.params.mixing[i] == np.float32(mixings[int(np.argmax(right))])
+        assert state.params.mixing[i] == np.float32(MIXINGS[int(np.argmax(right))])
     assert metrics["mixing"].shape == (5, 5) and len(set(np.asarray(state.params.mixing).tolist())) > 1
 
 
@@ -256,7 +255,7 @@ def test_knn_per_looks_at_what_enters_the_last_layer():
 @pytest.mark.parametrize("mixing", [None, 0.5])
 def test_knn_per_of_a_client_without_examples_is_the_global_model(mixing):
     clients, task = classification()
-    algorithm = jfcl.knn_per(task, TWO, num_neighbours=3, mixing=mixing, mixings=[0.7])
+    algorithm = jfcl.knn_per(task, TWO, num_neighbours=3, mixing=mixing)
     empty = clients._replace(size=np.where(np.arange(5) == 2, 0, clients.size))
     state = jax.device_get(jax.jit(algorithm.init)(jax.random.key(0), empty))
     x = clients.examples["x"][2]
@@ -550,12 +549,6 @@ LABELLED, LABELS = classification()
         (lambda: jfcl.ditto(LINEAR, TWO, lam=-0.1), "lam must be 0 or more, got -0.1"),
         (lambda: jfcl.ditto(LINEAR, TWO, lam=np.inf), "lam must be finite"),
         (lambda: jfcl.knn_per(LABELS, TWO, mixing=1.5), r"mixing must be in \[0, 1\], got 1.5"),
-        (
-            lambda: jfcl.knn_per(LABELS, TWO, mixings=(0.0, 2.0)),
-            r"mixings must be at least one number, all in \[0, 1\]",
-        ),
-        (lambda: jfcl.knn_per(LABELS, TWO, mixings=()), "mixings must be at least one number"),
-        (lambda: jfcl.knn_per(LABELS, TWO, mixings="auto"), "mixings must be at least one number"),
         (lambda: jfcl.knn_per(LABELS, TWO, num_neighbours=0), "num_neighbours must be an integer, at least 1"),
         (lambda: jfcl.knn_per(LABELS, TWO, scale=0.0), "scale must be positive"),
         (lambda: jfcl.knn_per(LABELS, TWO, validation=1.0), r"validation must be in \(0, 1\)"),

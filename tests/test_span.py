@@ -394,7 +394,6 @@ def test_it_is_tried_once_per_optimizer(monkeypatch):
     ("module", "shape"),
     [
         (jfcl.models.Linear(3), (4, 2)),
-        (jfcl.models.Linear(3, use_bias=False), (5,)),
         (jfcl.models.MLP(3), (4, 2)),
         (jfcl.models.MLP(3, hidden=(6, 5)), (7,)),
         (jfcl.models.MLP(3, hidden=()), (7,)),

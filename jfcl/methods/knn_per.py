@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Annotated, Any, NamedTuple, Unpack
 
@@ -52,7 +52,6 @@ def knn_per(
     *,
     num_neighbours: Count = 10,
     mixing: Annotated[Real | None, Interval("[0, 1]")] = None,
-    mixings: Sequence[float] = MIXINGS,
     validation: Annotated[float, Interval("(0, 1)")] = 0.2,
     scale: Annotated[Real | None, Interval("(0, inf)")] = None,
     represent: Callable[[PyTree, jax.Array], jax.Array] | None = None,
@@ -67,9 +66,8 @@ def knn_per(
       task: a classification.
       training: as in `jfcl.fedavg`.
       num_neighbours: `k`, at most the number of training examples of any client.
-      mixing: `λ` in [0, 1] for all clients; default: each client's own, the best of `mixings` (the first of equals) on
+      mixing: `λ` in [0, 1] for all clients; default: each client's own, the best of `MIXINGS` (the first of equals) on
         its validation examples.
-      mixings: the candidates for `λ`.
       validation: the share of a client's training examples, its last ones, that choose its `λ`. FedAvg does not train
         on them (of drifting data the newest); they are neighbours once `λ` is chosen. Unused with `mixing`.
       scale: of squared distances; default: the number of dimensions of the representation. (10 for the 10 outputs in
@@ -96,14 +94,9 @@ def knn_per(
       >>> bool(found["accuracy"].mean() > 0.75)  # one model for both clusters cannot reach this
       True
     """
-    if is_concrete(mixings):
-        candidates = np.asarray(mixings)
-        fits = candidates.ndim == 1 and candidates.size and candidates.dtype.kind in "iuf"
-        fits = fits and ((candidates >= 0) & (candidates <= 1)).all()
-        check(fits, "mixings", mixings, "at least one number, all in [0, 1]")
     check(task.correct is not None and not task.perplexity, "task", "one without labels", "a classification")
     represent = represent or task.represent or task.apply
-    method = Mixture(task, represent, num_neighbours, mixing, jnp.asarray(mixings, jnp.float32), validation, scale)
+    method = Mixture(task, represent, num_neighbours, mixing, validation, scale)
     common = fedavg(task, training, **options)
 
     def personal_models(common_state: AveragingState, clients: Clients) -> Neighbours:
@@ -147,13 +140,12 @@ def knn_per(
 
 
 class Mixture(NamedTuple):
-    """The arguments of `knn_per` that define predictions; `shares` `[S]` are the candidates for `λ`."""
+    """The arguments of `knn_per` that define predictions."""
 
     task: Task
     represent: Callable[[PyTree, jax.Array], jax.Array]
     num_neighbours: int
     mixing: Any
-    shares: jax.Array
     validation: float
     scale: Any
 
@@ -212,7 +204,8 @@ def remember(method: Mixture, model: PyTree, examples: Batch, size: jax.Array):
         guess = jnp.argmax(share * by_neighbours + (1 - share) * jax.nn.softmax(outputs), axis=1)
         return ((guess == label) & judged).sum()
 
-    best = method.shares[jnp.argmax(jax.vmap(num_right)(method.shares))]
+    candidates = jnp.array(MIXINGS, jnp.float32)
+    best = candidates[jnp.argmax(jax.vmap(num_right)(candidates))]
     return memory, label, jnp.where(size > 0, best, jnp.zeros_like(best))
 
 

@@ -22,11 +22,10 @@ class Linear(nn.Module):
 
     num_outputs: int
     squeeze: bool = False
-    use_bias: bool = True
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        x = nn.Dense(self.num_outputs, use_bias=self.use_bias)(x.reshape(len(x), -1))
+        x = nn.Dense(self.num_outputs)(x.reshape(len(x), -1))
         return x[:, 0] if self.squeeze else x
 
 

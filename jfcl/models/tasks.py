@@ -188,13 +188,12 @@ def _dense_start(module: nn.Module, whole: Callable) -> DenseStart | None:
         def take(layer, call, inputs):
             if layer.name != "Dense_0":
                 return call(inputs)
-            return products + layer.get_variable("params", "bias")[None] if layer.use_bias else products
+            return products + layer.get_variable("params", "bias")[None]
 
         with at_layers(nn.Dense, take):
             return module.apply({"params": params}, x)
 
-    bias = "Dense_0/bias" if getattr(module, "use_bias", True) else None
-    return DenseStart("Dense_0/kernel", lambda x: x.reshape(len(x), -1), apply, whole, bias)
+    return DenseStart("Dense_0/kernel", lambda x: x.reshape(len(x), -1), apply, whole, "Dense_0/bias")
 
 
 def remembered(make: Callable[..., Task], module: Any, *options: Any) -> Task:
