@@ -221,5 +221,5 @@ def test_a_run_with_augmentation():
     assert make_training(own, 20).augment is tutorial
     with pytest.raises(ValueError, match="unknown augment 'crop': did you mean 'crop_flip'"):
         run(Config("ifca", augment="crop"))
-    with pytest.raises(ValueError, match="model 'lstm' reads texts, but data set 'digits' holds images"):
+    with pytest.raises(ValueError, match="model 'lstm' reads texts, but data set 'digits' holds none"):
         run(Config("ifca", model="lstm", augment="flip"))

@@ -273,7 +273,7 @@ def test_a_run_on_texts_reports_perplexity(sentences, tmp_path):
     ("options", "said"),
     [
         ({"model": "mlp"}, "model 'mlp' reads images, but data set 'sentences' holds texts; for those: lstm"),
-        ({"dataset": "digits"}, "model 'lstm' reads texts, but data set 'digits' holds images; for those: linear, mlp"),
+        ({"dataset": "digits"}, "model 'lstm' reads texts, but data set 'digits' holds none; for those: linear, mlp"),
         ({"heterogeneity": "label_swap"}, "heterogeneity must be none, class or topic for texts, as model 'lstm' does"),
         ({"heterogeneity": "rotation"}, "heterogeneity must be none, class or topic for texts"),
         ({"attack": "label_zero", "malicious": 0.25}, "attack must be one on updates for texts, got 'label_zero'"),

@@ -211,6 +211,10 @@ def no_batch(self, x):
     return nn.Dense(C)(x).sum(axis=0)
 
 
+def whole(self, x):
+    return jnp.round(nn.Dense(C)(x)).astype(jnp.int32)
+
+
 def unpacks(self, x):
     height, width = x.shape[1:]
     return nn.Dense(height * width)(x)
@@ -222,6 +226,7 @@ def unpacks(self, x):
         (linen(one_example), r"Net must map a batch of inputs \[B, 4\], here \(2, 4\).*shape \(8, 3\).*\(4, 3\)"),
         (linen(two_outputs), "outputs of Net must be one array, got 'tuple'"),
         (linen(no_batch), r"the outputs of Net must be logits of shape .2, 3. for a batch of 2, got \(3,\)"),
+        (linen(whole), "the outputs of Net must be real numbers, got 'int32'"),
         (partial(OfNnx, width=7), r"OfNnx must map a batch of inputs \[B, 4\], here \(2, 4\).*got \(4,\) and \(7,\)"),
         (nn.Dense, "must be an instance of a flax.linen module, such as Dense.*, got 'the class Dense'"),
         (nnx.Linear, r"rngs alone \(functools.partial .*; Linear\(rngs=...\) fails: .*missing 2 required"),

@@ -461,7 +461,7 @@ def test_options_that_are_declared_as_tracers_are(method, names, monkeypatch):
         (["--grid", "lr=0.1", "--patience", "3"], "patience must be left out of a sweep, which judges the last"),
         (["--grid", "lr=0.1", "--coordinator", "auto"], "unknown option --coordinator"),
         (["--grid", "lr=0.1", "--resume"], "out must be the folder of the sweep to resume"),
-        (["--grid", "model=linear,lstm"], "model 'lstm' reads texts, but data set 'digits' holds images"),
+        (["--grid", "model=linear,lstm"], "model 'lstm' reads texts, but data set 'digits' holds none"),
     ],
 )
 def test_bad_input_of_the_command(flags, words, capsys, monkeypatch):

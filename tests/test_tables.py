@@ -530,7 +530,8 @@ def test_a_store_of_a_table_is_not_opened_for_other_columns(tmp_path, monkeypatc
 
     def opened(**change):
         options = {"dataset": "shop.csv", "by": "user", "target": "label", "inputs": "age", "store": "people"}
-        options |= {"population": 4, "examples_per_client": 5, "cohort": 2, "model": "linear"} | change
+        options |= {"population": 4, "examples_per_client": 5, "cohort": 2, "model": "linear", "partition": "iid"}
+        options |= change
         config = Config("fedavg", **{name: value for name, value in options.items() if value is not None})
         with open_population(config, None, None, False) as (config, *_):
             return config
@@ -539,3 +540,7 @@ def test_a_store_of_a_table_is_not_opened_for_other_columns(tmp_path, monkeypatc
     for change in ({"inputs": None}, {"inputs": "tall", "population": None}, {"target": "tall", "kind": "regression"}):
         with pytest.raises(ValueError, match=r"store people is of another population \(.*(inputs|target): it has"):
             opened(**change)
+    with pytest.raises(ValueError, match="partition must be given with --by and --population, whose clients are not"):
+        opened(partition=None)
+    with pytest.raises(ValueError, match="dataset must be a classification, or one of texts, with --population"):
+        opened(target="tall", inputs="age", kind="regression", store="others")

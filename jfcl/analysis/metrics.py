@@ -156,12 +156,12 @@ def _computed(name: str, function: Metric, outputs: jax.Array, examples: Batch, 
     """Returns a metric of one client; `ValueError` for a function that asks for numbers while it is compiled."""
     try:
         value = function(outputs, examples, real)
-        check(value is not None, f"metrics[{name!r}]", value, "a function that returns one number")
-        value = jnp.asarray(value)
+        fits = hasattr(value, "dtype") or isinstance(value, (int, float))
+        check(fits, f"metrics[{name!r}]", value, "a function that returns one number")
     except (jax.errors.JAXTypeError, jax.errors.JAXIndexError) as error:
         what = "that JAX compiles, which returns an array: no float(), no NumPy, no if, no mask as an index"
         raise ValueError(f"metrics[{name!r}] must be a function {what} ({first_line(error)})") from None
-    return value.astype(jnp.result_type(value.dtype, jnp.float32))
+    return (value := jnp.asarray(value)).astype(jnp.result_type(value.dtype, jnp.float32))
 
 
 def summarize(evaluation: dict[str, np.ndarray], size: np.ndarray) -> dict[str, float]:

@@ -207,6 +207,8 @@ def _rules(config: Config) -> Iterator[tuple[Any, str, str]]:
             yield values[name] == options[name].default, name, "left out with --population"
         if config.population is not None:  # else the store knows its number of clients
             yield config.cohort <= config.clients, "cohort", f"at most the {config.clients} clients"
+            fits = config.by is None or "partition" in given
+            yield fits, "partition", "given with --by and --population, whose clients are not those of the table"
         yield config.seeds == 1, "seeds", "1 with --population: run it once for each --seed"
         yield config.mapping != "auto", "mapping", "another with --population: the probe is of all clients"
     # The data.

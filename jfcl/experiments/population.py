@@ -188,6 +188,8 @@ def _as_dealt(store: ClientStore) -> dict[str, Any]:
 
 def _rehearse(config: Config, dataset: data.Dataset) -> None:
     """Raises `ValueError` for options that the method refuses, before the data are dealt, which takes long."""
+    fits = dataset.num_classes is not None or dataset.vocab_size is not None
+    check(fits, "dataset", config.dataset, "a classification, or one of texts, with --population")
     most, largest_id = config.examples_per_client, config.clients - 1
     dataset = pools.with_channels(dataset, heterogeneity.shifts_of(config.heterogeneity) if config.strength else ())
 

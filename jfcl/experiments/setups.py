@@ -181,7 +181,7 @@ def check_model_reads(config: Config, texts: bool) -> None:
     """Raises `ValueError` for a model of images on `texts`, and the other way round; a user's model may read both."""
     check(config.augment is None or not texts, "augment", config.augment, "left out for texts")
     if not lookup.is_import_path(config.model) and texts != (config.model in models.LANGUAGE_MODELS):
-        holds, reads = ("texts", "images") if texts else ("images", "texts")
+        holds, reads = ("texts", "images") if texts else ("none", "texts")
         fitting = ", ".join(name for name in models.MODELS if (name in models.LANGUAGE_MODELS) == texts)
         raise ValueError(
             f"model {config.model!r} reads {reads}, but data set {config.dataset!r} holds {holds}; for those: {fitting}"

@@ -170,6 +170,7 @@ def network(
         params = jax.eval_shape(net.init, jax.random.key(0))
         program, outputs = jax.make_jaxpr(net.apply, return_shape=True)(params, x)
     check(hasattr(outputs, "shape"), f"the outputs of {net.name}", type(outputs).__name__, "one array")
+    check(jnp.issubdtype(outputs.dtype, jnp.floating), f"the outputs of {net.name}", outputs.dtype.name, "real numbers")
     if logits is not None:
         accepted = f"logits of shape {(2, *logits)} for a batch of 2"
         check(outputs.shape == (2, *logits), f"the outputs of {net.name}", outputs.shape, accepted)
