@@ -139,6 +139,12 @@ def test_rank_intervals_are_those_of_a_loop_that_draws_seeds_and_clients():
     np.testing.assert_array_equal([low, high], ranking.rank_intervals(settings, draws=4000))
 
 
+def test_a_mean_rank_is_in_its_interval_where_few_draws_differ():
+    one_setting = np.repeat([[[0.9] * 6], [[0.5] * 6], [[0.1] * 5 + [0.85]]], 2, axis=1)
+    low, high = ranking.rank_intervals([one_setting])
+    assert low[1] <= 2 <= high[1] < 2.1
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("settings_alike", [0.0, 0.5, 0.9])
 @pytest.mark.parametrize("seeds", [2, 3, 5])

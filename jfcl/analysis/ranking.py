@@ -87,6 +87,7 @@ def rank_intervals(settings: Sequence[np.ndarray], *, draws: int = 1000, seed: i
     least = min(values.shape[1] for values in settings)
     wider = math.sqrt(least / (least - 1)) if least > 1 else 1.0
     ends = np.quantile(drawn, [LEVEL / 2, 1 - LEVEL / 2], axis=0) - drawn.mean(axis=0)
+    ends = np.stack([np.minimum(ends[0], 0), np.maximum(ends[1], 0)])  # rare draws move the mean out of both quantiles
     low, high = np.clip(mean_ranks + wider * ends, 1, len(mean_ranks))
     return low, high
 
