@@ -50,6 +50,9 @@ def test_patterns_are_those_of_the_papers():
     swap = drift_pattern("swap", 4000, num_steps=6, seed=3)
     assert (swap[0] == np.arange(4000) % 4).all() and (np.sort(swap, axis=1) == np.sort(swap[0])).all()
     assert 0.75 * 0.04 < np.mean(np.diff(swap, axis=0) != 0) < 0.75 * 0.06
+    hostile, moves = jfcl.attacks.choose_malicious(4000, 0.3, seed=3), np.zeros((4, 4), int)
+    np.add.at(moves, (swap[0, hostile], swap[1, hostile]), 1)
+    assert (moves != moves.T).any()  # hostile clients are not paired with one another
     r = drift_pattern("R", 500, seed=1)
     assert not r[:2].any() and (r[2::2] == r[3::2]).all() and len(np.unique(r[2])) == 4 and (r[4] != r[6]).any()
 

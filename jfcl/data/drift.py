@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from typing import Any, NamedTuple
 
 import jax
@@ -85,7 +86,8 @@ def drift_pattern(
     check_count("num_steps", num_steps, least=2)
     check_count("seed", seed, least=0, most=2**63 - 1)
     check(num_clusters > 1, "num_clusters", num_clusters, "at least 2 with drift")
-    step, rng = np.arange(num_steps)[:, None], np.random.default_rng(seed)
+    # Not the numbers by which hostile clients are drawn from the same seed: these would be paired with one another.
+    step, rng = np.arange(num_steps)[:, None], np.random.default_rng([seed, zlib.crc32(b"drift")])
     if name == "R":
         drawn = rng.integers(0, num_clusters, (num_steps, num_clients))[step[:, 0] // EVERY]
         return np.where(step < EVERY, 0, drawn).astype(np.int32)
