@@ -99,6 +99,15 @@ def test_records_hold_a_number_for_each_of_as_many_models_as_the_cohort_has_clie
     assert len(mass) == 4 and np.isclose(sum(mass), 1)
 
 
+def test_means_of_a_methods_own_metrics_are_over_the_clients_that_answer():
+    def step(key, state, clients):
+        state, metrics = METHODS["fedavg"].step(key, state, clients)
+        return state, metrics | {"own": jnp.where(clients.size > 0, 1.0, 5.0)}
+
+    row = population(METHODS["fedavg"]._replace(step=step), num_rounds=1, dropout=0.5, test_clients=None).records[0]
+    assert row["dropped"] > 0 and row["own"] == 1.0
+
+
 def test_the_state_says_whom_a_method_serves_whose_clients_do_not_choose_by_loss():
     """The two models of the oracle start alike, so that by loss all clients would be served the first at first."""
     algorithm = jfcl.oracle(

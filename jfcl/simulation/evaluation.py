@@ -316,7 +316,8 @@ def found_clusters(served: Served, shape: tuple[int, ...]) -> np.ndarray:
     return served.to if served.to.ndim == len(shape) else served.to.argmax(-1).astype(np.int32)
 
 
-def finite_mean(values: jax.Array) -> jax.Array:
-    """Returns the mean of the finite entries of `values`; NaN if there are none."""
+def finite_mean(values: jax.Array, rows: Any = True) -> jax.Array:
+    """Returns the mean of the finite entries of `values` `[N, ...]`, of `rows` `[N]` bool; NaN if there are none."""
     values = values.astype(jnp.float32)
-    return jnp.nanmean(jnp.where(jnp.isfinite(values), values, jnp.nan))
+    counts = jnp.isfinite(values) & jnp.expand_dims(rows, tuple(range(jnp.ndim(rows), values.ndim)))
+    return jnp.nanmean(jnp.where(counts, values, jnp.nan))

@@ -77,8 +77,8 @@ def _round(key, t, common, rows, clients, remembered, *, algorithm, layout):
     """Returns `(common, rows, values, finite)` after round `t`; per-client metrics as means over participants."""
     clients = _with(clients, remembered)
     state, values = algorithm.step(jax.random.fold_in(key, t), layout.together(common, rows), clients)
-    of_clients = {*layout.metrics} - {*algorithm.entries.largest}
-    values = {name: evaluation.finite_mean(v) if name in of_clients else v for name, v in values.items()}
+    of_clients, took_part = {*layout.metrics} - {*algorithm.entries.largest}, clients.size > 0
+    values = {name: evaluation.finite_mean(v, took_part) if name in of_clients else v for name, v in values.items()}
     return *strong(layout.apart(state)), values, is_finite(algorithm.serve(state, None).models)
 
 
