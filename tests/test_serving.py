@@ -119,7 +119,10 @@ def test_newcomers_choose(folders):
             for k in np.unique(found.cluster)
         ]
         nearest = np.argmin([np.square(m - examples["x"].mean(0)).sum() for m in means])
-        assert found.choose({"x": examples["x"]}, by="inputs") == np.unique(found.cluster)[nearest]
+        chosen = found.choose({"x": examples["x"]}, by="inputs")
+        assert chosen == np.unique(found.cluster)[nearest]
+        attacked = found._replace(setup=found.setup._replace(malicious=found.cluster == chosen))
+        assert attacked.choose({"x": examples["x"]}, by="inputs") == 1 - chosen
 
 
 @pytest.mark.slow

@@ -148,10 +148,11 @@ class LoadedRun(NamedTuple):
             return int(among[int(evaluate(task, models, client, None)["cluster"][0])])
         if (drift := self.setup.federation.drift) is not None:  # before the last step clients were in other clusters
             train = drift._replace(window=1).clients(train, drift.num_steps - 1)
-        # The squared distance between mean inputs, of each cluster that has examples.
-        new, distances = x.astype(np.float64).mean(axis=0), {}
+        # The squared distance between mean inputs, of each cluster with examples that no attack has changed.
+        hostile, new, distances = self.setup.malicious, x.astype(np.float64).mean(axis=0), {}
+        counts = (np.asarray(train.size) > 0) & ~(np.zeros(len(cluster), bool) if hostile is None else hostile)
         for k in np.unique(cluster).tolist():
-            rows = np.flatnonzero((cluster == k) & (np.asarray(train.size) > 0))
+            rows = np.flatnonzero((cluster == k) & counts)
             if len(rows):
                 inputs = [np.asarray(train.examples["x"][i, : train.size[i]], np.float64) for i in rows]
                 distances[k] = float(np.square(np.concatenate(inputs).mean(axis=0) - new).sum())
