@@ -34,13 +34,7 @@ from jfcl.kernels.base import sum_dtype
 from jfcl.kernels.blocks import distances_from
 from jfcl.kernels.distances import squared_row_distances
 from jfcl.robust.aggregate import per_row, where_rows
-from jfcl.robust.data_attacks import DATA_ATTACKS as DATA_ATTACKS
-from jfcl.robust.data_attacks import DataAttack as DataAttack
-from jfcl.robust.data_attacks import backdoor as backdoor
-from jfcl.robust.data_attacks import label_reverse as label_reverse
-from jfcl.robust.data_attacks import label_zero as label_zero
-from jfcl.robust.data_attacks import noisy_inputs as noisy_inputs
-from jfcl.robust.data_attacks import poison as poison
+from jfcl.robust.data_attacks import DATA_ATTACKS, DataAttack, backdoor, label_reverse, label_zero, noisy_inputs, poison
 
 UpdateAttack = Callable[..., PyTree]
 

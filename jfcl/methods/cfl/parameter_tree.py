@@ -25,9 +25,7 @@ from jfcl.mapping.jitted import jitted
 from jfcl.methods.cfl.rounds import hide
 from jfcl.methods.cfl.splits import LATER_THAN_ALL, Sides, sketch
 from jfcl.methods.cfl.state import CFLState
-from jfcl.methods.cfl.tree_file import check_model, check_state
-from jfcl.methods.cfl.tree_file import load_tree as load_tree
-from jfcl.methods.cfl.tree_file import save_tree as save_tree
+from jfcl.methods.cfl.tree_file import check_model, check_state, load_tree, save_tree
 from jfcl.methods.round import initial_optimizers
 from jfcl.robust.aggregate import where_rows
 from jfcl.training import local
