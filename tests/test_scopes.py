@@ -14,7 +14,7 @@ from padded_clients import padded
 from small_network import EPS, KEPT, NORMAL, PLAIN, C, D, H, M, N
 
 import jfcl
-from jfcl.core import divided, joined, part_like, trained_part
+from jfcl.core.parameters import divided, joined, part_like, trained_part
 
 LR, STEPS = 0.2, 3
 
