@@ -339,7 +339,10 @@ def mean_updates(
         mean = divide_rows(sums, of_cluster, params)
         if rules.shared is None:
             return mean, changed
-        return phases.share(path_flags(rules.shared, params), mean, changed, sums, total, params)
+        flags = path_flags(rules.shared, params)
+        totals = jax.tree.map(lambda s: jnp.broadcast_to(s.sum(axis=0, keepdims=True), s.shape), sums)
+        mean = jax.tree.map(lambda f, m, t: t if f else m, flags, mean, divide_rows(totals, total, params))
+        return mean, jax.tree.map(lambda f, c: jnp.broadcast_to(c.any(), c.shape) if f else c, flags, changed)
 
     total = phases.weights_of(rules.weights, clients) if rules.divide_by_all else weight
     of_all = jnp.broadcast_to(total.sum(), weight.shape)

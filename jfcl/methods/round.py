@@ -21,7 +21,7 @@ from jfcl.core.clients import Cohort, client_ids, client_keys, random_order, ser
 from jfcl.core.parameters import check_part, divided, joined, parameter_names, part_like, trained_part, with_fixed
 from jfcl.core.types import Clients, PyTree, Task
 from jfcl.kernels.base import if_rare
-from jfcl.robust.aggregate import add_sent, divide_rows, nothing_sent, where_rows
+from jfcl.robust.aggregate import add_sent, nothing_sent, where_rows
 from jfcl.training import local, noise
 from jfcl.training.optimizer import optimizer_step
 
@@ -246,27 +246,6 @@ def weights_of(weights: str | jax.Array, clients: Clients) -> jax.Array:
     if isinstance(weights, str):
         return (size if weights == "size" else jnp.minimum(size, 1)).astype(jnp.float32)
     return jnp.where(size > 0, jnp.asarray(weights).astype(jnp.float32)[client_ids(clients)], 0.0)
-
-
-def share(
-    flags: PyTree, mean: PyTree, changed: PyTree, sums: PyTree, divisor: jax.Array, like: PyTree
-) -> tuple[PyTree, PyTree]:
-    """Replaces the mean of shared parameters by the mean over all clusters (weight sharing).
-
-    Args:
-      flags: from `path_flags`.
-      mean: pytree of `[K, ...]`, the mean update of each cluster.
-      changed: pytree of `[K]` bool, which models an update changes.
-      sums: pytree of `[K, ...]`, the sums of updates.
-      divisor: `[K]`, the weight of all clients.
-      like: the models.
-
-    Returns:
-      `(mean, changed)`; a shared parameter changes in all models if it changes in one.
-    """
-    totals = jax.tree.map(lambda s: jnp.broadcast_to(s.sum(axis=0, keepdims=True), s.shape), sums)
-    mean = jax.tree.map(lambda f, m, total: total if f else m, flags, mean, divide_rows(totals, divisor, like))
-    return mean, jax.tree.map(lambda f, c: jnp.broadcast_to(c.any(), c.shape) if f else c, flags, changed)
 
 
 # Phase 4: the server's models.

@@ -13,7 +13,7 @@ import numpy as np
 from jfcl import mapping
 from jfcl.core.checks import check
 from jfcl.core.clients import attack_key, client_ids, num_clients
-from jfcl.core.parameters import divided, is_finite, joined, path_flags, path_name
+from jfcl.core.parameters import divided, is_finite, joined, path_name
 from jfcl.core.types import Adversary, Clients, PyTree
 
 
@@ -96,20 +96,6 @@ def cluster_mean(
     return divide_rows(*add_updates(client_axis, tree, cluster, weights.astype(jnp.float32), like), like)
 
 
-def shared_means(
-    shared: Callable[[str], bool] | None, means: PyTree, tree: PyTree, weights: jax.Array, client_axis: mapping.Mapping
-) -> PyTree:
-    """Returns `means` `[K, ...]`, the `cluster_mean` of `tree`, with the mean over all rows for shared parameters.
-
-    `shared` takes a parameter's path; None: no parameter is shared.
-    """
-    if shared is None:
-        return means
-    of_all = cluster_mean(tree, jnp.zeros(len(weights), jnp.int32), weights, 1, client_axis)
-    flags = path_flags(shared, means)
-    return jax.tree.map(lambda f, mean, joint: jnp.broadcast_to(joint, mean.shape) if f else mean, flags, means, of_all)
-
-
 def filled_means(
     shared: Callable[[str], bool] | None,
     tree: PyTree,
@@ -121,7 +107,7 @@ def filled_means(
 ) -> PyTree:
     """Returns `cluster_mean`, with the mean over all rows for clusters without weight and for shared parameters.
 
-    `default` `[1, ...]` is that mean where no row has weight; `shared` as in `shared_means`.
+    `default` `[1, ...]` is that mean where no row has weight; `shared` takes a parameter's path, or is None.
     """
     means = cluster_mean(tree, cluster, weights, num_clusters, client_axis)
     of_all = cluster_mean(tree, jnp.zeros_like(cluster), weights, 1, client_axis)

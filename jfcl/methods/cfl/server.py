@@ -14,14 +14,14 @@ import jax
 import jax.numpy as jnp
 
 from jfcl import kernels, mapping
-from jfcl.core import PyTree, divided, joined, trained_part
+from jfcl.core import PyTree, divided, joined, path_flags, trained_part
 from jfcl.kernels.base import DENSE_UP_TO, if_rare, rows_of
 from jfcl.kernels.bipartition import Bipartition, bipartitions_of_clusters
 from jfcl.kernels.blocks import finite_rows, squared_norms
 from jfcl.mapping.columns import over_columns
 from jfcl.methods.averaging import Averaging
 from jfcl.methods.cfl.state import CFLState, enough_known
-from jfcl.robust.aggregate import cluster_mean, robust_cluster_mean, shared_means
+from jfcl.robust.aggregate import cluster_mean, robust_cluster_mean
 
 
 class Rules(NamedTuple):
@@ -203,7 +203,11 @@ def serve(rules: Rules, state: CFLState, sent: Sent):
         "capacity_reached": full,
     }
     mean_updates = means(sent.updates, state.cluster, weight)
-    mean_updates = shared_means(common.shared, mean_updates, sent.updates, weight, client_axis)
+    if common.shared is not None:  # their means are those of all clusters
+        of_all = cluster_mean(sent.updates, jnp.zeros(len(weight), jnp.int32), weight, 1, client_axis)
+        flags = path_flags(common.shared, mean_updates)
+        pick = lambda f, m, joint: jnp.broadcast_to(joint, m.shape) if f else m  # noqa: E731
+        mean_updates = jax.tree.map(pick, flags, mean_updates, of_all)
     return state._replace(round=state.round + 1), into, mean_updates, metrics
 
 
