@@ -135,11 +135,9 @@ def check_apart(name: str, columns: Any) -> None:
         before, after = len(np.unique(column)), len(np.unique(column.astype(np.float32)))
         if after < before:
             where = f"{name} (column {j})" if columns.shape[1] > 1 else name
-            raise ValueError(
-                f"{where} must be of numbers that float32 tells apart, got {before} different ones that become {after},"
-                f" around {largest[j]:.6g}; leave it out where they are identifiers; make times and other large numbers"
-                " small, such as the days since the first one"
-            )
+            what = f"{before} different ones that become {after}, around {largest[j]:.6g}"
+            remedy = "leave out identifiers; make times and large numbers small, such as the days since the first one"
+            raise ValueError(f"{where} must be of numbers that float32 tells apart, got {what}; {remedy}")
 
 
 def check_held(name: str, array: np.ndarray, real: np.ndarray | None = None, *, per_client: int | None = None) -> None:
@@ -195,9 +193,6 @@ def in_plane(shape: tuple[int, ...], plane: tuple[int, int], name: str) -> bool:
         return True
     pairs = itertools.pairwise(shape[1:])
     if any(min(pair) > 1 and pair[0] * plane[1] == pair[1] * plane[0] for pair in pairs):
-        raise ValueError(
-            f"{name} has shape {list(shape[1:])} an example, beside images of {plane[0]} x {plane[1]}: whether it is a"
-            f" map that must move with the image is not known. Give maps as [n, {plane[0]}, {plane[1]}, ...], and"
-            " flatten what is none"
-        )
+        what = f"{name} has shape {list(shape[1:])} an example: whether it is a map that must move is not known"
+        raise ValueError(f"{what}. Give maps as [n, {plane[0]}, {plane[1]}, ...], and flatten what is none")
     return False

@@ -131,10 +131,8 @@ def check_clients(clients: Clients, *, name: str = "clients", allow_empty: bool 
     check(size.max() > 0, f"{name}.size", 0, "positive for at least one client")
     if not allow_empty and size.min() == 0:
         rows = np.flatnonzero(size == 0)
-        raise ValueError(
-            f"{name}: {len(rows)} client(s) without examples (rows {rows[:5].tolist()}{'...' * (len(rows) > 5)});"
-            " drop them, or give them data"
-        )
+        some = f"rows {rows[:5].tolist()}{'...' * (len(rows) > 5)}"
+        raise ValueError(f"{name}: {len(rows)} client(s) without examples ({some}); drop them, or give them data")
     real = (np.arange(m)[None, :] < size[:, None]).reshape(-1)
     for where, leaf in named_leaves(clients.examples).items():
         here = f"{name}.examples{where}"

@@ -45,11 +45,8 @@ def aligned_zeros(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
     count = math.prod(shape) * np.dtype(dtype).itemsize
     if count > 2**27:  # smaller arrays are not checked
         free = free_host_memory()
-        accepted = (
-            f"at most the {free / 1e9:.1f} GB that are free; use fewer clients or examples, divide or cut the largest"
-            " client, to which all are padded (examples_per_client of jfcl.data.build), or keep them in a store, of"
-            " which jfcl.simulate holds one cohort (jfcl.data.ClientStore)"
-        )
+        remedy = "use fewer clients or examples, cut the largest client, as all are padded to it, or use a store"
+        accepted = f"at most the {free / 1e9:.1f} GB that are free; {remedy} (jfcl.data.ClientStore)"
         check(count < free, "memory", f"{count / 1e9:.1f} GB for clients' examples {shape}", accepted)
     memory = np.zeros(count + 64, np.uint8)
     start = -memory.ctypes.data % 64
@@ -116,10 +113,8 @@ def stack_clients(clients: Iterable[PyTree], *, pad_to: int | None = None) -> Cl
         if any(hasattr(leaf, "columns") for leaf in jax.tree.leaves(client)):
             raise ValueError(f"client {i}: its arrays must be arrays, not frames; jfcl.data.from_arrays takes those")
         if any(np.ndim(leaf) == 0 for leaf in jax.tree.leaves(client)):
-            raise ValueError(
-                f"client {i}: give an array of all its examples for each name, as in {{'x': inputs, 'y': targets}}; got"
-                f" {shown(client)} with single numbers; jfcl.data.from_arrays converts lists of numbers"
-            )
+            what = f"give an array of all its examples for each name, got {shown(client)} with single numbers"
+            raise ValueError(f"client {i}: {what}; jfcl.data.from_arrays converts lists of numbers")
         lengths = {len(leaf) for leaf in jax.tree.leaves(client)}
         if len(lengths) != 1:
             raise ValueError(f"client {i}: its arrays must have one length, got {sorted(lengths)}")

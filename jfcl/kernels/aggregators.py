@@ -152,10 +152,8 @@ def _parts(named: Parts) -> list[Callable[..., Any]]:
         parts.append(part if callable(part) else functions[part])
     in_order = bool(parts) and parts[-1] not in PRE_AGGREGATORS.values()
     in_order = in_order and not any(part in AGGREGATORS.values() for part in parts[:-1])
-    accepted = (
-        f"any of the pre-aggregators ({', '.join([*PRE_AGGREGATORS, *SHORT_NAMES])}) and at the end one aggregator"
-        f" ({', '.join(AGGREGATORS)}), joined by +"
-    )
+    before, last = map(", ".join, ([*PRE_AGGREGATORS, *SHORT_NAMES], AGGREGATORS))
+    accepted = f"any of the pre-aggregators ({before}) and at the end one aggregator ({last}), joined by +"
     check(in_order, "aggregator", _shown(named), accepted)
     return parts
 

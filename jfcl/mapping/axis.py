@@ -135,10 +135,8 @@ def use_all_cores() -> Mapping:
     """
     divide_cpu(num_cores())
     if idle_cores():
-        raise RuntimeError(
-            f"jax has started with one device for {num_cores()} cores; call jfcl.use_all_cores() before anything that"
-            " uses jax, in a new process"
-        )
+        why = f"jax has started with one device for {num_cores()} cores"
+        raise RuntimeError(f"{why}; call jfcl.use_all_cores() in a new process, before anything that uses jax")
     return auto() if platform() != "cpu" or num_cores() == 1 else sharded(client_mesh())
 
 

@@ -74,10 +74,8 @@ def connect(
     try:
         socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
     except (OSError, UnicodeError) as error:
-        raise ValueError(
-            f"coordinator: the host {host!r} is not known on this machine ({error}); give the name or the address of"
-            " the machine of process 0"
-        ) from None
+        why = f"the host {host!r} is not known on this machine ({error})"
+        raise ValueError(f"coordinator: {why}; give the name or the address of the machine of process 0") from None
     options = {"local_device_ids": _local_gpus(), "cluster_detection_method": "deactivate"}
     if process_id == 0:
         options["coordinator_bind_address"] = _bind_address(host, int(port))
@@ -102,11 +100,9 @@ def _initialize(coordinator: str, count: int, process_id: int, timeout: float, o
     try:
         connected.result(timeout)
     except TimeoutError:
-        raise ValueError(
-            f"coordinator: process {process_id} waited {timeout:g} seconds at {coordinator} in vain: not all of the"
-            f" {count} processes connected. Each must be running, with the same coordinator and num_processes and its"
-            " own process_id, and be allowed to reach that port"
-        ) from None
+        what = f"process {process_id} waited {timeout:g} seconds at {coordinator} in vain: not all of the {count}"
+        remedy = "start each with the same coordinator and num_processes, its own process_id, and access to that port"
+        raise ValueError(f"coordinator: {what} processes connected; {remedy}") from None
     except Exception as error:
         raise ValueError(f"coordinator: {first_line(error)}") from None
 
@@ -152,10 +148,8 @@ def _local_gpus() -> list[int] | None:
     if seen in (0, of_task) or seen < (of_machine or tasks):
         return None
     if seen % tasks:
-        raise ValueError(
-            f"the {tasks} tasks of this machine see the same {seen} GPUs and cannot share them equally: start one task"
-            " for each machine (--ntasks-per-node 1), which uses all of its GPUs, or one for each GPU"
-        )
+        why = f"the {tasks} tasks of this machine cannot share its {seen} GPUs equally"
+        raise ValueError(f"{why}: start one (--ntasks-per-node 1), which uses all, or one for each GPU")
     return list(range(index * seen // tasks, (index + 1) * seen // tasks))
 
 
@@ -176,10 +170,8 @@ def _bind_address(host: str, port: int) -> str | None:
         except OSError as error:
             if error.errno == errno.EADDRNOTAVAIL:
                 continue  # perhaps that of a router in front of this machine
-            raise ValueError(
-                f"coordinator: port {port} cannot be used here ({error}); does another program, or another process 0,"
-                " use it?"
-            ) from None
+            why = f"port {port} cannot be used here ({error})"
+            raise ValueError(f"coordinator: {why}; does another program, or another process 0, use it?") from None
         return f"{host}:{port}" if place else None
 
 
@@ -191,10 +183,8 @@ def check_alike(values: dict[str, Any], name: str) -> None:
     which = np.flatnonzero(everybodys([bool(differing)])[:, 0]).tolist()
     if which:
         here = ", ".join(f"{key} is {first.get(key)!r} there and {mine.get(key)!r} here" for key in differing[:8])
-        raise ValueError(
-            f"{name}: every process must be given the same, and those of processes {which} differ from those of process"
-            f" 0{': ' * bool(here)}{here}"
-        )
+        what = f"every process must be given the same, and processes {which} differ from process 0"
+        raise ValueError(f"{name}: {what}{': ' * bool(here)}{here}")
 
 
 def devices() -> str:

@@ -88,10 +88,8 @@ def out_of_memory() -> Iterator[None]:
         of_device = re.search("memory|allocat", text, re.IGNORECASE) and "Shared memory" not in text  # of a kernel
         if not of_device or hosts.is_of_a_lost_process(error):
             raise
-        raise MemoryError(
-            f"{text[:200]}; train fewer clients at once (--chunk C, jfcl.chunked(C)), run fewer seeds, or end other"
-            " programs on this device. The last checkpoint of a run in a folder is kept"
-        ) from error
+        remedy = "train fewer clients at once (--chunk C, jfcl.chunked(C)), run fewer seeds, or end other programs here"
+        raise MemoryError(f"{text[:200]}; {remedy}. The last checkpoint of a run in a folder is kept") from error
 
 
 def free_memory() -> float:

@@ -285,12 +285,9 @@ def warn_if_alone(quantile: Any, count: int, rule: str) -> None:
     least = needed / (count - 1 if rule == "linear" else count)
     if needed >= count or np.max(quantile) < least * (1 - 1e-6):  # 0.2 of 5 is 1, as in the kernel
         nearest = f"the nearest other is within {math.ceil(1000 * least) / 1000:g}"
-        warnings.warn(
-            f"quantile is {quantile} ({rule}) of the distances of {count} gradients, the client's own among them: only"
-            " its own is within it, so that every client trains alone;"
-            f" {nearest if needed < count else 'no quantile includes another'}",
-            stacklevel=1,
-        )
+        other = nearest if needed < count else "no quantile includes another"
+        text = f"quantile is {quantile} ({rule}) of the distances of {count} gradients, and holds a client's own alone"
+        warnings.warn(f"{text}: every client trains alone; {other}", stacklevel=1)
 
 
 def check_sends_gradients(task: Task, training: local.LocalTraining, *, steps: bool = True) -> None:

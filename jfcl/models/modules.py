@@ -79,10 +79,8 @@ def check_flag(module: Any, name: str, training: dict[str, bool], draws: Callabl
 
 def _no_flag(module: Any, name: str) -> str:
     names = [f"training_argument={argument!r}" for argument, default in _booleans(module).items() if not default]
-    return (
-        f"{name} behaves differently in training (dropout, batch statistics), and its __call__ has no argument for it:"
-        f" add one of {', '.join(FLAGS)}, or name yours by {' or '.join(names) or 'training_argument'}"
-    )
+    what = f"{name} behaves differently in training (dropout, batch statistics), of which its __call__ is not told"
+    return f"{what}: add one of {', '.join(FLAGS)}, or name yours by {' or '.join(names) or 'training_argument'}"
 
 
 def row_mask(real: jax.Array, x: jax.Array) -> jax.Array | None:

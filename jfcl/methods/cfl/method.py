@@ -155,11 +155,8 @@ def cfl(
     check(linkage == "single" or min_size == 1, "linkage", linkage, accepted)
     are_absolute = is_concrete(eps_1) and is_concrete(eps_2) and not any(in_units)
     if are_absolute and eps_2 <= eps_1 and not math.isinf(eps_1):  # infinite: `min_rounds` is to decide
-        warnings.warn(
-            f"eps_2 ({eps_2}) is not above eps_1 ({eps_1}): clients that agree will be split too as soon as their"
-            " updates are between the two, because the thresholds do not separate them from clients that disagree",
-            stacklevel=3,
-        )
+        text = f"eps_2 ({eps_2}) is not above eps_1 ({eps_1}): clients that agree will be split too"
+        warnings.warn(text, stacklevel=3)
     of_sides = max(min_rounds, fallback_rounds + 1) if validation else min_rounds  # judged before they are split again
 
     def thresholds(state):
@@ -202,8 +199,5 @@ def _check(min_size: int, min_examples: int, validation: float, true_cluster: An
     if is_concrete(validation) and validation:
         few = int((np.floor(np.float32(validation) * size.astype(np.float32)) == 0).sum())
         if few:
-            warnings.warn(
-                f"validation is {validation}: {few} of {len(size)} clients have too few examples for a validation"
-                " example, and do not count when a split is judged",
-                stacklevel=1,
-            )
+            text = f"validation is {validation}: {few} of {len(size)} clients have too few examples to judge a split by"
+            warnings.warn(text, stacklevel=1)

@@ -274,10 +274,8 @@ def notes(record: dict[str, Any], is_last: bool) -> dict[str, str]:
     if record.get("capacity_reached"):
         texts["capacity"] = "a cluster would be split, but max_clusters are in use"
     if np.any(record.get("overflowed", False)):
-        texts["overflowed"] = (
-            f"the models of clusters {np.flatnonzero(record['overflowed']).tolist()} overflowed; these clusters keep"
-            " their last finite model and are not examined any more, the others go on"
-        )
+        which = np.flatnonzero(record["overflowed"]).tolist()
+        texts["overflowed"] = f"the models of clusters {which} overflowed: they keep their last finite one"
     return texts
 
 
