@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 import jfcl
 from jfcl.core import Clients, Task
-from jfcl.training import noise
 from jfcl.training.local import KEEP, local_training, optimizer_at, start_optimizer, steps_per_round, train
 from jfcl.training.losses import mean_loss
+from jfcl.training.optimizer import rekeyed
 
 LINEAR = Task(
     init=lambda key: {"w": jnp.zeros(3)},
@@ -364,12 +364,12 @@ def test_keys_of_integers_are_replaced_where_they_have_the_name_of_a_key():
         words: jax.Array
 
     state = {"key": State(jax.random.PRNGKey(3), jnp.arange(2, dtype=jnp.uint32))}
-    first, second = (noise.rekeyed(jax.random.key(k), state, state)["key"] for k in (0, 1))
+    first, second = (rekeyed(jax.random.key(k), state, state)["key"] for k in (0, 1))
     assert first.rng_key.dtype == jnp.uint32 and first.rng_key.shape == (2,)
     assert (first.rng_key != second.rng_key).any() and (first.rng_key != state["key"].rng_key).any()
     assert (first.words == state["key"].words).all()
     plain = optax.adam(0.1).init({"key": jnp.zeros(2)})
-    assert noise.rekeyed(jax.random.key(0), plain, plain) is plain
+    assert rekeyed(jax.random.key(0), plain, plain) is plain
 
 
 @pytest.mark.slow

@@ -23,8 +23,8 @@ from jfcl.core.types import Adversary, Algorithm, Clients, PyTree, Served, Task
 from jfcl.methods import round as phases
 from jfcl.robust import aggregate, privacy
 from jfcl.robust.aggregate import attacked, divide_rows, where_rows
-from jfcl.training import local, noise
-from jfcl.training.optimizer import check_optimizer
+from jfcl.training import local
+from jfcl.training.optimizer import as_data, check_optimizer
 
 Choice = Callable[..., tuple[jax.Array, jax.Array, jax.Array | None]]
 Choose = Callable[[PyTree], Choice]  # see `Averaging.choose`
@@ -141,7 +141,7 @@ class Averaging(NamedTuple):
 
     def initial_server(self, params: PyTree) -> PyTree:
         """Returns the state of the server's optimiser for each of the models `[K, ...]`."""
-        return noise.as_data(jax.vmap(self.server.init)(trained_part(self.task, params)))
+        return as_data(jax.vmap(self.server.init)(trained_part(self.task, params)))
 
 
 def averaging(rules: Averaging) -> Algorithm:

@@ -22,8 +22,8 @@ from jfcl.core.parameters import check_part, divided, joined, parameter_names, p
 from jfcl.core.types import Clients, PyTree, Task
 from jfcl.kernels.base import if_rare
 from jfcl.robust.aggregate import add_sent, nothing_sent, where_rows
-from jfcl.training import local, noise
-from jfcl.training.optimizer import optimizer_step
+from jfcl.training import local
+from jfcl.training.optimizer import as_data, optimizer_step, rekeyed
 
 WEIGHTS = ("size", "equal")
 PERSONAL_STREAM = zlib.crc32(b"personal parameters")  # folded into a client's key
@@ -95,7 +95,7 @@ def initial_optimizers(task: Task, training: local.LocalTraining, params: PyTree
     """
     if training.keep != "everything":
         return ()
-    of_models = noise.as_data(jax.vmap(training.optimizer.init)(trained_part(task, params)))
+    of_models = as_data(jax.vmap(training.optimizer.init)(trained_part(task, params)))
     return of_models if cluster is None else jax.tree.map(lambda x: x[cluster], of_models)
 
 
@@ -281,11 +281,10 @@ def server_update(
     mean, of_statistics = divided(task.statistics, mean)
     direction = jax.tree.map(jnp.negative, mean)
     like = jax.eval_shape(optimizer.init, jax.tree.map(lambda p: p[0], weights))
-    if noise.has_keys(like):
-        keys = jax.random.split(server_key(cohort.key), len(jax.tree.leaves(weights)[0]))
-        opt_state = jax.vmap(partial(noise.rekeyed, like=like))(keys, opt_state)
+    keys = jax.random.split(server_key(cohort.key), len(jax.tree.leaves(weights)[0]))
+    opt_state = jax.vmap(partial(rekeyed, like=like))(keys, opt_state)
     updates, opt_state = jax.vmap(partial(optimizer_step, optimizer))(direction, opt_state, weights, loss)
-    opt_state = noise.as_data(opt_state)
+    opt_state = as_data(opt_state)
     new = joined(optax.apply_updates(weights, updates), jax.tree.map(jnp.add, statistics, of_statistics))
     return jax.tree.map(where_rows, changed, new, params), opt_state
 

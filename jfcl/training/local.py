@@ -16,10 +16,9 @@ from jfcl.core.options import Interval, OneOf, Range, Real, check_options
 from jfcl.core.parameters import divided, joined, trained_part
 from jfcl.core.platforms import at_most
 from jfcl.core.types import Batch, PyTree, Task, check_task, dense_start
-from jfcl.training import noise
+from jfcl.training import optimizer as optimizers
 from jfcl.training import span as spans
 from jfcl.training.losses import blank_padding, blank_rows, training_loss
-from jfcl.training.optimizer import check_optimizer, optimizer_step
 
 KEEP = ("nothing", "schedule", "everything")
 SPAN = ("auto", "never", "always")
@@ -146,7 +145,7 @@ def check_parts(task: Any, training: Any) -> None:
     check_task(task)
     accepted = "the result of jfcl.local_training(optimizer, num_steps=...)"
     check(isinstance(training, LocalTraining), "training", type(training).__name__, accepted)
-    check_optimizer("optimizer", training.optimizer, task)
+    optimizers.check_optimizer("optimizer", training.optimizer, task)
 
 
 def examples_per_step(training: LocalTraining, max_examples: int) -> int:
@@ -231,12 +230,12 @@ def optimizer_at(
 
 def carried(training: LocalTraining, opt_state: PyTree) -> PyTree:
     """Returns the part of a client's optimiser state that a method's state keeps: `()` unless `keep="everything"`."""
-    return noise.as_data(opt_state) if training.keep == "everything" else ()
+    return optimizers.as_data(opt_state) if training.keep == "everything" else ()
 
 
 def rekeyed(training: LocalTraining, key: jax.Array, params: PyTree, opt_state: PyTree) -> PyTree:
     """Returns `opt_state` with all random keys replaced by those of one client and round, derived from `key`."""
-    return noise.rekeyed(key, opt_state, jax.eval_shape(training.optimizer.init, params))
+    return optimizers.rekeyed(key, opt_state, jax.eval_shape(training.optimizer.init, params))
 
 
 def is_pulled(training: LocalTraining, anchor: PyTree | None) -> bool:
@@ -375,7 +374,7 @@ def train(
         objective = loss
         if not (is_concrete(training.prox) and training.prox == 0):
             objective, grads = near_anchor(training.prox, loss, grads, params, anchor)
-        updates, opt_state = optimizer_step(training.optimizer, grads, opt_state, params, objective)
+        updates, opt_state = optimizers.optimizer_step(training.optimizer, grads, opt_state, params, objective)
         assert_trees_all_equal_shapes(params, updates)  # a step is of the model's shapes, or would broadcast
         loss = loss.astype(losses.dtype)
         losses = losses.at[t].set(loss) if training.each_step else losses + loss
