@@ -44,7 +44,7 @@ def test_pairs_and_dictionaries_become_clients():
         ([(np.ones((2, 3)), [0, 1], [1, 1])], "client 0 must be a pair .*got 'tuple of 3'"),
         ([{"x": np.ones((2, 3))}], "client 0: the names must be of one of x, image.* got .'x'."),
         ([{"x": [1], "image": [1], "y": [1]}], "client 0: the names must be of one of x, image"),
-        ([([[1.0]], [0]), ([[1.0], [2.0]], [0])], r"client 1: \['y'\] has 1 entries for 2 inputs"),
+        ([([[1.0]], [0]), ([[1.0], [2.0]], [0])], "client 1: its arrays must have one length, got .1, 2."),
         ([(np.ones((2, 3)), [0, 1]), (np.ones((2, 4)), [0, 1])], r"client 1: .*shape \(4,\), those of client 0 \(3,\)"),
         ([([[1.0, 2.0], [1.0]], [0, 1])], r"client 0: x: row 1 has shape \(1,\), row 0 has \(2,\)"),
         ([(np.array([[1.0], [np.nan]]), [0, 1])], "client 0: x: 1 rows with NaN or infinity, first row 1"),

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jfcl.core import Clients, check, named_leaves, stack_clients
+from jfcl.core import Clients, check, stack_clients
 from jfcl.data.columns import INPUTS, TARGETS
 from jfcl.data.tables import row_numbers
 from jfcl.data.values import array_beside, as_numpy, as_type, inputs_of, is_table
@@ -126,7 +126,4 @@ def _client(where: str, x: np.ndarray, parts: dict[str, Any], moved: bool) -> di
     y = arrays["y"]
     check(not isinstance(y, dict), f"{where}: y", y, "an array of numbers [m, ...]")
     arrays["y"] = y if y.dtype.kind == "f" else as_type(np.int32, y, f"{where}: y")
-    for name, leaf in named_leaves(arrays).items():
-        if len(leaf) != len(x):
-            raise ValueError(f"{where}: {name} has {len(leaf)} entries for {len(x)} inputs; give one for each")
     return {"x": x, **arrays}
