@@ -54,13 +54,12 @@ def knn_per(
     mixing: Annotated[Real | None, Interval("[0, 1]")] = None,
     validation: Annotated[float, Interval("(0, 1)")] = 0.2,
     scale: Annotated[Real | None, Interval("(0, inf)")] = None,
-    represent: Callable[[PyTree, jax.Array], jax.Array] | None = None,
     **options: Unpack[Options],
 ) -> Algorithm:
     """Trains a model by FedAvg; each client predicts with `λ p_kNN(y | x) + (1 − λ) p_global(y | x)`, `λ` its own.
 
     `p_kNN` gives the labels of the `k` nearest of the client's own training examples the weights `exp(−d² / scale)`,
-    where `d` is the distance in the global model's representation.
+    where `d` is the distance in the global model's representation, `task.represent`, or its outputs where that is None.
 
     Args:
       task: a classification.
@@ -72,8 +71,6 @@ def knn_per(
         on them (of drifting data the newest); they are neighbours once `λ` is chosen. Unused with `mixing`.
       scale: of squared distances; default: the number of dimensions of the representation. (10 for the 10 outputs in
         the experiments of Federated-Clustering.)
-      represent: `(params, x [B, ...]) -> [B, H]`; default: the inputs of the last dense layer where the task is made
-        from a flax module, else its outputs.
 
     Returns:
       `Algorithm` with a `PersonalState`, whose `params` are `Neighbours` and whose `common` is FedAvg's state, and a
@@ -95,8 +92,7 @@ def knn_per(
       True
     """
     check(task.correct is not None and not task.perplexity, "task", "one without labels", "a classification")
-    represent = represent or task.represent or task.apply
-    method = Mixture(task, represent, num_neighbours, mixing, validation, scale)
+    method = Mixture(task, task.represent or task.apply, num_neighbours, mixing, validation, scale)
     common = fedavg(task, training, **options)
 
     def personal_models(common_state: AveragingState, clients: Clients) -> Neighbours:
