@@ -2,7 +2,6 @@
 
 from jfcl.core.checks import (
     INT32,
-    INT32_MAX,
     check,
     check_apart,
     check_choice,
@@ -10,8 +9,6 @@ from jfcl.core.checks import (
     check_held,
     check_integers,
     check_key,
-    check_unmasked,
-    held_type,
     is_concrete,
     is_number,
     shown,
@@ -46,12 +43,11 @@ from jfcl.core.parameters import (
     num_bytes,
     parameter_names,
     path_flags,
-    path_name,
     set_parameter,
     trained_part,
     with_fixed,
 )
-from jfcl.core.platforms import by_platform, most_trips, platform
+from jfcl.core.platforms import by_platform, platform
 from jfcl.core.stacking import aligned_zeros, concatenate_clients, free_host_memory, stack_clients
 from jfcl.core.types import (
     Adversary,

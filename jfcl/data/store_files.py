@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jfcl.core import INT32, INT32_MAX, check, check_apart, check_integers
+from jfcl.core.checks import INT32, INT32_MAX, check, check_apart, check_integers
 from jfcl.core.files import BAD_ARRAY, read_json, seal, write_json
 from jfcl.data.values import as_numpy, is_table
 

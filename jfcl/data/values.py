@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jfcl.core import check, check_apart, check_unmasked, held_type, shown
+from jfcl.core.checks import check, check_apart, check_unmasked, held_type, shown
 from jfcl.data import images
 
 _DATES = (datetime.date, datetime.time, datetime.timedelta, np.datetime64, np.timedelta64)

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import optax
 
-from jfcl.core import INT32_MAX, check, is_concrete
+from jfcl.core.checks import INT32_MAX, check, is_concrete
 from jfcl.core.parameters import path_flags
 from jfcl.experiments.lookup import find_augmentation, find_method
 from jfcl.training.local import LocalTraining, local_training, most_steps

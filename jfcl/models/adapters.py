@@ -11,8 +11,8 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from jfcl.core import PyTree, Task, check, check_count, is_number, path_flags, path_name
-from jfcl.core.parameters import named_parameters, parts, reparametrised
+from jfcl.core import PyTree, Task, check, check_count, is_number, path_flags
+from jfcl.core.parameters import named_parameters, parts, path_name, reparametrised
 from jfcl.models.modules import at_layers
 from jfcl.models.pretrained import check_trainable, fitting, with_frozen_statistics
 

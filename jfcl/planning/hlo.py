@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from jfcl.core import most_trips
+from jfcl.core.platforms import most_trips
 
 BYTES = {"pred": 1, "s4": 0.5, "u4": 0.5, "bf16": 2, "token": 0, "opaque": 0, "c64": 8, "c128": 16}
 BYTES |= {f"{kind}{bits}": bits // 8 for kind in "suf" for bits in (8, 16, 32, 64)}

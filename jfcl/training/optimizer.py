@@ -16,8 +16,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jfcl.core import PyTree, Task, check, path_name, trained_part
-from jfcl.core.parameters import is_key, key_data, with_keys
+from jfcl.core import PyTree, Task, check, trained_part
+from jfcl.core.parameters import is_key, key_data, path_name, with_keys
 
 STREAM = zlib.crc32(b"noise of the optimiser")  # folded into a client's key, which training splits, too
 FIELDS = ("key", "rng", "rng_key")  # names that optax gives to keys of `jax.random.PRNGKey`, which are plain integers
