@@ -22,7 +22,7 @@ from jfcl.methods import averaging as inner
 from jfcl.methods import round as phases
 from jfcl.methods.averaging import Averaging, AveragingState
 from jfcl.methods.ifca import LowestLoss
-from jfcl.robust.aggregate import ravel_clients, where_rows
+from jfcl.robust.aggregate import ravel_clients
 from jfcl.training import local
 from jfcl.training.losses import indexable
 
@@ -35,9 +35,7 @@ class Assignment(NamedTuple):
     Attributes:
       cluster: `[C]` int32, the model that each client trains.
       memory: the method's next `AveragingState.memory`.
-      moves: `[K]` int32, the old row from which each model starts, with its server optimiser; -1: from `fresh`; None:
-        each from its own.
-      fresh: the model from which new ones start.
+      begin: `(params, server)`, from which the models and their server optimisers start; None: those of the state.
       assigned: `[C]` bool, clients that do not count as new any more; default: those with examples.
       bytes_up, bytes_down, steps: `[]` or `[C]`, of each client, besides those of FedAvg.
       metrics: of the method.
@@ -45,8 +43,7 @@ class Assignment(NamedTuple):
 
     cluster: jax.Array
     memory: PyTree = ()
-    moves: jax.Array | None = None
-    fresh: PyTree = None
+    begin: tuple[PyTree, PyTree] | None = None
     assigned: jax.Array | None = None
     bytes_up: Any = 0.0
     bytes_down: Any = 0.0
@@ -90,18 +87,10 @@ def step(rules: Averaging, assign: Assign, key: jax.Array, state: AveragingState
     assignment = assign(cohort, state)
     last, before = phases.take_rows(cohort, (state.cluster, state.unchanged))
     unchanged = jnp.where(assignment.cluster == last, before + 1, jnp.zeros_like(before))
-    if assignment.assigned is not None:
-        unchanged = jnp.where(assignment.assigned, unchanged, before)
-    cluster, unchanged = phases.put_rows(
-        cohort, (state.cluster, state.unchanged), (assignment.cluster, jnp.where(real, unchanged, before))
-    )
-    params, server = state.params, state.server
-    if assignment.moves is not None:
-        params, server = jax.tree.map(lambda x: x[assignment.moves], (params, server))
-        if assignment.fresh is not None:
-            fresh = jax.tree.map(lambda f, p: jnp.broadcast_to(f, p.shape), assignment.fresh, params)
-            fresh = fresh, rules.initial_server(fresh)
-            params, server = where_rows(assignment.moves >= 0, (params, server), fresh)
+    counted = real if assignment.assigned is None else real & assignment.assigned
+    after = assignment.cluster, jnp.where(counted, unchanged, before)
+    cluster, unchanged = phases.put_rows(cohort, (state.cluster, state.unchanged), after)
+    params, server = assignment.begin or (state.params, state.server)
 
     # Run FedAvg inside the clusters.
     state = state._replace(params=params, server=server, cluster=cluster, memory=assignment.memory)

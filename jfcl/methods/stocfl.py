@@ -23,7 +23,7 @@ from jfcl.methods.assigned import UNSEEN, Assignment, embedded_again, update_of
 from jfcl.methods.assigned import step as assigned_step
 from jfcl.methods.averaging import Averaging, AveragingState, averaging
 from jfcl.methods.options import AVERAGING, Options, factory
-from jfcl.robust.aggregate import ravel_clients
+from jfcl.robust.aggregate import ravel_clients, where_rows
 from jfcl.training import local
 
 OBSERVE_STREAM = zlib.crc32(b"observation of a client")  # folded into a client's key
@@ -205,8 +205,9 @@ def _assign(rules, observe, observe_epochs, threshold, omega, cohort: Cohort, st
         first=memory.first.at[new_row].set(first[union], mode="drop"),
         size=memory.size.at[old_row].set(0, mode="drop").at[new_row].set(sizes[union], mode="drop"),
     )
-    fresh = jnp.where(models[union] < 0, new_row, k)
-    moves = jnp.arange(k, dtype=jnp.int32).at[fresh].set(-1, mode="drop")
+    is_fresh = jnp.zeros(k, bool).at[jnp.where(models[union] < 0, new_row, k)].set(True, mode="drop")
+    fresh = jax.tree.map(lambda f, p: jnp.broadcast_to(f, p.shape), omega, state.params)
+    begin = where_rows(is_fresh, (fresh, rules.initial_server(fresh)), (state.params, state.server))
     metrics = {"clusters_found": new.size > 0, "merged": merged, "capacity_reached": usable & (target < 0)}
     once, alone = is_new.astype(jnp.float32), (target < 0).astype(jnp.float32)  # the latter train the common model only
     sent = (once - alone) * float(num_bytes(memory.anchor))
@@ -214,8 +215,7 @@ def _assign(rules, observe, observe_epochs, threshold, omega, cohort: Cohort, st
     return Assignment(
         target,
         new,
-        moves,
-        omega,
+        begin,
         assigned=usable | (unchanged != UNSEEN),
         bytes_up=sent,
         bytes_down=sent,
