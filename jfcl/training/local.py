@@ -258,13 +258,7 @@ def outside_span(task: Task, training: LocalTraining, params: PyTree, anchor: Py
 
 
 def trains_in_span(
-    task: Task,
-    training: LocalTraining,
-    params: PyTree,
-    max_examples: int,
-    *,
-    anchor: PyTree | None = None,
-    has_products: bool = False,
+    task: Task, training: LocalTraining, params: PyTree, max_examples: int, anchor: PyTree | None, has_products: bool
 ) -> bool:
     """Returns whether `train` uses the span of the client's examples; `ValueError` for `span="always"` if it cannot.
 
@@ -348,7 +342,7 @@ def train(
     if rounds is not None:
         opt_state = optimizer_at(training, params, opt_state, rounds, size, m)
     opt_state = rekeyed(training, key, params, opt_state)
-    in_span = trains_in_span(task, training, params, m, anchor=pull, has_products=products is not None)
+    in_span = trains_in_span(task, training, params, m, pull, products is not None)
     begin, start, anchor = params, None, params if pull is None else pull
     if full_batch or in_span:
         examples = blank_padding(examples, size)

@@ -93,19 +93,13 @@ def in_span(
     start: DenseStart, optimizer: optax.GradientTransformation, params: PyTree, *, pulled: bool = False
 ) -> DenseStart | None:
     """Returns `start`, without its bias where that leaves the span under `optimizer`; None if the kernel does."""
-    if start.bias is not None and stays_in_span(optimizer, params, start.kernel, start.bias, pulled=pulled):
+    if start.bias is not None and stays_in_span(optimizer, params, start.kernel, start.bias, pulled):
         return start
-    return start._replace(bias=None) if stays_in_span(optimizer, params, start.kernel, pulled=pulled) else None
+    return start._replace(bias=None) if stays_in_span(optimizer, params, start.kernel, None, pulled) else None
 
 
 def enter(
-    start: DenseStart,
-    params: PyTree,
-    x: jax.Array,
-    products: jax.Array | None,
-    *,
-    gram: bool,
-    anchor: PyTree | None = None,
+    start: DenseStart, params: PyTree, x: jax.Array, products: jax.Array | None, *, gram: bool, anchor: PyTree | None
 ) -> Span:
     """Returns the `Span` of one client's inputs `x`, with padding 0, at `params`.
 
@@ -200,12 +194,7 @@ _trials: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 
 
 def stays_in_span(
-    optimizer: optax.GradientTransformation,
-    params: PyTree,
-    kernel: str,
-    bias: str | None = None,
-    *,
-    pulled: bool = False,
+    optimizer: optax.GradientTransformation, params: PyTree, kernel: str, bias: str | None, pulled: bool
 ) -> bool:
     """Returns whether `optimizer` moves `A` as it moves the kernel `W_0 + X^T A`, and other parameters equally.
 
