@@ -242,7 +242,7 @@ def fitted(models, data, steps):
 @pytest.mark.parametrize("make", [jfcl.fedem, jfcl.fedrc], ids=["fedem", "fedrc"])
 def test_clients_without_a_round_fit_their_mixtures_and_hard_serves_the_largest_weight(make):
     data, new = clients(), clients(seed=5, n=6)
-    algorithm, hard = (make(TASK, TRAINING, num_clusters=K, newcomer_steps=3, hard=hard) for hard in (False, True))
+    algorithm, hard = (make(TASK, TRAINING, num_clusters=K, hard=hard) for hard in (False, True))
     mixtures = np.random.default_rng(0).dirichlet(np.ones(K), N).astype(np.float32)
     mixtures[[1, 4]] = 1 / K  # as before a client's first round
     state = jax.jit(algorithm.init)(KEY, data)
@@ -254,8 +254,8 @@ def test_clients_without_a_round_fit_their_mixtures_and_hard_serves_the_largest_
     soft, largest = jax.tree.map(np.asarray, jax.jit(served_by)(state))
     served = jax.tree.map(np.asarray, algorithm.serve(state, None))
     models = [float64(jax.tree.map(lambda p, k=k: p[k], served.models)) for k in range(K)]
-    of_new, of_all = fitted(models, new, 3), mixtures.copy()
-    of_all[[1, 4]] = fitted(models, data, 3)[[1, 4]]
+    of_new, of_all = fitted(models, new, 10), mixtures.copy()
+    of_all[[1, 4]] = fitted(models, data, 10)[[1, 4]]
     for want, found, best in zip((of_new, of_all), soft, largest, strict=True):
         np.testing.assert_allclose(found, want, atol=1e-5)
         np.testing.assert_array_equal(best, want.argmax(1))

@@ -6,7 +6,7 @@ from typing import Unpack
 
 from jfcl.core import Algorithm, Task
 from jfcl.methods.mixture import mixture
-from jfcl.methods.options import AVERAGING, Count, Options, Rounds, factory
+from jfcl.methods.options import AVERAGING, Count, Options, factory
 from jfcl.training.local import LocalTraining
 
 
@@ -17,7 +17,6 @@ def fedem(
     *,
     num_clusters: Count,
     hard: bool = False,
-    newcomer_steps: Rounds = 10,
     **options: Unpack[Options],
 ) -> Algorithm:
     """Trains `K` models, of which each client has its own mixture `π_i`: each example is assumed to come from one.
@@ -32,9 +31,8 @@ def fedem(
       training: as in `jfcl.fedavg`. Each model has its own state of the optimiser; the batches are the same for all. A
         batch's loss is the mean of `Σ_k q_ijk ℓ_ijk`, not divided by `Σ_j q_ijk`.
       num_clusters: `K`, the number of models.
-      hard: clients are served the model of the largest weight. Default: the mixture of the models' predictions.
-      newcomer_steps: EM steps on the mixture alone, from equal weights, of a client that was not in training or is
-        evaluated before its first round.
+      hard: clients are served the model of the largest weight. Default: the mixture of the models' predictions. A
+        client that was not in training, or is evaluated before its first round, fits its mixture alone, by 10 EM steps.
       init_params: one model, or `K` stacked. Models that start equal stay equal.
 
     Returns:
@@ -67,4 +65,4 @@ def fedem(
       >>> np.abs(np.round(served.models["b"], 1)).tolist(), np.round(served.to, 2).tolist()
       ([0.0, 6.0], [[1.0, 0.0], [0.5, 0.5]])
     """
-    return mixture(task, training, num_clusters, hard=hard, newcomer_steps=newcomer_steps, **options)
+    return mixture(task, training, num_clusters, hard, None, **options)

@@ -13,7 +13,7 @@ from jfcl.core.options import Interval
 from jfcl.methods.averaging import AveragingState
 from jfcl.methods.mixture import Labels, mixture
 from jfcl.methods.once import labels_of
-from jfcl.methods.options import AVERAGING, Count, Options, Rounds, factory
+from jfcl.methods.options import AVERAGING, Count, Options, factory
 from jfcl.training.local import LocalTraining
 
 
@@ -24,7 +24,6 @@ def fedrc(
     *,
     num_clusters: Count,
     hard: bool = False,
-    newcomer_steps: Rounds = 10,
     floor: Annotated[float, Interval("(0, 1)")] = 1e-8,
     **options: Unpack[Options],
 ) -> Algorithm:
@@ -36,9 +35,7 @@ def fedrc(
     Args:
       task: a classification with one label for each example.
       training, num_clusters, init_params: as in `jfcl.fedem`.
-      hard: clients are served the model of the largest weight. Default: the mixture of the models' predictions.
-      newcomer_steps: EM steps on the mixture alone, from equal weights and with constant `T`, of a client that was not
-        in training, or that is evaluated before its first round.
+      hard: as in `jfcl.fedem`; a client fits its mixture with constant `T`.
       floor: the least share, of labels and models that no client had in the last round.
 
     Returns:
@@ -78,8 +75,7 @@ def fedrc(
         return jnp.full(shape, 1 / (shape[0] * shape[1]), jnp.float32)
 
     labels = Labels(start, count, partial(log_factor, floor))
-    options |= {"hard": hard, "newcomer_steps": newcomer_steps}
-    common = mixture(task, training, num_clusters, labels=labels, **options)
+    common = mixture(task, training, num_clusters, hard, labels, **options)
 
     def step(key: jax.Array, state: AveragingState, clients: Clients):
         state, metrics = common.step(key, state, clients)

@@ -19,6 +19,7 @@ from jfcl.training.local import LocalTraining, Trained
 from jfcl.training.losses import blank_padding, example_losses, masked_mean, means
 from jfcl.training.optimizer import check_optimizer, of_each
 
+FIT_STEPS = 10  # EM steps with which a client fits its mixture that has not taken part in a round
 WEIGHT = "responsibility"  # the name of a client's responsibilities `[M, K]` among its arrays
 
 
@@ -37,14 +38,7 @@ class Labels(NamedTuple):
 
 
 def mixture(
-    task: Task,
-    training: LocalTraining,
-    num_clusters: int,
-    *,
-    hard: bool,
-    newcomer_steps: int,
-    labels: Labels | None = None,
-    **options: Any,
+    task: Task, training: LocalTraining, num_clusters: int, hard: bool, labels: Labels | None, **options: Any
 ) -> Algorithm:
     """Builds a method with mixtures, for authors of methods; users call `jfcl.fedem` or `jfcl.fedrc`.
 
@@ -68,7 +62,7 @@ def mixture(
         server_optimizer=None if server is None else of_each(server, "models"),
         **options,
     )
-    common, serve = averaging(rules), ServeMixture(task, num_clusters, newcomer_steps, rules.client_axis, hard)
+    common, serve = averaging(rules), ServeMixture(task, num_clusters, rules.client_axis, hard)
 
     def init(key: jax.Array, clients: Clients) -> AveragingState:
         models = phases.initial_models(task, key, num_clusters, start)
@@ -96,14 +90,12 @@ class ServeMixture:
 
     Attributes:
       task, num_clusters: of one model; `K`.
-      newcomer_steps: EM steps with which a client fits its mixture that has not taken part in a round.
       client_axis: the clients' mapping.
       hard: whether a client is served the model of the largest weight in its mixture, instead of the mixture.
     """
 
     task: Task
     num_clusters: int
-    newcomer_steps: int
     client_axis: mapping.Mapping
     hard: bool
 
@@ -126,7 +118,7 @@ class ServeMixture:
     def fit(self, models: PyTree, clients: Clients) -> jax.Array:
         """Returns the mixtures `[N, K]` that clients fit to the models."""
         axis = in_lots(self.client_axis, self.task, clients, self.num_clusters)
-        fit = axis(partial(fitted, self.task, self.newcomer_steps), in_axes=(None, 0, 0))
+        fit = axis(partial(fitted, self.task), in_axes=(None, 0, 0))
         return fit(models, clients.examples, jnp.asarray(clients.size))
 
     def of(self, models: PyTree, weights: jax.Array) -> Served:
@@ -219,11 +211,11 @@ def responsibilities(
     return blank_padding(q, size), jnp.where(size > 0, means(q, size), weights)
 
 
-def fitted(task: Task, steps: int, models: PyTree, examples: Batch, size: jax.Array) -> jax.Array:
+def fitted(task: Task, models: PyTree, examples: Batch, size: jax.Array) -> jax.Array:
     """Returns the mixture `[K]` of a client that was not in training, after steps from equal weights."""
     losses = example_losses(task, models, examples, size)
     start = equal_weights(losses.shape[1])
-    return jax.lax.fori_loop(0, steps, lambda _, weights: responsibilities(weights, losses, size)[1], start)
+    return jax.lax.fori_loop(0, FIT_STEPS, lambda _, weights: responsibilities(weights, losses, size)[1], start)
 
 
 def spread(weights: jax.Array, size: jax.Array) -> dict[str, jax.Array]:
