@@ -264,8 +264,7 @@ def step(rules: Averaging, key: jax.Array, state: AveragingState, clients: Clien
     if rules.server_optimizer is not None and rules.dp is None:  # some optimisers take it
         counts = weights * (usable & real).astype(jnp.float32)
         loss = aggregate.cluster_mean(report.loss, report.cluster, counts, rules.num_clusters, rules.client_axis)
-    moved = state.params, state.server, mean, changed
-    params, server = phases.server_update(rules.task, rules.server, cohort, *moved, loss)
+    params, server = phases.server_update(rules, cohort, state, mean, changed, loss)
     stayed = (report.cluster == last) & (state.round > 0)  # in the first round no cluster has changed since `start`
     unchanged = jnp.where(stayed, unchanged + real.astype(jnp.int32), jnp.zeros_like(unchanged))
     local_state = where_rows(report.finite & real, (report.opt_state, report.personal), local_state)

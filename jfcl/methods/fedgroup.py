@@ -183,7 +183,7 @@ def _remember(grouping: Grouping, key: jax.Array, clients: Clients, state: Avera
     # A group without clients starts at the mean of all.
     counts, in_order = usable.astype(jnp.float32), mapping.chunked(1)
     still = jax.tree.map(lambda u: jnp.zeros_like(u[:1]), updates)
-    mean = filled_means(rules.shared, updates, group, counts, k, in_order, still)
+    mean = filled_means(rules, updates, group, counts, in_order, still)
     models = jax.tree.map(lambda s, m: s[None] + m, start, mean)
 
     seen = jnp.full(n, UNSEEN, jnp.int32).at[rows].set(jnp.where(usable, 0, UNSEEN))

@@ -114,5 +114,5 @@ def cluster_local_models(
     in_order = client_axis if isinstance(client_axis, mapping.sharded) else mapping.chunked(1)
     # A cluster that k-means left empty starts at the mean of all, or where all started.
     first = jax.tree.map(lambda b: b[:1], begin)
-    means = filled_means(rules.shared, models, cluster, counts, num_clusters, in_order, first)
+    means = filled_means(rules, models, cluster, counts, in_order, first)
     return cluster, means, personal, scores

@@ -252,41 +252,33 @@ def weights_of(weights: str | jax.Array, clients: Clients) -> jax.Array:
 
 
 def server_update(
-    task: Task,
-    optimizer: optax.GradientTransformation,
-    cohort: Cohort,
-    params: PyTree,
-    opt_state: PyTree,
-    mean: PyTree,
-    changed: PyTree,
-    loss: jax.Array | None = None,
+    rules: Any, cohort: Cohort, state: Any, mean: PyTree, changed: PyTree, loss: jax.Array | None
 ) -> tuple[PyTree, PyTree]:
     """Moves the server's models along the mean updates, by one step of the server's optimiser.
 
     The statistics of the task take the mean itself.
 
     Args:
-      task: of the models.
-      optimizer: any optax optimiser; `mean` is its descent direction.
+      rules: of which the task and the server's optimiser are used; `mean` is its descent direction.
       cohort: of the round; random keys in the optimiser's state are derived from its key.
-      params, opt_state: the models and their optimiser states, `[K, ...]` each.
+      state: with the models `params` and their optimiser states `server`, `[K, ...]` each.
       mean: pytree of `[K, ...]`.
       changed: pytree of `[K]` bool; the other models stay as they are.
       loss: `[K]`, of the models' clients, for optimisers that take it; None: not known.
 
     Returns:
-      `(params, opt_state)`; the caller keeps the old `opt_state` of models without an update.
+      `(params, server)`; the caller keeps the old `server` of models without an update.
     """
-    weights, statistics = divided(task.statistics, params)
+    task, optimizer = rules.task, rules.server
+    weights, statistics = divided(task.statistics, state.params)
     mean, of_statistics = divided(task.statistics, mean)
     direction = jax.tree.map(jnp.negative, mean)
     like = jax.eval_shape(optimizer.init, jax.tree.map(lambda p: p[0], weights))
     keys = jax.random.split(server_key(cohort.key), len(jax.tree.leaves(weights)[0]))
-    opt_state = jax.vmap(partial(rekeyed, like=like))(keys, opt_state)
+    opt_state = jax.vmap(partial(rekeyed, like=like))(keys, state.server)
     updates, opt_state = jax.vmap(partial(optimizer_step, optimizer))(direction, opt_state, weights, loss)
-    opt_state = as_data(opt_state)
     new = joined(optax.apply_updates(weights, updates), jax.tree.map(jnp.add, statistics, of_statistics))
-    return jax.tree.map(where_rows, changed, new, params), opt_state
+    return jax.tree.map(where_rows, changed, new, state.params), as_data(opt_state)
 
 
 # Phase 5: metrics.

@@ -97,24 +97,18 @@ def cluster_mean(
 
 
 def filled_means(
-    shared: Callable[[str], bool] | None,
-    tree: PyTree,
-    cluster: jax.Array,
-    weights: jax.Array,
-    num_clusters: int,
-    client_axis: mapping.Mapping,
-    default: PyTree,
+    rules: Any, tree: PyTree, cluster: jax.Array, weights: jax.Array, client_axis: mapping.Mapping, default: PyTree
 ) -> PyTree:
     """Returns `cluster_mean`, with the mean over all rows for clusters without weight and for shared parameters.
 
-    `default` `[1, ...]` is that mean where no row has weight; `shared` takes a parameter's path, or is None.
+    `default` `[1, ...]` is that mean where no row has weight; `rules` have the clusters' number and what is `shared`.
     """
-    means = cluster_mean(tree, cluster, weights, num_clusters, client_axis)
+    means = cluster_mean(tree, cluster, weights, rules.num_clusters, client_axis)
     of_all = cluster_mean(tree, jnp.zeros_like(cluster), weights, 1, client_axis)
     of_all = jax.tree.map(lambda a, d: jnp.where((weights > 0).any(), a, d), of_all, default)
     of_all = jax.tree.map(lambda a, m: jnp.broadcast_to(a, m.shape), of_all, means)
-    means = where_rows(jax.ops.segment_sum(weights, cluster, num_clusters) > 0, means, of_all)
-    return joined(divided(shared, means)[0], divided(shared, of_all)[1])
+    means = where_rows(jax.ops.segment_sum(weights, cluster, rules.num_clusters) > 0, means, of_all)
+    return joined(divided(rules.shared, means)[0], divided(rules.shared, of_all)[1])
 
 
 def check_aggregator(aggregator: Callable[..., PyTree] | None) -> None:
