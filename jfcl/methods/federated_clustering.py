@@ -198,12 +198,13 @@ def federated_clustering(
         groups = None if subgroup_size is None else draw_groups(group_key, clients, subgroup_size)
         width = n if groups is None else subgroup_size
         # All clients use these.
-        common = batches, real, model_keys(task, keys), groups, has_examples, client_ids(clients), counts
+        drawn = batches, real, model_keys(task, keys), groups, attack_key(clients_key)
+        common = *drawn, state.round, has_examples, client_ids(clients), counts
 
         # Train.
         # An accelerator multiplies matrices much faster than it reads them from memory.
         by_products = mapping.platform_of(client_axis) != "cpu" and width <= DENSE_UP_TO
-        client = train_client(task, training, rule, adversary, attack_key(clients_key), state.round, by_products)
+        client = train_client(task, training, rule, adversary, by_products)
         model = num_bytes(jax.tree.map(lambda p: p[0], state.params))
         axis = models_at_once(width * model, client_axis)
         params, opt_states, loss, finite, compared = axis(client, in_axes=(None, 0, 0, 0, 0, 0, 0))(
@@ -221,27 +222,21 @@ def federated_clustering(
 
 
 def train_client(
-    task: Task,
-    training: local.LocalTraining,
-    rule: dict[str, Any],
-    adversary: Adversary | None,
-    lies_key: jax.Array,
-    rounds: jax.Array,
-    by_products: bool,
+    task: Task, training: local.LocalTraining, rule: dict[str, Any], adversary: Adversary | None, by_products: bool
 ) -> Callable:
-    """Returns one client's part of the round after `rounds`: a step along the clustered gradient, then its own steps.
+    """Returns one client's part of the round: a step along the clustered gradient, then its own steps.
 
     It takes `(common, row, key, params, opt_state, examples, size)`, and returns `(params, opt_state, loss, finite,
     gradients compared)`. `common` is an argument, as a device holds only its own clients: batches `[N, B, ...]`, their
-    real examples `[N, B]`, `model_keys` `[N]`, `Groups` or None, and `[N]` each: which clients have examples, ids and
-    weights.
+    real examples `[N, B]`, `model_keys` `[N]`, `Groups` or None, the attackers' key, the rounds before, and `[N]` each:
+    which clients have examples, ids and weights.
     """
     # The step along the centre leaves the span of the client's own examples, and so does momentum after it.
     remaining = None if training.num_steps == 1 else training._replace(num_steps=training.num_steps - 1, span="never")
 
     def client(common, i, key, params, opt_state, examples, size):
         # The gradients of the client's group at its model.
-        batches, in_batch, draws, groups, has_examples, ids, counts = common
+        batches, in_batch, draws, groups, lies_key, rounds, has_examples, ids, counts = common
         if groups is None:
             rows, real, own_row = jnp.arange(len(ids)), has_examples, i
         else:
