@@ -13,7 +13,9 @@ import numpy as np
 import optax
 
 from jfcl.core import Algorithm, Clients, PyTree, Served, Task, check_served, client_ids, num_clients
+from jfcl.core.parameters import key_data, with_keys
 from jfcl.mapping.axis import auto, chunked, client_mesh, sharded
+from jfcl.mapping.jitted import strong
 from jfcl.mapping.placement import place
 from jfcl.models import classification
 from jfcl.models import task as make_task
@@ -122,6 +124,7 @@ class count_compilations:
 def _assert_equal(a: Any, b: Any, what: str, *, tolerance: float = 0.0) -> None:
     """Asserts that two pytrees have the same structure and, up to `tolerance`, the same values."""
     assert jax.tree.structure(a) == jax.tree.structure(b), f"{what}: the structure differs"
+    a, b = (jax.tree.map(key_data, tree) for tree in (a, b))
     for (path, x), y in zip(jax.tree_util.tree_leaves_with_path(a), jax.tree.leaves(b), strict=True):
         where = f"{what}: {jax.tree_util.keystr(path)}"
         if tolerance:
@@ -172,7 +175,8 @@ def _run(algorithm: Algorithm, key: jax.Array, clients: Clients, num_rounds: int
 
 
 def _compiled(algorithm: Algorithm) -> Algorithm:
-    return algorithm._replace(init=jax.jit(algorithm.init), step=jax.jit(algorithm.step))
+    init = jax.jit(lambda key, clients: strong(algorithm.init(key, clients)))  # as in a simulation
+    return algorithm._replace(init=init, step=jax.jit(algorithm.step))
 
 
 def _check_signature(algorithm: Any) -> None:
@@ -213,7 +217,8 @@ def _check_resumption(trial: _Trial) -> None:
     """Checks four rounds against a run resumed after two, and against the rounds in one `lax.scan`."""
     algorithm, compiled, clients, key, whole = trial
     stopped = _run(compiled, key, clients, 2)
-    stopped = jax.tree.map(lambda x: jnp.asarray(np.asarray(x)), stopped)  # through host memory, as in a checkpoint
+    on_host = jax.tree.map(lambda x: np.asarray(key_data(x)), stopped)  # as in a checkpoint
+    stopped = jax.tree.map(lambda x, like: with_keys(jnp.asarray(x), like), on_host, stopped)
     resumed = _rounds(compiled, key, stopped, clients, 3, 4)
     _assert_equal(whole, resumed, "a resumed run must equal an uninterrupted one")
     scan = jax.jit(lambda clients: rollout(algorithm, clients, key=key, num_rounds=4)[0])

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 
 import jfcl
+from jfcl.training.losses import blank_padding
 
 
 class State(NamedTuple):
@@ -23,13 +24,14 @@ def fedem(task, training, *, num_clusters: int, step_size: float = 0.5, client_a
       step_size: of gradient descent.
     """
 
-    def losses_of(params, examples):  # [K, M]
-        return jax.vmap(task.loss, (0, None))(params, examples)
+    def losses_of(params, examples, size):  # [K, M]; padding may be NaN
+        return jax.vmap(task.loss, (0, None))(params, blank_padding(examples, size))
 
     def responsibilities(params, mixture, examples, size):  # [K, M] with the sum 1, divided by the number of examples
-        q = jax.nn.softmax(jnp.log(mixture)[:, None] - losses_of(params, examples), axis=0)
-        real = (jnp.arange(q.shape[1]) < size).astype(jnp.float32)
-        return q * real[None] / jnp.maximum(real.sum(), 1)
+        q = jax.nn.softmax(jnp.log(mixture)[:, None] - losses_of(params, examples, size), axis=0)
+        real = jnp.arange(q.shape[1]) < size
+        q = jnp.where(real, q, 0)  # a client that only fills the axis may have a mixture of zeros
+        return q / jnp.maximum(size, 1).astype(jnp.float32)
 
     def fitted(params, mixture, examples, size):
         share = responsibilities(params, mixture, examples, size).sum(axis=1)
@@ -44,7 +46,7 @@ def fedem(task, training, *, num_clusters: int, step_size: float = 0.5, client_a
     def step(key, state, clients):
         def client(examples, size, mixture):
             q = responsibilities(state.params, mixture, examples, size)
-            cost = lambda params: (q * losses_of(params, examples)).sum()  # noqa: E731
+            cost = lambda params: (q * losses_of(params, examples, size)).sum()  # noqa: E731
             move = lambda _, params: jax.tree.map(lambda p, g: p - step_size * g, params, jax.grad(cost)(params))  # noqa: E731
             params = jax.lax.fori_loop(0, training.num_steps, move, state.params)
             return params, fitted(state.params, mixture, examples, size), jnp.where(size > 0, cost(params), jnp.nan)

@@ -1,19 +1,21 @@
 """A method with mixtures of models from outside the library: trained, evaluated, resumed, in a population."""
 
 from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from fedem_method import fedem
+from fedem_method import State, fedem
 from scipy.special import log_softmax, logsumexp
 
 import jfcl
 from jfcl.core import Clients, Served, mixture_task
 from jfcl.experiments import Config, export_model, load_run
 from jfcl.experiments import run as run_config
+from jfcl.testing import check_algorithm
 
 TASK = jfcl.models.classification(jfcl.models.Linear(3), (4,), 3)
 KEY = jax.random.key(0)
@@ -157,6 +159,28 @@ def test_weights_of_the_only_model_are_that_model():
     several = jfcl.evaluate(TASK, MODELS, TEST, np.eye(5)[to])
     for name in ("loss", "accuracy", "cluster"):
         np.testing.assert_allclose(one[name], several[name], rtol=1e-5)
+
+
+class Keyed(NamedTuple):
+    params: dict
+    mixture: jax.Array
+    key: jax.Array
+
+
+def keyed_fedem(task, training, *, client_axis=None):
+    """Returns the FedEM above, whose state also has a random key."""
+    inner = fedem(task, training, num_clusters=2, client_axis=client_axis)
+
+    def step(key, state, clients):
+        new, metrics = inner.step(key, State(*state[:2]), clients)
+        return Keyed(*new, jax.random.fold_in(state.key, 1)), metrics
+
+    return inner._replace(init=lambda key, clients: Keyed(*inner.init(key, clients), key), step=step)
+
+
+@pytest.mark.slow
+def test_the_method_of_the_page_passes_the_conformance_test():
+    check_algorithm(keyed_fedem, padding_tolerance=1e-6, examples_tolerance=1e-6)  # it multiplies matrices over both
 
 
 @pytest.mark.slow
