@@ -30,12 +30,6 @@ def _krum_scores(squares: jax.Array, usable: jax.Array, num_malicious: jax.Array
     return jnp.where(usable, jnp.minimum(scores, jnp.finfo(scores.dtype).max), jnp.inf)
 
 
-@jax.jit
-def _best_scored(squares, usable, num_malicious, num_selected):
-    """Returns `[N]` shares: equal for the `num_selected` rows with the lowest Krum scores, zero for the others."""
-    return lowest(_krum_scores(squares, usable, num_malicious), usable, num_selected)
-
-
 def krum(updates: PyTree, *, num_malicious: int, mask: jax.Array | None = None) -> PyTree:
     """Returns the update nearest to its `N - f - 2` nearest others, by the sum of squares (Blanchard et al. 2017).
 
@@ -69,7 +63,7 @@ def multi_krum(
         check_whole("num_selected", num_selected, 1, len(usable), "N")
     selected = usable.sum() - jnp.asarray(num_malicious) if num_selected is None else jnp.asarray(num_selected)
     squares = squared_row_distances(rows, usable)
-    weights = _best_scored(squares, usable, jnp.asarray(num_malicious), jnp.maximum(selected, 1))
+    weights = lowest(_krum_scores(squares, usable, jnp.asarray(num_malicious)), usable, jnp.maximum(selected, 1))
     return like(updates, combine(rows, weights, usable))
 
 

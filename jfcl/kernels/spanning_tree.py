@@ -44,13 +44,6 @@ def _with_negatives_reversed(i: jax.Array) -> jax.Array:
     return i ^ ((i >> (8 * i.dtype.itemsize - 1)) & jnp.iinfo(i.dtype).max)
 
 
-def first_max(key: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns the largest key and the first place at which it stands."""
-    largest = key.max()
-    places = jnp.arange(len(key), dtype=jnp.int32)
-    return largest, jnp.where(key == largest, places, len(key)).min()
-
-
 def key_limits(dtype: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns three keys: one below those of all floats, the next, which stands between clusters, and one above all."""
     limits = jnp.iinfo(dtype)
@@ -85,7 +78,8 @@ def join_order(
     def join(t, carry):
         best, limit, newest, step, joined_at = carry
         best = jnp.minimum(jnp.maximum(best, _keys_of(newest, similarity, cluster)), limit)
-        highest, newest = first_max(best)
+        highest = best.max()
+        newest = jnp.where(best == highest, jnp.arange(count, dtype=jnp.int32), count).min()
         highest = jnp.where((t < num_active) & (highest > apart), highest, largest)
         step = put(step, jnp.where(t < num_active, t, step[newest]), newest)
         return best, put(limit, out, newest), newest, step, put(joined_at, highest, t)

@@ -223,7 +223,7 @@ def state_of(
         server=rules.initial_server(params),
         client=phases.initial_optimizers(rules.task, rules.training, models, row),
         personal=personal,
-        clip=privacy.first_clip(rules.dp),
+        clip=() if rules.dp is None or rules.dp.quantile is None else jnp.asarray(rules.dp.clip, jnp.float32),
         memory=memory,
     )
 
@@ -231,7 +231,8 @@ def state_of(
 def step(rules: Averaging, key: jax.Array, state: AveragingState, clients: Clients):
     """Returns `(state, metrics)` after one round."""
     # Select the cohort.
-    select = privacy.poisson_cohort if privacy.draws_each(rules.dp, rules.cohort) else phases.select_cohort
+    draws_each = rules.dp is not None and rules.dp.sampling == "poisson" and rules.cohort is not None
+    select = privacy.poisson_cohort if draws_each else phases.select_cohort
     cohort = select(key, clients, rules.cohort)
     before = state.cluster, state.unchanged, (state.client, state.personal)
     last, unchanged, local_state = phases.take_rows(cohort, before)

@@ -118,22 +118,12 @@ def check_private(rules: Any) -> None:
 # The clipping norm.
 
 
-def first_clip(dp: GaussianDP | None) -> jax.Array | tuple[()]:
-    """Returns the clipping norm of the first round, `[]` float32, where it is adaptive; else `()`."""
-    return () if dp is None or dp.quantile is None else jnp.asarray(dp.clip, jnp.float32)
-
-
 def clip_of(dp: GaussianDP, clip: jax.Array | tuple[()]) -> Real:
     """Returns the clipping norm of a round: that of the state, or the fixed one where the state has `()`."""
     return dp.clip if dp.quantile is None else clip
 
 
 # The cohort.
-
-
-def draws_each(dp: GaussianDP | None, cohort: int | None) -> bool:
-    """Returns whether each client is drawn by itself, instead of a cohort of fixed size."""
-    return dp is not None and dp.sampling == "poisson" and cohort is not None
 
 
 def most_drawn(cohort: int) -> int:
