@@ -80,7 +80,7 @@ def threshold_clustering(
         blocks.refuse_nonfinite(starts, "centers")
         num_centers = len(starts[0])
     check(form in FORMS, "form", form, f"one of {FORMS}")
-    limits, rule = _limits(quantile_rule, num_rounds, num_centers, dtype, radius, quantile)
+    limits, rule = _limits(num_centers, dtype, num_rounds, quantile_rule, radius, quantile)
     if form == "auto":
         form = "gram" if gram_is_cheaper(len(mask), num_centers, num_rounds) else "direct"
     run = _gram if form == "gram" else _direct
@@ -89,24 +89,15 @@ def threshold_clustering(
     return like(points, [blocks.usable_rows(v, usable) for v in ends] if starts is None else ends)
 
 
-def center_from_row(
-    points: PyTree,
-    row: jax.Array,
-    *,
-    num_rounds: int,
-    weights: jax.Array,
-    mask: jax.Array,
-    quantile_rule: str = "linear",
-    **limit: Any,
-) -> PyTree:
+def center_from_row(points: PyTree, row: jax.Array, *, weights: jax.Array, mask: jax.Array, **options: Any) -> PyTree:
     """Returns `threshold_clustering` with one centre, which starts at point `row` `[]`; fast on a GPU or TPU.
 
     Distances follow from the inner products of the points, with an error of `eps` times the squared norms of the
     points. Where that is too much for the radius, or a point is not finite, the centre is computed again in the direct
-    form. `limit` is `radius` or `quantile`.
+    form. `options` are `radius` or `quantile`, `num_rounds` and `quantile_rule`.
     """
     leaves, structure = jax.tree.flatten(points)
-    limits, rule = _limits(quantile_rule, num_rounds, 1, sum_dtype(*leaves), **limit)
+    limits, rule = _limits(1, sum_dtype(*leaves), **options)
     products = Products(sum(map(all_products, leaves)), jnp.zeros_like(mask), None, None)
     start = Coefficients(jax.nn.one_hot(row, len(mask), dtype=limits.dtype)[None], jnp.zeros(1, limits.dtype))
     (coefficients, _), rough = _after_rounds(products, start, limits, weights, mask, rule)
@@ -138,7 +129,7 @@ def all_products(x: jax.Array) -> jax.Array:
     return by_platform(x, cpu=flat, accelerator=flat, tpu=plain, cuda=by_kernel)
 
 
-def _limits(quantile_rule, num_rounds, num_centers, dtype, radius=None, quantile=None) -> tuple[jax.Array, str]:
+def _limits(num_centers, dtype, num_rounds, quantile_rule="linear", radius=None, quantile=None):
     """Returns radii or quantiles `[num_rounds, K]`, and the rule by which they are used, after a check of them."""
     check_count("num_rounds", num_rounds)
     if (radius is None) == (quantile is None):
