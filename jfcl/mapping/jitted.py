@@ -45,8 +45,8 @@ class jitted:
     `jax.jit` writes such an array, for example a frozen backbone, into every program as a constant: a copy in memory,
     of which compilation handles each number several times, and which the compiler's count of memory leaves out. Here
     all programs take the same array. (Arrays that a `jax.jit` inside the function closes over stay constants; functions
-    of this class that are called inside are inlined.) Arguments of `static_argnames` are passed by name.
-    `compiler_options` hold for programs without such arrays.
+    of this class that are called inside are inlined.) Arguments of `static_argnames` are passed by name. `options` are
+    further ones of `jax.jit`; `compiler_options` hold for programs without such arrays.
 
     Example:
       >>> import jax.numpy as jnp, numpy as np
@@ -57,16 +57,8 @@ class jitted:
       True
     """
 
-    def __init__(
-        self,
-        fn: Callable[..., Any],
-        *,
-        static_argnames: Sequence[str] = (),
-        donate_argnames: str | Sequence[str] = (),
-        compiler_options: dict[str, Any] | None = None,
-    ):
+    def __init__(self, fn: Callable[..., Any], *, static_argnames: Sequence[str] = (), **options: Any):
         self._fn, self._static = fn, frozenset(static_argnames)
-        options = {"donate_argnames": donate_argnames, "compiler_options": compiler_options}
         self._jit = jax.jit(fn, static_argnames=tuple(static_argnames), **options)
         self._placed = {}  # large arrays, and these on all devices of a mesh
         _EVERY.add(self)
