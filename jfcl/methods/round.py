@@ -183,16 +183,7 @@ def train_clients(
 
 
 def train_scopes(
-    rules: Any,
-    key: jax.Array,
-    params: PyTree,
-    personal: PyTree,
-    examples: PyTree,
-    size: jax.Array,
-    opt_state: PyTree,
-    rounds: jax.Array,
-    *,
-    products: jax.Array | None = None,
+    rules: Any, key: jax.Array, params: PyTree, personal: PyTree, *data: Any, products: jax.Array | None = None
 ) -> tuple[local.Trained, PyTree, PyTree]:
     """Trains one client's model: the parameters of its cluster and its personal ones.
 
@@ -203,24 +194,25 @@ def train_scopes(
       key: as in `local.train`.
       params: the parameters of its cluster.
       personal: its personal ones; `()` if there are none.
-      examples, size, opt_state, rounds, products: as in `local.train`.
+      data, products: `examples`, `size`, `opt_state`, `rounds` and `products` of `local.train`.
 
     Returns:
       `(trained, update, personal)`: the update of `params`, and the new personal parameters. With `personal_steps` the
       loss is that of the second part, and the steps are those of both.
     """
-    task, training, anchor, args = rules.task, rules.training, rules.anchor, (examples, size, opt_state, rounds)
+    task, training, anchor = rules.task, rules.training, rules.anchor
     if rules.personal_steps is None:
         whole = joined(params, personal)
         anchor = None if anchor is None else joined(anchor, personal)
-        trained = local.train(task, training, key, whole, *args, products=products, anchor=anchor)
+        trained = local.train(task, training, key, whole, *data, products=products, anchor=anchor)
         update = jax.tree.map(jnp.subtract, part_like(params, trained.params), params)
         return trained, update, part_like(personal, trained.params)
     of_personal, alone = with_fixed(task, params), training._replace(num_steps=rules.personal_steps, num_epochs=None)
+    examples, size, _, rounds = data
     max_size = jax.tree.leaves(examples)[0].shape[0]
     start = local.optimizer_at(training, trained_part(task, personal), (), rounds, size, max_size)
     first = local.train(of_personal, alone, jax.random.fold_in(key, PERSONAL_STREAM), personal, examples, size, start)
-    trained = local.train(with_fixed(task, first.params), training, key, params, *args, anchor=anchor)
+    trained = local.train(with_fixed(task, first.params), training, key, params, *data, anchor=anchor)
     update = jax.tree.map(jnp.subtract, trained.params, params)
     return trained._replace(num_steps=first.num_steps + trained.num_steps), update, first.params
 
