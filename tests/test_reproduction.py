@@ -183,7 +183,7 @@ def test_ifca_succeeds_more_often_with_separation():
 
 
 def test_ifca_succeeds_more_often_with_clients_and_examples():
-    for name, most in (("ifca.figure3-c-20-trials", 400), ("ifca.figure3-d-code-5-trials", 800)):
+    for name, most in (("ifca.figure3-c-10-trials", 400), ("ifca.figure3-d-code-5-trials", 800)):
         found = rows(name)
         for r in found:
             of_radius = [s for s in found if s["R"] == r["R"]]
