@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from jfcl.core.checks import check, check_count
 from jfcl.kernels import blocks
-from jfcl.kernels.base import PyTree, check_positive, check_whole, is_computable, like, sum_dtype, sum_over_columns
+from jfcl.kernels.base import PyTree, check_positive, check_whole, like, sum_dtype, sum_over_columns
 from jfcl.kernels.distances import at_start, center_distances, inner_products, moved, positions, squared_row_distances
 from jfcl.kernels.robust import check_weights, combine, counted, lowest, means_around_median, medians, shares
 
@@ -239,8 +239,7 @@ def centered_clip(
         check(shapes == wanted, "center", shapes, f"of shapes {wanted}")
         parts = zip(jax.tree.leaves(center), rows, strict=True)
         start = [jnp.asarray(c).reshape(-1).astype(x.dtype) for c, x in parts]
-        if is_computable(start):
-            check(all(jnp.isfinite(c).all() for c in start), "center", "NaN or infinity", "finite")
+        blocks.refuse_nonfinite([c[None, :] for c in start], "center")
     run = _clip_by_products if products_are_cheaper(len(usable), num_iters) else _clip
     limit = jnp.asarray(radius, sum_dtype(*rows))
     return like(updates, run(rows, usable, start, limit, check_weights(weights, rows), num_iters=num_iters))
