@@ -63,7 +63,8 @@ def ifca(
         paper). With an augmentation that changes all images alike, choices are partly random while the
         models differ little: clients that all chose one model may choose different ones again.
       min_share: initial models are drawn again until each is chosen by this share of a cohort; default: they are drawn
-        once (the paper). The authors' code for CIFAR-10 has 0.35. Models of `init_params` are not drawn.
+        once (the paper). The authors' code for CIFAR-10 has 0.35. Models of `init_params` are not drawn. The
+        models that are sent for the draws are not in `bytes_down`.
       restarts: number of random initialisations; the one of lowest training loss after `restart_rounds` rounds is kept.
         A simulation counts these rounds before its own; their cost is in its first record (see `with_restarts`).
       restart_rounds: rounds of each of the `restarts`.

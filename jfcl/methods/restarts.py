@@ -84,8 +84,8 @@ def with_balanced_start(algorithm: Algorithm, *, min_share: float, cohort: int |
     Args:
       algorithm: its state has the models in `params` `[K, ...]`, and the clients' choices in `cluster` `[N]`.
       min_share: of the clients, that chooses each of the models at least. After 1,000 draws the most even one is kept.
-      cohort: number of clients that choose, the same in every draw; default: all. A draw costs `K` forward passes over
-        their data, which are not in the metrics.
+      cohort: number of clients that choose, the same in every draw; default: all. A draw sends them `K` models for as
+        many forward passes over their data, which are not in the metrics.
     """
 
     def init(key: jax.Array, clients: Clients):
