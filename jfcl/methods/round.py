@@ -265,9 +265,10 @@ def server_update(
     weights, statistics = divided(task.statistics, state.params)
     mean, of_statistics = divided(task.statistics, mean)
     direction = jax.tree.map(jnp.negative, mean)
-    like = jax.eval_shape(optimizer.init, jax.tree.map(lambda p: p[0], weights))
-    keys = jax.random.split(server_key(cohort.key), len(jax.tree.leaves(weights)[0]))
-    opt_state = jax.vmap(partial(rekeyed, like=like))(keys, state.server)
+    opt_state, like = state.server, jax.eval_shape(optimizer.init, jax.tree.map(lambda p: p[0], weights))
+    if jax.tree.leaves(like):
+        keys = jax.random.split(server_key(cohort.key), len(jax.tree.leaves(weights)[0]))
+        opt_state = jax.vmap(partial(rekeyed, like=like))(keys, opt_state)
     updates, opt_state = jax.vmap(partial(optimizer_step, optimizer))(direction, opt_state, weights, loss)
     new = joined(optax.apply_updates(weights, updates), jax.tree.map(jnp.add, statistics, of_statistics))
     return jax.tree.map(where_rows, changed, new, state.params), as_data(opt_state)
