@@ -245,6 +245,14 @@ def test_metrics_of_outputs_are_those_of_scikit_learn(classes, name, seed):
         np.testing.assert_allclose(found[i], want, rtol=1e-4, atol=1e-5)
 
 
+def test_outputs_that_are_nan_are_never_right():
+    """The largest of NaN is the first: a diverged model would have the share of class 0 as its accuracy."""
+    logits, y, real = jnp.array([[np.nan, np.nan], [0.0, np.nan], [2.0, 1.0]]), jnp.array([0, 1, 0]), jnp.ones(3, bool)
+    assert IDENTITY.correct(logits, {"y": y}).tolist() == [0, 0, 1]
+    assert jfcl.metrics.confusion_matrix(logits, {"y": y}, real).tolist() == [[1, 0], [0, 0]]
+    assert np.isclose(jfcl.metrics.macro_f1(logits, {"y": y}, real), 1 / 2 * (2 / 3 + 0))
+
+
 def test_outputs_of_a_few_examples_at_a_time_are_computed_once():
     logits, y, size = outputs_of(3, 0)
     rows = []

@@ -22,11 +22,11 @@ from jfcl.core.clients import check_clients, check_examples, check_labels
 from jfcl.core.texts import first_line
 from jfcl.kernels.base import sum_dtype
 from jfcl.mapping.jitted import jitted
+from jfcl.models.tasks import predicted
 from jfcl.training.losses import blank_padding, masked_mean, under_all
 
 __all__ = ["auc", "calibration_error", "check_metrics", "cluster_recovery", "confusion_matrix", "contingency"]
-__all__ += ["deviation", "drift_results", "evaluate", "macro_f1", "mixture_recovery", "rounds_to_recovery"]
-__all__ += ["summarize"]
+__all__ += ["deviation", "drift_results", "evaluate", "macro_f1", "mixture_recovery", "rounds_to_recovery", "summarize"]
 
 Metric = Callable[[jax.Array, Batch, jax.Array], jax.Array]
 RESERVED = ("loss", "accuracy", "perplexity", "cluster", "found", "model", "num_models", "examples", "id", "weights")
@@ -391,8 +391,8 @@ def confusion_matrix(logits: jax.Array, batch: Batch, real: jax.Array) -> jax.Ar
       [[1.0, 0.0], [1.0, 1.0]]
     """
     classes = _logits(logits, batch).shape[1]
-    true, predicted = (jax.nn.one_hot(k, classes) for k in (batch["y"], jnp.argmax(logits, axis=-1)))
-    return jnp.matmul((true * real[:, None].astype(true.dtype)).T, predicted, precision=jax.lax.Precision.HIGHEST)
+    true, found = (jax.nn.one_hot(k, classes) for k in (batch["y"], predicted(logits)))
+    return jnp.matmul((true * real[:, None].astype(true.dtype)).T, found, precision=jax.lax.Precision.HIGHEST)
 
 
 def macro_f1(logits: jax.Array, batch: Batch, real: jax.Array) -> jax.Array:
@@ -405,9 +405,10 @@ def macro_f1(logits: jax.Array, batch: Batch, real: jax.Array) -> jax.Array:
       >>> round(float(macro_f1(logits, {"y": jnp.array([0, 1, 1])}, jnp.array([True, True, True]))), 4)
       0.6667
     """
-    table = confusion_matrix(logits, batch, real)
-    right, counted = jnp.diagonal(table), table.sum(axis=0) + table.sum(axis=1)
-    f1 = 2 * right / jnp.maximum(counted, 1)
+    table = confusion_matrix(logits, batch, real)  # without the rows of NaN
+    labels = jax.nn.one_hot(jnp.where(real, batch["y"], -1), len(table)).sum(axis=0)
+    counted = table.sum(axis=0) + labels
+    f1 = 2 * jnp.diagonal(table) / jnp.maximum(counted, 1)
     return f1.sum() / jnp.maximum((counted > 0).sum(), 1).astype(f1.dtype)
 
 
@@ -426,10 +427,9 @@ def auc(logits: jax.Array, batch: Batch, real: jax.Array) -> jax.Array:
     check(logits.shape[1] == 2, "the outputs", list(logits.shape), "logits of two classes for auc")
     score = logits[:, 1] - logits[:, 0]
     positive, negative = (((batch["y"] == k) & real).astype(score.dtype) for k in (1, 0))
-    ahead = (score[:, None] > score[None, :]).astype(score.dtype)
-    ahead += 0.5 * (score[:, None] == score[None, :]).astype(score.dtype)
+    above, level = (compare(score[:, None], score[None, :]).astype(score.dtype) for compare in (jnp.greater, jnp.equal))
     pairs = positive.sum() * negative.sum()
-    return jnp.where(pairs > 0, (positive[:, None] * negative[None, :] * ahead).sum() / pairs, jnp.nan)
+    return jnp.where(pairs > 0, (positive[:, None] * negative[None, :] * (above + 0.5 * level)).sum() / pairs, jnp.nan)
 
 
 def calibration_error(logits: jax.Array, batch: Batch, real: jax.Array) -> jax.Array:
@@ -443,7 +443,7 @@ def calibration_error(logits: jax.Array, batch: Batch, real: jax.Array) -> jax.A
       0.3
     """
     probability = jax.nn.softmax(_logits(logits, batch)).max(axis=-1)
-    right = (jnp.argmax(logits, axis=-1) == batch["y"]).astype(probability.dtype)
+    right = (predicted(logits) == batch["y"]).astype(probability.dtype)
     place = jnp.clip(jnp.ceil(probability * BINS).astype(jnp.int32) - 1, 0, BINS - 1)
     inside = jax.nn.one_hot(place, BINS, dtype=probability.dtype) * real[:, None].astype(probability.dtype)
     gaps = jnp.abs(((right - probability)[:, None] * inside).sum(axis=0))

@@ -20,6 +20,7 @@ from jfcl.methods.averaging import AveragingState
 from jfcl.methods.fedavg import fedavg
 from jfcl.methods.options import AVERAGING, Count, Options, factory
 from jfcl.methods.personal import PersonalState, serve_personal
+from jfcl.models.tasks import predicted
 from jfcl.training import local, losses
 
 MIXINGS = (0.0, 0.1, 0.3, 0.5, 0.7, 0.9, 1.0)  # the authors of Federated-Clustering try these
@@ -197,7 +198,7 @@ def remember(method: Mixture, model: PyTree, examples: Batch, size: jax.Array):
     judged = (jnp.arange(m) >= first) & (jnp.arange(m) < size)
 
     def num_right(share):
-        guess = jnp.argmax(share * by_neighbours + (1 - share) * jax.nn.softmax(outputs), axis=1)
+        guess = predicted(share * by_neighbours + (1 - share) * jax.nn.softmax(outputs))
         return ((guess == label) & judged).sum()
 
     candidates = jnp.array(MIXINGS, jnp.float32)

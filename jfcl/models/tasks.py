@@ -95,9 +95,14 @@ def _squared_error(outputs: jax.Array, batch: Batch) -> jax.Array:
     return error.reshape(len(error), -1).sum(axis=1)
 
 
+def predicted(logits: jax.Array) -> jax.Array:
+    """Returns the class of the largest logit, int32; -1, which is never right, where a logit is NaN."""
+    return jnp.where(jnp.isnan(logits.max(axis=-1)), -1, jnp.argmax(logits, axis=-1)).astype(jnp.int32)
+
+
 def is_right(logits: jax.Array, labels: jax.Array) -> jax.Array:
     """Returns 1.0 where the label has the largest logit, else 0.0."""
-    return (jnp.argmax(logits, axis=-1) == labels).astype(jnp.float32)
+    return (predicted(logits) == labels).astype(jnp.float32)
 
 
 def mixed_logits(logits: jax.Array, weights: jax.Array) -> jax.Array:
