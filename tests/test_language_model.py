@@ -272,8 +272,8 @@ def test_a_run_on_texts_reports_perplexity(sentences, tmp_path):
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"model": "mlp"}, "model 'mlp' reads images, but data set 'sentences' holds texts; for those: lstm"),
-        ({"dataset": "digits"}, "model 'lstm' reads texts, but data set 'digits' holds none; for those: linear, mlp"),
+        ({"model": "mlp"}, "model 'mlp' reads images, but data set 'sentences' holds texts; for it: lstm"),
+        ({"dataset": "digits"}, "model 'lstm' reads texts, but data set 'digits' holds none; for it: linear, mlp"),
         ({"heterogeneity": "label_swap"}, "heterogeneity must be none, class or topic for texts, as model 'lstm' does"),
         ({"heterogeneity": "rotation"}, "heterogeneity must be none, class or topic for texts"),
         ({"attack": "label_zero", "malicious": 0.25}, "attack must be one on updates for texts, got 'label_zero'"),

@@ -184,7 +184,7 @@ def check_model_reads(config: Config, texts: bool) -> None:
         holds, reads = ("texts", "images") if texts else ("none", "texts")
         fitting = ", ".join(name for name in models.MODELS if (name in models.LANGUAGE_MODELS) == texts)
         raise ValueError(
-            f"model {config.model!r} reads {reads}, but data set {config.dataset!r} holds {holds}; for those: {fitting}"
+            f"model {config.model!r} reads {reads}, but data set {config.dataset!r} holds {holds}; for it: {fitting}"
         )
 
 
