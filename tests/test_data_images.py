@@ -340,7 +340,7 @@ def test_maps_beside_images_with_channels_first():
     assert examples["w"].tolist() == [[0.5, 1.5, 2.5, 3.5]] and examples["w"].dtype == np.float32
     np.testing.assert_array_equal(examples["mask"][0], np.stack([np.asarray(mask)] * 4))
     for odd, words in [
-        ({"w": [1.0]}, "1 entries"),
+        ({"w": [1.0]}, "its arrays must have one length, got .1, 4."),
         ({"w": [None] * 4}, "4 missing values"),
         ({"w": "abcd"}, "numbers"),
     ]:

@@ -367,7 +367,7 @@ def test_slurm_gives_each_task_its_gpus(step, monkeypatch, asked):
 def test_slurm_where_tasks_cannot_share_gpus(monkeypatch, asked):
     for tasks, gpus in (("3", EIGHT), ("8", "0,1,2,3")):
         slurm(monkeypatch, {"STEP_TASKS_PER_NODE": tasks, "GPUS_ON_NODE": str(gpus.count(",") + 1)}, gpus)
-        with pytest.raises(ValueError, match=rf"the {tasks} tasks of this machine .* one task for each machine"):
+        with pytest.raises(ValueError, match=rf"the {tasks} tasks of this machine cannot share its .* GPUs equally"):
             hosts.connect("localhost:1234", 2, 0)
     assert not asked
 

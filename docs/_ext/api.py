@@ -116,14 +116,12 @@ SECTIONS = {
         "Start": "initial_models initial_scopes initial_optimizers",
         "Cohort": "select_cohort take_rows put_rows",
         "Training": "train_clients train_scopes",
-        "Server": "weights_of share server_update",
+        "Server": "weights_of server_update",
         "Metrics": "round_metrics loss_of_all",
     },
     "jfcl.core.options": {"": "Range Interval OneOf Needs check_options options_of Option"},
     "jfcl.training.local": {"": "LocalTraining train Trained steps_per_round"},
-    "jfcl.robust.aggregate": {
-        "": "cluster_mean shared_means robust_cluster_mean attacked attacked_models ravel_clients"
-    },
+    "jfcl.robust.aggregate": {"": "cluster_mean robust_cluster_mean attacked attacked_models ravel_clients"},
     "jfcl.core": {
         "Clients": "num_clients max_examples mask client_ids take_clients check_clients",
         "Keys": "client_keys server_key attack_key",

@@ -221,7 +221,8 @@ _OPENERS = {".gz": gzip.open, ".xz": lzma.open, "": open}
 _INSTRUCTIONS = {
     "mnist": "the four files are at https://storage.googleapis.com/cvdf-datasets/mnist/",
     "fashion_mnist": "the four files are at https://github.com/zalandoresearch/fashion-mnist",
-    "femnist": "put there data/train and data/test of LEAF's data/femnist/preprocess.sh -s niid -t sample",
+    "femnist": "run LEAF's data/femnist/preprocess.sh -s niid -t sample (github.com/TalwalkarLab/leaf), and put its"
+    " data/train and data/test there",
     "cifar10": "unpack https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz there",
     "qmnist_writers": "the label files are at https://github.com/facebookresearch/qmnist",
     "emnist_letters": "the files are in gzip.zip, see nist.gov/itl/products-and-services/emnist-dataset",
