@@ -181,7 +181,7 @@ def test_neighbours_far_from_zero_are_the_nearest(dtype, center):
     memory, x = (jnp.asarray(center + rng.uniform(-1, 1, (n, 8)), dtype) for n in (30, 40))
     label, wide = np.arange(30), [np.asarray(part, np.float64) for part in (memory[:20], x)]
     truth = NearestNeighbors(n_neighbors=1).fit(wide[0]).kneighbors(wide[1])[1][:, 0]
-    method = Mixture(LABELS, LABELS.apply, 1, 0.5, jnp.zeros(1), 0.2, None)
+    method = Mixture(LABELS, LABELS.apply, 1, 0.5, 0.2, None)
     found = neighbours(method, memory, jnp.asarray(label), jnp.int32(20), x, 30)
     np.testing.assert_array_equal(found.argmax(axis=1), truth)
 
