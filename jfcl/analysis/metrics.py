@@ -383,7 +383,7 @@ def _logits(outputs: jax.Array, batch: Batch) -> jax.Array:
 
 
 def confusion_matrix(logits: jax.Array, batch: Batch, real: jax.Array) -> jax.Array:
-    """Returns the numbers of examples by label (rows) and predicted class (columns), `[C, C]` float32.
+    """Returns the numbers of examples by label (rows) and predicted class (columns; of NaN none), `[C, C]` float32.
 
     Example:
       >>> logits = jnp.array([[2.0, 0.0], [0.0, 1.0], [3.0, 0.0]])

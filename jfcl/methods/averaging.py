@@ -166,7 +166,7 @@ def checked(rules: Averaging) -> Averaging:
 
     Raises:
       ValueError: options outside their range; `shared` with a server optimiser or an aggregator, or an aggregator with
-        another divisor than `"cluster"`; as from `round.check_scopes` and `privacy.check_private`.
+        `divide_by_all`; as from `round.check_scopes` and `privacy.check_private`.
     """
     local.check_parts(rules.task, rules.training)
     phases.check_weights(rules.weights)
