@@ -196,7 +196,7 @@ def test_what_happens_between_records_is_told(eval_every):
 def test_clients_too_small_to_judge_a_split_are_told_of():
     clients = regression(TRUTH, CLUSTER, examples=6)
     run = {"key": jax.random.key(0), "num_rounds": 1}
-    with pytest.warns(UserWarning, match=r"validation is 0.1: 8 of 8 clients have too few examples for"):
+    with pytest.warns(UserWarning, match=r"validation is 0.1: 8 of 8 clients have too few examples to judge"):
         jfcl.simulate(jfcl.cfl(TASK, TRAINING, validation=0.1), clients, **run)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
