@@ -486,7 +486,7 @@ def test_what_the_splits_do_not_share_is_refused(tmp_path):
     frame = pd.DataFrame({"c": [True, False] * 6, "age": np.arange(12) % 5, "y": [0, 1] * 6})
     for change, words in [
         ({"c": "True"}, "column 'c' must be numbers, as in training, got 'True'"),
-        ({"y": -1}, "column 'y' of the split 'test' must be labels of which some occur in training"),
+        ({"y": -1}, r"column 'y' of the split 'test' must be labels of which some occur in training, got \['-1'\]"),
         ({"y": "a"}, "column 'y' must be of one kind in all splits"),
     ]:
         with pytest.raises(ValueError, match=words):

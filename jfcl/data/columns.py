@@ -254,9 +254,9 @@ def as_dataset(
     table |= {"num_classes": num_classes, "left_out": left_out}
     words = [name if by is None else f"{name}, by {by}", described(table)]
     if num_classes is not None and "test" in read:
-        seen, where = np.isin(labels["test"], labels["train"]), f"column {target!r} of the split 'test'"
-        check(seen.any(), where, np.unique(labels["test"])[:8].tolist(), "labels of which some occur in training")
+        seen = np.isin(labels["test"], labels["train"])
         new = [str(names[label] if names else label) for label in np.unique(labels["test"][~seen])[:8].tolist()]
+        check(seen.any(), f"column {target!r} of the split 'test'", new, "labels of which some occur in training")
         words += [f"labels that only the test split has: {', '.join(new)}"] if new else []
     return Dataset(name, read["train"], read.get("test"), num_classes, writer, "; ".join(words), keys, tokens, table)
 
