@@ -282,6 +282,7 @@ def test_local_epochs_count_as_their_steps(on_cpu, names_of_loops, tmp_path, bat
         ([], "target must be given, such as --target v5e:2x4"),
         (["--target", "v5e:2x3"], "unknown slice of v5e"),
         (["--target", "h100:2", "--population", "100"], "clients must be left out with --population"),
+        (["--target", "h100:2", "--population", "8"], "population must be left out: plan a cohort"),
         (["--target", "h100:2", "--mapping", "pmap"], "mapping must be vmap, chunked, sharded or auto"),
         (["--target", "h100:2", "--devices", "2"], "devices must be left out"),
         (["--target", "h100:2", "--model", "mpl"], "did you mean 'mlp'?"),

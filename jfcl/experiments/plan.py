@@ -46,8 +46,8 @@ def plan_run(
     """
     check(target is not None, "target", target, "given, such as --target v5e:2x4 or --target h100")
     chosen = targets.target(target)
-    accepted = "left out: plan --clients as many as the cohort"
-    check(not config.of_population, "population, store", (config.population, config.store), accepted)
+    for name in ("population", "store"):
+        check(getattr(config, name) is None, name, getattr(config, name), "left out: plan a cohort, as --clients")
     check(config.mapping != "pmap", "mapping", config.mapping, "vmap, chunked, sharded or auto")
     check(config.devices is None, "devices", config.devices, "left out: the target has its own")
     targets.mesh(chosen)  # refuses a compiler that is not there before data are read
