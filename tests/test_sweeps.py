@@ -473,6 +473,8 @@ def test_bad_input_of_the_command(flags, words, capsys, monkeypatch):
 
 
 def test_seeds_have_a_default_which_the_help_names(capsys, monkeypatch):
+    assert cli.main(["sweep", "fedavg", "--population", "9", "--grid", "lr=0.1"]) == 2
+    assert "population must be left out of a sweep" in capsys.readouterr().err
     asked = []
     monkeypatch.setattr(sweeps, "run_sweep", lambda config, *_, **__: asked.append(config.seeds) or 1 / 0)
     for flags in ([], ["--seed", "7"], ["--seeds", "2"]):
