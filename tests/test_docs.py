@@ -16,7 +16,9 @@ import jax
 import pytest
 
 import jfcl.experiments
+from jfcl.cli.commands import given_options
 from jfcl.cli.parser import COMMANDS, parse
+from jfcl.experiments import Config
 from jfcl.methods import METHODS
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -121,7 +123,11 @@ def test_commands_parse(page):
     for line in lines:
         if "NAME [" in line:  # the form of a command, not one
             continue
-        assert parse(shlex.split(line)[1:]).command in COMMANDS, line
+        args = parse(shlex.split(line)[1:])
+        assert args.command in COMMANDS, line
+        needs_a_file = re.search(r"--config|\.csv|[a-z_]:[A-Za-z_]", line)
+        if args.command in ("run", "plan", "sweep") and not needs_a_file:
+            Config(**given_options(args))
 
 
 def shortened(code: str) -> str:
