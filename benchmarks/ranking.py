@@ -1,9 +1,9 @@
 """docs/ranking.md from folders of `jfcl shifts`: a section for each, with tables and findings written from its runs.
 
     jfcl shifts --quick --out runs/quick     # 3 minutes on 2 cores
-    python benchmarks/ranking.py runs/quick  # may be called again, with more cells, or with the folder of other data
+    python benchmarks/ranking.py runs/quick  # may be called again, with more cells, or with other folders
 
-A ranking has the name of its data set. The call writes results/ranking-NAME.json, the page, the runs, the settings and
+A ranking has the name of its folder. The call writes results/ranking-NAME.json, the page, the runs, the settings and
 the table for LaTeX into docs/_static/ranking/NAME, and docs/ranking.md with all rankings that are there.
 """
 
@@ -510,9 +510,9 @@ def page_of(text: str) -> str:
     return "\n\n".join([before + begin, *sections, end + rest.partition(end)[2]])
 
 
-def publish(folder: Path, name: str) -> Path:
+def publish(folder: Path) -> Path:
     """Writes the results of a folder of `jfcl shifts`, and copies what is published; returns the results' file."""
-    settings = files.read_json(folder / "settings.json")
+    settings, name = files.read_json(folder / "settings.json"), folder.resolve().name
     setting = settings["setting"]
     done = merge(folder, cells_of(setting), digest_of(setting))  # the last cells may be newer than the files of all
     cells = read_cells(folder)
@@ -542,11 +542,9 @@ def publish(folder: Path, name: str) -> Path:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, nargs="*", help="what jfcl shifts has left; none: the page alone")
-    parser.add_argument("--name", help="of the ranking [that of its data set]")
     args = parser.parse_args()
     for folder in args.folder:
-        name = args.name or files.read_json(folder / "settings.json")["setting"]["datasets"][0]
-        print(f"written: {publish(folder, name)}")
+        print(f"written: {publish(folder)}")
     page = DOCS / "ranking.md"
     page.write_text(page_of(page.read_text()))
     print(f"written: {page}")
