@@ -154,7 +154,6 @@ def test_few_clients_go_on_with_another_number_of_devices(tmp_path):
     assert len(history.records[-1]["split_from"]) == 8
 
 
-@pytest.mark.slow
 def test_full_capacity_says_so_and_goes_on():
     clients = regression(TRUTH, CLUSTER)
     algorithm = jfcl.cfl(TASK, TRAINING, eps_1=0.05, eps_2=0.1, max_clusters=2)
@@ -192,7 +191,6 @@ def test_what_happens_between_records_is_told(eval_every):
     assert int(told(same, eps_1=np.inf, eps_2=1e-9, max_clusters=2, **judged)["undone"].sum()) == 1
 
 
-@pytest.mark.slow
 def test_clients_too_small_to_judge_a_split_are_told_of():
     clients = regression(TRUTH, CLUSTER, examples=6)
     run = {"key": jax.random.key(0), "num_rounds": 1}
@@ -320,7 +318,7 @@ def test_hidden_updates_change_nothing(privacy, similarity):
     np.testing.assert_array_equal(hidden["bytes_up"], metrics["bytes_up"] * padded / 3)
 
 
-@pytest.mark.slow
+@pytest.mark.slow_cases("None-*", "permutation-*", "sign-updates", "rotation-gradients")
 @pytest.mark.parametrize("similarity", ["updates", "gradients"])
 @pytest.mark.parametrize("privacy", [None, "permutation", "sign", "rotation"])
 def test_the_server_sees_hidden_updates_only(privacy, similarity, monkeypatch):
@@ -386,7 +384,6 @@ def test_harmful_splits_are_undone_and_others_are_not():
     assert state.cluster.tolist() in ((CLUSTER % 2).tolist(), (1 - CLUSTER % 2).tolist())
 
 
-@pytest.mark.slow
 def test_only_the_sides_of_a_split_wait_until_it_is_judged():
     options = {"eps_1": np.inf, "eps_2": 1e-9, "validation": 0.25, "fallback_rounds": 4}
     algorithm = jfcl.cfl(TASK, TRAINING, **options)
@@ -395,7 +392,6 @@ def test_only_the_sides_of_a_split_wait_until_it_is_judged():
     assert np.flatnonzero(metrics["decisions"]).tolist() == [0, 5]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("similarity", "messages"), [("updates", 1), ("gradients", 2)])
 def test_gradients_are_sent_besides_updates(similarity, messages):
     algorithm = jfcl.cfl(TASK, TRAINING, similarity=similarity)
@@ -404,7 +400,6 @@ def test_gradients_are_sent_besides_updates(similarity, messages):
     assert metrics["client_steps"][0] == len(CLUSTER) * (STEPS + messages - 1)  # a gradient that is sent is a step
 
 
-@pytest.mark.slow
 def test_what_an_undone_split_restores():
     clients = regression([[1, -1, 2]], np.zeros(8, int), noise=2.0, examples=6)
     algorithm = jfcl.cfl(
@@ -492,7 +487,6 @@ def test_examples_kept_aside_are_not_learnt_from():
     assert keep.min() >= 1
 
 
-@pytest.mark.slow
 def test_recursive_clusters_end():
     clients = regression(TRUTH, CLUSTER)
     algorithm = jfcl.cfl(TASK, TRAINING, eps_1=0.01, eps_2=0.1, recursive=True)
@@ -526,7 +520,6 @@ def test_recursive_clusters_end_with_their_own_clients():
         assert metrics["ended"] and sorted(state.cluster.tolist()) == [0, 1, 2, 3]
 
 
-@pytest.mark.slow
 def test_separation_gap_is_definition_2():
     clients = regression(TRUTH, CLUSTER)
     true_cluster = np.where(np.arange(8) == 3, -1, CLUSTER)  # one is unknown, and does not count
@@ -595,7 +588,6 @@ def test_who_sends_nan_is_shut_out_at_once():
     assert state.excluded.tolist() == [0, 0, 0, 0, 1, 0] and metrics["nonfinite"].tolist() == [1, 0]
 
 
-@pytest.mark.slow
 def test_attackers_of_every_kind_are_shut_out():
     clients = regression([[1, -1, 2]], np.zeros(10, int), noise=0.1)
     malicious = np.array([False] * 7 + [True] * 3)

@@ -43,7 +43,6 @@ def rand(found, truth):
     return cluster_recovery(np.asarray(found), np.asarray(truth))["adjusted_rand"]
 
 
-@pytest.mark.slow
 def test_small_clients_are_not_compared_and_follow_the_side_that_they_resemble():
     clients, _ = power_law(30, seed=3)
     big = np.flatnonzero(clients.size >= 20)
@@ -153,7 +152,6 @@ def test_a_thousand_clients_of_which_464_have_one_example():
 STEP = jfcl.cfl(TASK, TRAINING, eps_1=0.05, eps_2=0.2)
 
 
-@pytest.mark.slow
 def test_clients_that_miss_the_round_of_a_split_are_placed_by_their_next_update():
     clients, late = regression(TRUTH[:2], CLUSTER % 2), np.array([2, 4, 5])
 
@@ -227,7 +225,6 @@ def test_with_gradients_the_thresholds_are_of_gradients():
     assert rand(state.cluster, by_scipy) == 1
 
 
-@pytest.mark.slow
 def test_a_run_that_never_examines_a_cluster_says_why():
     algorithm = jfcl.cfl(TASK, TRAINING, relative=True, eps_1=1e-6)
     with pytest.warns(UserWarning, match=r"no cluster was ever examined.*above eps_2, 0\.\d+; the mean update"):
@@ -268,7 +265,6 @@ def test_where_every_cluster_overflows_nothing_is_hidden():
         jfcl.simulate(wild, CLIENTS, key=KEY, num_rounds=10)
 
 
-@pytest.mark.slow
 def test_a_recursive_run_ends_when_every_cluster_is_final(tmp_path):
     algorithm = jfcl.cfl(TASK, TRAINING, eps_1=0.01, eps_2=0.1, recursive=True)
     keys = jax.random.split(KEY, 2)
@@ -337,7 +333,6 @@ def test_newcomers_are_enrolled(tree_dim):
     assert {len(x) for x in jax.tree.leaves(grown.client)} == {13}
 
 
-@pytest.mark.slow
 def test_a_cohorts_updates_are_kept_with_their_age():
     algorithm = jfcl.cfl(TASK, TRAINING, cohort=3, eps_1=1e-30, eps_2=1e9)
     state, when = algorithm.init(KEY, CLIENTS), np.zeros(8, int)
@@ -362,7 +357,6 @@ def test_a_cohorts_updates_are_kept_with_their_age():
         np.testing.assert_allclose(metrics["max_norm"][0], np.linalg.norm(known[came], axis=1).max(), rtol=1e-4)
 
 
-@pytest.mark.slow
 def test_cohorts_find_the_clusters_and_split_no_clients_that_agree():
     algorithm = jfcl.cfl(TASK, TRAINING, cohort=4)
     run = jax.jit(lambda clients, key: jfcl.rollout(algorithm, clients, key=key, num_rounds=120)[0])

@@ -172,7 +172,7 @@ def loop_gpt(p, x):
 LOOPS = {"resnet": loop_resnet, "mobilenet": loop_mobilenet}
 
 
-@pytest.mark.slow_cases("mobilenet_bn", "resnet18_bn", "resnet18_gn")
+@pytest.mark.slow_cases("mobilenet_bn", "resnet18_gn")
 @pytest.mark.parametrize("name", ["resnet18_gn", "resnet18_bn", "mobilenet_gn", "mobilenet_bn"])
 def test_convolutional_networks_are_their_equations(name):
     task, batch = small(name), batches(name, (4,))

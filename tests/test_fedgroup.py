@@ -79,7 +79,7 @@ def profiles(updates):
     return madc
 
 
-@pytest.mark.slow_cases("edc-0.0-6", "madc-*")
+@pytest.mark.slow_cases("edc-0.0-6")
 @pytest.mark.parametrize(("measure", "mixing", "cohort"), [("edc", 0.0, 6), ("madc", 0.0, None), ("edc", 0.3, 6)])
 def test_the_groups_and_rounds_are_the_papers(measure, mixing, cohort):
     options = {"num_clusters": 3, "pretrain_steps": STEPS, "pretrain_clients": 7, "measure": measure}

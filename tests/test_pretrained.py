@@ -405,7 +405,6 @@ def test_programs_share_large_arrays():
 # Cached features.
 
 
-@pytest.mark.slow
 def test_a_linear_model_of_features_is_the_last_layer():
     clients, params = data(), pretrained(NORMAL)
     features = jfcl.models.cache_features(NORMAL, params, clients, batch_size=7)
