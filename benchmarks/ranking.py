@@ -1,6 +1,6 @@
 """docs/ranking.md from folders of `jfcl shifts`: a section for each, with tables and findings written from its runs.
 
-    jfcl shifts --quick --out runs/quick     # 3 minutes on 2 cores
+    jfcl shifts --quick --out runs/quick     # 4 minutes on 2 cores
     python benchmarks/ranking.py runs/quick  # may be called again, with more cells, or with other folders
 
 A ranking has the name of its folder. The call writes results/ranking-NAME.json, the page, the runs, the settings and
