@@ -165,8 +165,8 @@ def command_sweep(args: Namespace, console: Console, *, grid: Annotated[Sequence
     # Read and check the options.
     options = given_options(args)
     values = sweeps.read_grid(grid, options["method"])
-    has_one = not options.keys().isdisjoint(("seed", "population", "store"))  # a population is refused by its own name
-    config = Config(**(options if has_one else {"seeds": sweeps.SEEDS} | options))
+    of_one_seed = {"seed", "population", "store"} & options.keys()  # a sweep refuses the latter two by their names
+    config = Config(**(options if of_one_seed else {"seeds": sweeps.SEEDS} | options))
     runs = config.seeds * math.prod(map(len, values.values()))
     _start_devices(config.devices, min(mapping.num_cores(), runs))
     # Run, and print the best.
