@@ -5,7 +5,7 @@ They compare clients (`pairwise_cosine`, `gram`, `squared_distances`), split the
 clients of which some are hostile (`centered_clip` and the other `AGGREGATORS`; `make_aggregator` makes one by name).
 
 Kernels raise `ValueError` for arguments of a wrong rank, length, type or range and, outside `jit`, for NaN or infinity
-in rows that count.
+in rows that count. In their costs, a multiplication and an addition are two operations.
 
 Every aggregator takes `updates`, `[N, D]` or a pytree of arrays stacked on a leading client axis, and returns `[D]` or
 that pytree without the client axis. Common to all:

@@ -84,7 +84,7 @@ def nearest_neighbour_mixing(
     """NNM: replaces every update by the mean of the `N − f` nearest to it, itself included (Allouah et al. 2023).
 
     `f` is `num_malicious`, less than half of the clients; masked updates become zeros. For the arguments and the result
-    see `jfcl.kernels`. Cost: `3 N² D` multiplications.
+    see `jfcl.kernels`. Cost: `3 N² D` operations.
 
     Example:
       >>> import jax.numpy as jnp

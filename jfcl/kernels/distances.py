@@ -23,7 +23,7 @@ def gram(points: PyTree, *, mask: jax.Array | None = None) -> jax.Array:
     """Returns the inner products of all points, `Z Zᵀ` `[N, N]`, exactly symmetric.
 
     `points` are `[N, D]`, or a pytree of arrays stacked on a leading axis. Rows that do not count by `mask` `[N]` bool
-    have inner product 0, even with NaN; inside `jit`, so have rows with NaN or infinity. Cost: `N² D` multiplications,
+    have inner product 0, even with NaN; inside `jit`, so have rows with NaN or infinity. Cost: `N² D` operations,
     `O(N²)` memory beside the input.
 
     Example:
@@ -57,7 +57,7 @@ def squared_distances(points: PyTree, centers: PyTree | None = None, *, mask: ja
       squared distance to the origin, so very close pairs far from it have few correct digits. All distances of a point
       are infinite if its square overflows. Inside `jit`, points with NaN or infinity count as masked.
 
-    Cost: `N² D` (`2 N K D`) multiplications and three passes over the points.
+    Cost: `N² D` (`2 N K D`) operations and three passes over the points.
 
     Example:
       >>> import jax.numpy as jnp

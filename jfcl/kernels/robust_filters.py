@@ -53,7 +53,7 @@ def caf(updates: PyTree, *, num_malicious: int, mask: jax.Array | None = None) -
     The maximum is over updates with weight left. ByzFL takes it over all, so that with one update far away the weights
     of the others hardly change, and replaces the eigenvector by one step of the power method from a random start.
 
-    Cost: `N² D` multiplications, and the eigenvectors of `[N, N]` at most `N` times (2 to 10 times for normal numbers
+    Cost: `N² D` operations, and the eigenvectors of `[N, N]` at most `N` times (2 to 10 times for normal numbers
     of 10 to 100 clients).
 
     Example:
@@ -94,7 +94,7 @@ def smea(updates: PyTree, *, num_malicious: int, mask: jax.Array | None = None) 
     the other arguments see `jfcl.kernels`. ByzFL replaces the eigenvalue by one step of the power method from a random
     start, which may choose another subset.
 
-    Cost: `N² D` multiplications, and the eigenvalues of `[N, N]` for each of the `N! / (f! (N − f)!)` subsets.
+    Cost: `N² D` operations, and the eigenvalues of `[N, N]` for each of the `N! / (f! (N − f)!)` subsets.
 
     Example:
       >>> import jax.numpy as jnp
@@ -175,7 +175,7 @@ def dnc(
       key: of the draws, the same in every call; default: a fixed one.
       updates, mask: see `jfcl.kernels`.
 
-    Cost: for each draw, a sort of D random numbers, `N² num_coordinates` multiplications and the eigenvectors of
+    Cost: for each draw, a sort of D random numbers, `N² num_coordinates` operations and the eigenvectors of
     `[N, N]`. Blades averages the updates that any draw keeps; the paper those that all keep.
 
     Example:
@@ -225,7 +225,7 @@ def clipped_clustering(updates: PyTree, *, radius: Any = None, mask: jax.Array |
     clipped to `radius`, by default the median of their norms. In the paper it is the median of all norms so far: a
     caller who remembers them passes it as `radius`. For the other arguments see `jfcl.kernels`.
 
-    Cost: `N² D` multiplications, and `3 N` steps of `O(N)`.
+    Cost: `N² D` operations, and `3 N` steps of `O(N)`.
 
     Example:
       >>> import jax.numpy as jnp

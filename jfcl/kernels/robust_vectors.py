@@ -34,7 +34,7 @@ def krum(updates: PyTree, *, num_malicious: int, mask: jax.Array | None = None) 
     """Returns the update nearest to its `N - f - 2` nearest others, by the sum of squares (Blanchard et al. 2017).
 
     Of equal scores it is the first. `f` is `num_malicious`, at most `N - 3` (the paper's guarantee requires
-    `2 f + 2 < N`). For the arguments see `jfcl.kernels`. Cost: `N² D` multiplications.
+    `2 f + 2 < N`). For the arguments see `jfcl.kernels`. Cost: `N² D` operations.
 
     Example:
       >>> import jax.numpy as jnp
@@ -50,7 +50,7 @@ def multi_krum(
     """Returns the mean of the updates with the lowest Krum scores (Blanchard et al. 2017).
 
     The scores are those of `krum`. `num_selected` is how many to average, from 1 to N; default `N - f`. For the other
-    arguments see `jfcl.kernels`. Cost: `N² D` multiplications.
+    arguments see `jfcl.kernels`. Cost: `N² D` operations.
 
     Example:
       >>> import jax.numpy as jnp
@@ -72,7 +72,7 @@ def bulyan(updates: PyTree, *, num_malicious: int, mask: jax.Array | None = None
 
     In every coordinate, the result is the mean of the `N - 4 f` selected numbers nearest to the median of the `N - 2 f`
     selected. `f` is `num_malicious`, with `4 f + 3 <= N`. For the arguments see `jfcl.kernels`. Cost: `N² D`
-    multiplications, `N` times Krum's scores, and a sort of N numbers D times.
+    operations, `N` times Krum's scores, and a sort of N numbers D times.
 
     Example:
       >>> import jax.numpy as jnp
@@ -221,7 +221,7 @@ def centered_clip(
       updates, weights, mask: see `jfcl.kernels`.
 
     Cost: one read of every update an iteration, in blocks that stay in the cache. For many iterations of few clients,
-    `N² D` multiplications once, and `N²` operations an iteration.
+    `N² D` operations once, and `N²` operations an iteration.
 
     Example:
       >>> import jax.numpy as jnp

@@ -25,7 +25,7 @@ def pairwise_cosine(updates: PyTree, *, mask: jax.Array | None = None) -> jax.Ar
       to all rows, itself included; so does a row with a norm below the smallest normal number. Inside `jit`, a row with
       NaN or infinity has similarity -1 to every other row, so that bipartitions separate it first.
 
-    Cost: `N² D` multiplications (the upper triangle), `O(N²)` memory beside the input.
+    Cost: `N² D` operations (the upper triangle), `O(N²)` memory beside the input.
 
     Example:
       >>> import jax.numpy as jnp

@@ -79,7 +79,7 @@ def flux(
       `Algorithm` with an `AveragingState`, and the further metrics `clusters_found` and, with `"auto"`, `radius`. All
       models start at FedAvg's. Clients that were not in training are served by their features alone, without labels. A
       client with features that are not finite joins the first cluster. Cost of `init`: the rounds of FedAvg, a pass
-      over all examples, and k-means, or `N² P` multiplications, of `P = 2 L (1 + labels)` numbers for each client,
+      over all examples, and k-means, or `N² P` operations, of `P = 2 L (1 + labels)` numbers for each client,
       which it sends once; of a round: FedAvg's. Memory `O(N P)`, with `"auto"` `O(N P + N²)`.
 
     Raises:

@@ -83,7 +83,7 @@ def stocfl(
       without a model). A client that was not in training is observed, and joins the most similar cluster if that is
       similar enough, else it is served the common model. One whose update from the anchor is not finite trains the
       common model, and is observed again. Cost of a round: two local trainings a client,
-      `observe_epochs` steps of the new ones, `C² D` multiplications; memory `O(N D + K D)`. Bytes: two models down and
+      `observe_epochs` steps of the new ones, `3 C² D` operations; memory `O(N D + K D)`. Bytes: two models down and
       up, of a client without a cluster's model one, and once one more.
 
     Raises:

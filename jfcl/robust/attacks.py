@@ -277,7 +277,7 @@ def min_max() -> UpdateAttack:
     update is at most the largest distance of two good ones: a quadratic equation for each, solved exactly (the authors
     and Blades bisect).
 
-    Cost: `N² D` multiplications, for the distances of good updates.
+    Cost: `N² D` operations, for the distances of good updates.
     """
 
     def length(rows, mean, p, good):
