@@ -17,7 +17,7 @@ from jfcl.data.text import PAD
 from jfcl.models.tasks import cross_entropy, is_right, mixed_logits, network, remembered
 from jfcl.training.losses import masked_mean
 
-MOST_LOGITS = 2**27  # half a gigabyte: 433 texts of 32 words under a vocabulary of 10,000
+MOST_LOGITS = 2**27  # half a gigabyte: 432 texts of 32 words under a vocabulary of 10,000
 
 
 def language_model(module: Any, length: int, vocab_size: int, *, training_argument: str | None = None) -> Task:
