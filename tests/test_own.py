@@ -79,7 +79,7 @@ def words(num_outputs):
 
 
 def slope(num_outputs):
-    return jfcl.models.regression(jfcl.models.Linear(1, squeeze=True), (1,))
+    return jfcl.models.regression(jfcl.models.Linear(1), (1,))
 
 
 def listed():

@@ -437,7 +437,7 @@ def test_modules_that_are_not_known_have_none():
 
 # ---------------------------------------------------------------------------------------------------------------
 
-SMALL = jfcl.models.regression(jfcl.models.Linear(1, squeeze=True), (4,), half=True)
+SMALL = jfcl.models.regression(jfcl.models.Linear(1), (4,), half=True)
 
 
 @pytest.mark.parametrize(

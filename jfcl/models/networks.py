@@ -18,15 +18,13 @@ from jfcl.models.conv import NHWC, conv, max_pool
 
 
 class Linear(nn.Module):
-    """One dense layer on the flattened input; `squeeze` drops the output axis, for scalar regression."""
+    """One dense layer on the flattened input."""
 
     num_outputs: int
-    squeeze: bool = False
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        x = nn.Dense(self.num_outputs)(x.reshape(len(x), -1))
-        return x[:, 0] if self.squeeze else x
+        return nn.Dense(self.num_outputs)(x.reshape(len(x), -1))
 
 
 def _dense(x: jax.Array, hidden: tuple[int, ...], num_outputs: int, **options: Any) -> jax.Array:
