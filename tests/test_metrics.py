@@ -253,6 +253,17 @@ def test_outputs_that_are_nan_are_never_right():
     assert np.isclose(jfcl.metrics.macro_f1(logits, {"y": y}, real), 1 / 2 * (2 / 3 + 0))
 
 
+@pytest.mark.parametrize("name", ["macro_f1", "calibration_error", "auc", "confusion_matrix"])
+def test_outputs_of_padding_do_not_count(name):
+    """They may be NaN, as those of a model that divides its inputs by their length."""
+    function, y = getattr(jfcl.metrics, name), jnp.array([0, 1, 1])
+    found, wanted = (
+        function(jnp.array([[2.0, 0.0], [0.0, 1.0], [last, last]]), {"y": y}, jnp.array([True, True, False]))
+        for last in (np.nan, 0.0)
+    )
+    np.testing.assert_array_equal(found, wanted)
+
+
 def test_outputs_of_a_few_examples_at_a_time_are_computed_once():
     logits, y, size = outputs_of(3, 0)
     rows = []

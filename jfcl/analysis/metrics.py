@@ -445,6 +445,6 @@ def calibration_error(logits: jax.Array, batch: Batch, real: jax.Array) -> jax.A
     probability = jax.nn.softmax(_logits(logits, batch)).max(axis=-1)
     right = (predicted(logits) == batch["y"]).astype(probability.dtype)
     place = jnp.clip(jnp.ceil(probability * BINS).astype(jnp.int32) - 1, 0, BINS - 1)
-    inside = jax.nn.one_hot(place, BINS, dtype=probability.dtype) * real[:, None].astype(probability.dtype)
-    gaps = jnp.abs(((right - probability)[:, None] * inside).sum(axis=0))
+    inside = jax.nn.one_hot(place, BINS, dtype=probability.dtype)
+    gaps = jnp.abs((jnp.where(real, right - probability, 0.0)[:, None] * inside).sum(axis=0))
     return gaps.sum() / jnp.maximum(real.sum(), 1).astype(gaps.dtype)
