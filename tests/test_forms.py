@@ -12,7 +12,7 @@ import optax
 import pytest
 
 import jfcl
-from jfcl import mapping
+from jfcl import attacks, mapping
 from jfcl.core import by_platform
 from jfcl.mapping import axis
 from jfcl.models import conv, max_pool
@@ -86,6 +86,12 @@ def test_clients_weights_are_groups_of_a_convolution_or_matrix_products(channels
     found = {p: (text.count("group_count = 3"), text.count("dot_general")) for p, text in texts.items()}
     assert found == {"cpu": (0, 2), "cuda": on_a_gpu, "tpu": (2, 0)}
     assert "stablehlo.convolution" not in texts["cpu"]
+
+
+def test_hostile_clients_draw_at_once_on_an_accelerator():
+    arguments = jax.random.key(0), jnp.ones((4, 3)), jnp.arange(4) < 2, jnp.ones(4, bool)
+    texts = {p: program(attacks.gaussian(), *arguments, platform=p) for p in ("cpu", "cuda", "tpu")}
+    assert {p: "stablehlo.while" in text for p, text in texts.items()} == {"cpu": True, "cuda": False, "tpu": False}
 
 
 def test_padding_is_blanked_in_one_pass_on_a_tpu():

@@ -29,7 +29,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jfcl import kernels, mapping
-from jfcl.core import PyTree, check
+from jfcl.core import PyTree, by_platform, check
 from jfcl.kernels.base import sum_dtype
 from jfcl.kernels.blocks import distances_from
 from jfcl.kernels.distances import squared_row_distances
@@ -124,7 +124,8 @@ def _drawn(draw, key, x, malicious, ids):
         return jax.lax.cond(hostile, lambda i: draw(jax.random.fold_in(key, i), x.shape[1:], x.dtype), nothing, i)
 
     # On a CPU, drawing numbers takes longest here, and Federated-Clustering needs N updates of every client.
-    return mapping.auto()(of_client)(ids, malicious)
+    one_by_one, at_once = mapping.chunked(1)(of_client), jax.vmap(of_client)
+    return by_platform(ids, malicious, cpu=one_by_one, accelerator=at_once)
 
 
 def gaussian(std: float = 1.0, mean: float = 0.0) -> UpdateAttack:
