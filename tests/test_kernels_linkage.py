@@ -65,6 +65,13 @@ def test_equal_distances_and_extremes_make_valid_trees(linkage):
     assert far[0].tolist() == [0.0, 1.0, 1.0, 2.0] and np.isfinite(far).all()
 
 
+def test_many_infinite_distances_stay_the_largest():
+    part = np.arange(400) // 200
+    distances = jnp.where(part[:, None] == part[None, :], 1.0, jnp.inf)
+    tree = jax.jit(partial(linkage_tree, linkage="ward"))(distances)
+    np.testing.assert_array_equal(cut(tree, num_clusters=2), part)
+
+
 def test_distances_of_16_bits_make_the_tree_of_wider_copies():
     distances = matrix(points(0, n=150)).astype(jnp.bfloat16)  # whose integers end at 256
     np.testing.assert_array_equal(linkage_tree(distances), linkage_tree(distances.astype(np.float32)))

@@ -18,7 +18,7 @@ from jfcl.kernels.similarity import as_clusters, as_similarity
 
 LINKAGES = ("single", "complete", "average", "weighted", "ward")
 MARGIN = 1.1  # by which the mean silhouette of more clusters must be better
-FARTHEST = 1e18  # times the largest distance, in the place of infinite ones: infinity means missing here
+FARTHEST = 1e15  # times the largest distance, in the place of infinite ones: infinity means missing here
 
 
 def linkage_tree(distances: jax.Array, linkage: str = "average", *, mask: jax.Array | None = None) -> jax.Array:
