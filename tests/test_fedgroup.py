@@ -179,6 +179,7 @@ def test_profiles_are_compared_without_the_two():
     rng = np.random.default_rng(0)
     a = rng.normal(size=(6, 6))
     a = np.float32(a + a.T)
+    a[5] = a[:, 5] = np.nan
     mask = np.arange(6) < 5
     ours = profile_distances(a, mask=mask)
     for i in range(6):

@@ -15,8 +15,9 @@ import jax.numpy as jnp
 
 from jfcl.core.checks import check
 from jfcl.kernels import blocks
-from jfcl.kernels.base import PyTree, row_mask, rows_of, sum_dtype, sum_over_columns
-from jfcl.kernels.similarity import as_similarity, signed_sums
+from jfcl.kernels.base import PyTree, rows_of, sum_dtype, sum_over_columns
+from jfcl.kernels.dendrogram import as_pairs
+from jfcl.kernels.similarity import signed_sums
 
 
 def gram(points: PyTree, *, mask: jax.Array | None = None) -> jax.Array:
@@ -123,8 +124,7 @@ def profile_distances(similarity: jax.Array, *, mask: jax.Array | None = None) -
       >>> profile_distances(a).tolist()
       [[0.0, 0.75, 1.0], [0.75, 0.0, 0.25], [1.0, 0.25, 0.0]]
     """
-    similarity = as_similarity(similarity)
-    return _profile_distances(similarity, row_mask(mask, len(similarity)))
+    return _profile_distances(*as_pairs(similarity, mask, name="similarity"))
 
 
 @jax.jit
@@ -132,7 +132,7 @@ def _profile_distances(similarity, mask):
     counts = mask.astype(similarity.dtype)
 
     def to_all(i):
-        apart = jnp.abs(similarity - similarity[i][None, :]) * counts[None, :]  # [j, z]
+        apart = jnp.abs(similarity - similarity[i][None, :])  # [j, z]; 0 for clients that do not count
         pair = jnp.diagonal(apart) + apart[:, i]  # z is neither of the two
         num_others = counts.sum() - counts - counts[i]
         distance = (apart.sum(axis=1) - pair) / jnp.maximum(num_others, 1)
