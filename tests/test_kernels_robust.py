@@ -570,7 +570,7 @@ Z = np.ones((6, 2), np.float32)
         (lambda: centered_clip(Z, radius=1.0, center=np.ones(3)), r"center must be of shapes \[\(2,\)\]"),
         (lambda: centered_clip(Z, radius=1.0, center=np.full(2, np.nan)), "center must be finite"),
         (lambda: centered_clip(Z, radius=1.0, weights=-np.ones(6)), "weights must be at least 0"),
-        (lambda: centered_clip(Z, radius=1.0, weights=np.full(6, np.inf)), "weights must be at least 0 and finite"),
+        (lambda: centered_clip(Z, radius=1.0, weights=np.full(6, 1e38)), "weights must be .* with a finite sum"),
         (lambda: centered_clip(Z, radius=1.0, weights=np.ones(2)), r"weights must be of shape \(6,\)"),
         (lambda: centered_clip(Z, radius=1.0, mask=np.ones(5, bool)), "mask must be bool of shape"),
         (lambda: kernels.trimmed_mean(Z, num_malicious=3), "num_malicious must be a whole number from 0 to 2"),

@@ -40,10 +40,11 @@ def check_weights(weights: jax.Array | None, rows: list[jax.Array]) -> jax.Array
     count, dtype = len(rows[0]), sum_dtype(*rows)
     if weights is None:
         return jnp.ones(count, dtype)
-    weights = jnp.asarray(weights)
+    weights = jnp.asarray(weights, dtype)
     check(weights.shape == (count,), "weights", weights.shape, f"of shape ({count},)")
-    check_values("weights", weights, lambda weights: (weights >= 0) & jnp.isfinite(weights), "at least 0 and finite")
-    return weights.astype(dtype)
+    fits = lambda weights: (weights >= 0) & jnp.isfinite(weights.sum())  # noqa: E731
+    check_values("weights", weights, fits, "at least 0, with a finite sum")
+    return weights
 
 
 def shares(weights: jax.Array, usable: jax.Array) -> jax.Array:
