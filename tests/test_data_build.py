@@ -408,6 +408,16 @@ def test_rotation_of_what_is_not_square():
     assert build(wide, num_clients=4, num_clusters=2, heterogeneity="rotation").input_shape == (3, 5, 1)
 
 
+@pytest.mark.parametrize("name", ["rotation", "corruption"])
+def test_images_of_16_bits_shift_as_others(name):
+    x, y = np.random.default_rng(0).random((30, 8, 8, 1)).astype(np.float16), np.arange(30) % 2
+    options = {"num_clients": 3, "num_clusters": 3, "heterogeneity": name}
+    data = [Dataset("a", {"x": x.astype(kind), "y": y}, None, 2, None, "") for kind in (np.float16, np.float32)]
+    half, whole = (build(one, **options).train.examples["x"] for one in data)
+    assert half.dtype == np.float16
+    np.testing.assert_allclose(half[::2], whole[::2], atol=1e-3)  # noise, of cluster 1, depends on the bytes
+
+
 @pytest.mark.parametrize("entry", ["build", "store"])
 def test_maps_turn_with_their_images(entry, tmp_path):
     """By thirds of a circle too: a map's labels are those of SciPy's nearest pixels, and none is new."""

@@ -64,7 +64,8 @@ CORRUPTIONS = {  # the function, and its level at severities 0 to 5
 def corrupt(x, kind: str, severity: float, *, seed=0) -> np.ndarray:
     """Returns images `[n, H, W, C]` in `[0, 1]` under one of `CORRUPTIONS`, of a severity from 0 to 5."""
     function, levels = CORRUPTIONS[kind]
-    return np.clip(function(x, np.interp(severity, range(6), levels), draws_of(x, seed)), 0, 1).astype(x.dtype)
+    numbers = x.astype(np.result_type(x, np.float32), copy=False)  # SciPy has no filter of float16
+    return np.clip(function(numbers, np.interp(severity, range(6), levels), draws_of(x, seed)), 0, 1).astype(x.dtype)
 
 
 def check_images(x: np.ndarray, name: str) -> None:

@@ -65,7 +65,8 @@ def rotation(x, y, cluster, num_clusters, num_classes=None, seed=0, strength=1.0
             return np.rot90(values, int(angle // 90), axes=(1, 2))
         from scipy.ndimage import rotate  # takes long to import
 
-        numbers = values.astype(np.uint8) if values.dtype == bool else values
+        kind = {"bool": np.uint8, "float16": np.float32}.get(values.dtype.name, values.dtype)  # SciPy lacks these two
+        numbers = values.astype(kind, copy=False)
         return rotate(numbers, angle, axes=(2, 1), reshape=False, order=order).astype(values.dtype)
 
     def beside(path, values):
