@@ -302,6 +302,12 @@ def test_data_attacks_on_a_regression():
         attacks.poison(before, hostile, "label_reverse", num_classes=None)
 
 
+def test_labels_of_bytes_are_reversed_beyond_them():
+    before = Clients({"x": np.zeros((1, 2, 2), np.float32), "y": np.int8([[1, 2]])}, np.full(1, 2))
+    after = attacks.poison(before, np.array([True]), "label_reverse", num_classes=200)
+    assert after.examples["y"].tolist() == [[198, 197]]
+
+
 def test_an_attack_and_what_is_held_out_are_independent():
     size = np.array([1000], np.int32)
     images = {"x": np.zeros((1, 1000, 3, 3, 1), np.float32), "y": np.ones((1, 1000), np.int32)}

@@ -418,6 +418,13 @@ def test_images_of_16_bits_shift_as_others(name):
     np.testing.assert_allclose(half[::2], whole[::2], atol=1e-3)  # noise, of cluster 1, depends on the bytes
 
 
+def test_labels_of_bytes_are_renamed_beyond_them():
+    y = np.arange(157, 197).astype(np.uint8)
+    data = Dataset("a", {"x": np.zeros((40, 2), np.float32), "y": y}, None, 300, None, "")
+    labels = build(data, num_clients=4, num_clusters=4, heterogeneity="offset").train.examples["y"]
+    assert labels[1].min() >= 157 + 99
+
+
 @pytest.mark.parametrize("entry", ["build", "store"])
 def test_maps_turn_with_their_images(entry, tmp_path):
     """By thirds of a circle too: a map's labels are those of SciPy's nearest pixels, and none is new."""

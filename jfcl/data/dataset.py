@@ -112,6 +112,7 @@ def _checked(split: Any, where: str, num_classes: int | None, texts: bool) -> di
         check(y.ndim == 1 and y.dtype.kind in "iu", f"{where}: y", f"{y.dtype} {list(y.shape)}", accepted)
         fits = y.min() >= 0 and y.max() < num_classes
         check(fits, f"{where}: labels", [int(y.min()), int(y.max())], f"in 0..{num_classes - 1}")
+        split["y"] = y.astype(np.int32)  # 8 bits may not hold what a shift renames them to
     return split
 
 

@@ -32,7 +32,7 @@ def label_reverse(rng, x, y, num_classes):
       [6, 5]
     """
     check(num_classes is not None, "label_reverse", "targets of a regression", "for labels")
-    return x, (num_classes - 1 - y).astype(y.dtype)
+    return x, num_classes - 1 - y
 
 
 def noisy_inputs(rng, x, y, num_classes):
@@ -100,6 +100,7 @@ def poison(
     n = num_clients(clients)
     check(malicious.shape == (n,), "malicious", malicious.shape, f"of shape ({n},)")
     x, y = (np.array(clients.examples[part]) for part in ("x", "y"))
+    y = y if num_classes is None else y.astype(np.int32)  # 8 bits may not hold all labels
     ids = np.asarray(client_ids(clients))
     for i in np.flatnonzero(malicious):
         m, rng = int(clients.size[i]), np.random.default_rng([seed, int(ids[i])])
