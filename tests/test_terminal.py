@@ -76,6 +76,14 @@ def test_ctrl_c_before_the_first_round_leaves_a_run_that_resumes(tmp_path, capsy
     assert resumed.records == whole.records
 
 
+def test_a_handler_of_a_program_around_python_stays(monkeypatch):
+    taken = []
+    monkeypatch.setattr(signal, "getsignal", lambda _: None)
+    monkeypatch.setattr(signal, "signal", lambda *handler: taken.append(handler))
+    assert jfcl.simulate(STILL, CLIENTS, key=jax.random.key(0), num_rounds=1).rounds == 1
+    assert not taken
+
+
 # ---- The text of a history ------------------------------------------------------------------------------------------
 
 

@@ -116,9 +116,10 @@ class Watch:
         self._line = self._bar.add_task(description, total=num_rounds, rate="", note="", start=False)
 
     def __enter__(self):
-        self._handles = threading.current_thread() is threading.main_thread()
+        self._former = signal.getsignal(signal.SIGINT)  # None: of a program around Python, which could not be restored
+        self._handles = threading.current_thread() is threading.main_thread() and self._former is not None
         if self._handles:
-            self._former = signal.signal(signal.SIGINT, self._interrupt)
+            signal.signal(signal.SIGINT, self._interrupt)
         self._opened, self._compiled_before = time.perf_counter(), compile_seconds()
         return self
 
