@@ -8,7 +8,10 @@ import numpy as np
 import pytest
 
 from jfcl import kernels
+from jfcl.core import free_host_memory
+from jfcl.mapping.memory import free_memory
 from jfcl.models import conv
+from jfcl.simulation.folder import environment
 
 pytestmark = [
     pytest.mark.gpu,
@@ -18,6 +21,12 @@ pytestmark = [
 
 def normal(*shape):
     return np.random.default_rng(0).standard_normal(shape, np.float32)
+
+
+def test_the_cpu_may_be_the_default_device():
+    with jax.default_device(jax.devices("cpu")[0]):
+        assert "CPU" in environment()["device"]
+        assert free_memory() == pytest.approx(free_host_memory(), rel=0.1)
 
 
 def test_cosines_are_float32_not_tf32():

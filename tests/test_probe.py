@@ -10,6 +10,7 @@ import pytest
 
 import jfcl
 from jfcl import cli, kernels
+from jfcl.core import default_device
 from jfcl.mapping import memory
 from jfcl.mapping.axis import client_mesh
 from jfcl.simulation import probe
@@ -92,8 +93,15 @@ def test_free_memory_of_a_device(monkeypatch, stats, free):
         def memory_stats(self):
             return stats
 
-    monkeypatch.setattr(memory.jax, "local_devices", lambda: [Device()])
+    monkeypatch.setattr(memory, "default_device", Device)
     assert memory.free_memory() == free
+
+
+def test_the_default_device_is_the_users():
+    with jax.default_device(jax.devices()[1]):
+        assert default_device() == jax.devices()[1]
+    with jax.default_device("cpu"):
+        assert default_device() == jax.devices()[0]
 
 
 @pytest.mark.slow

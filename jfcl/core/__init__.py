@@ -50,7 +50,7 @@ from jfcl.core.parameters import (
     trained_part,
     with_fixed,
 )
-from jfcl.core.platforms import by_platform, platform
+from jfcl.core.platforms import by_platform, default_device, platform
 from jfcl.core.stacking import aligned_zeros, concatenate_clients, free_host_memory, stack_clients
 from jfcl.core.types import (
     Adversary,

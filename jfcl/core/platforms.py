@@ -43,12 +43,15 @@ def compiles_for_cuda() -> bool:
 
 def platform(devices: Any = None) -> str:
     """Returns the platform of `devices`: `"cpu"`, `"gpu"` or `"tpu"`; default: that of the default device."""
-    if devices is None:
-        default = jax.config.jax_default_device
-        if default is None:
-            return jax.devices()[0].platform
-        return default if isinstance(default, str) else default.platform
-    return next(iter(devices)).platform
+    return (default_device() if devices is None else next(iter(devices))).platform
+
+
+def default_device() -> jax.Device:
+    """Returns the device of this process on which JAX computes where nothing else is said."""
+    default = jax.config.jax_default_device
+    if default is None or isinstance(default, str):
+        return jax.local_devices(backend=default)[0]
+    return default
 
 
 def in_parts(function: Callable[[Any, Any], Any], rows: Any, most: int | None) -> Any:

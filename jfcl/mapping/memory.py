@@ -20,6 +20,7 @@ from jfcl.core import (
     Task,
     check,
     client_shapes,
+    default_device,
     dense_start,
     free_host_memory,
     max_examples,
@@ -94,7 +95,7 @@ def out_of_memory() -> Iterator[None]:
 
 def free_memory() -> float:
     """Returns the free bytes of the default device (for a CPU: of the machine); infinite where they are not known."""
-    device = jax.local_devices()[0]
+    device = default_device()
     if device.platform == "cpu":
         return free_host_memory()
     stats = device.memory_stats() or {}

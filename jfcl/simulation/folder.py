@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 import jax
 
 from jfcl._version import __version__
-from jfcl.core import PyTree, check, files, plain
+from jfcl.core import PyTree, check, default_device, files, plain
 from jfcl.core.files import read_json, write_json
 from jfcl.simulation.client_rows import ClientRows
 from jfcl.simulation.leaves import UnusableError, read_leaves, write_leaves
@@ -404,9 +404,9 @@ def environment() -> dict[str, Any]:
     import platform
     from importlib.metadata import version
 
-    device = jax.devices()[0]
+    device = default_device()
     kind = device.device_kind if device.platform != "cpu" else f"CPU, {os.cpu_count()} cores"
     versions = {"jfcl": __version__}  # of this code; the metadata of an editable installation may be older
     versions |= {name: version(name) for name in ("jax", "jaxlib", "flax", "optax", "numpy")}
     versions |= {"python": platform.python_version()}
-    return {"device": f"{len(jax.devices())} x {kind}", "versions": versions}
+    return {"device": f"{len(jax.devices(device.platform))} x {kind}", "versions": versions}
