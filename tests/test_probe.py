@@ -1,6 +1,7 @@
 """The probe of mappings, and what is said of memory before a run starts."""
 
 import json
+import os
 from functools import partial
 
 import jax
@@ -54,6 +55,13 @@ def test_the_fastest_is_taken_and_remembered(monkeypatch, tmp_path, capsys):
     assert len(asked) == 12
     kept = [json.loads(f.read_text()) for f in (tmp_path / "mappings").iterdir()]
     assert len(kept) == 2 and all(k["fastest"] == "b" and k["seconds_per_client"]["c"] == 2.0 for k in kept)
+
+
+def test_without_a_home_nothing_is_cached(monkeypatch):
+    for name in ("JFCL_CACHE_DIR", "XDG_CACHE_HOME", "HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)  # as for a user without an entry in the system
+    assert probe.cache_dir() is None
 
 
 def test_a_cache_that_cannot_be_written_is_no_obstacle(monkeypatch, tmp_path, capsys):

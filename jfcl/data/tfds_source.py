@@ -111,7 +111,7 @@ def _readable(folder: Path, builder: Any = None, otherwise: str = "") -> Iterato
 def _folder(name: str, data_dir, choices: Iterable[str] = (), official: str = "") -> Path:
     """Returns the folder of a prepared data set; prepares it if needed."""
     otherwise = f" {_OFFICIAL}{official}" if official else ""
-    root = Path(os.environ.get("TFDS_DATA_DIR") or Path.home() / "tensorflow_datasets")  # as TFDS chooses it
+    root = Path(os.environ.get("TFDS_DATA_DIR") or os.path.expanduser("~/tensorflow_datasets"))  # as TFDS chooses it
     roots = [Path(data_dir), root] if data_dir else [root]
     for folder in filter(None, (prepared_folder(place, name) for place in roots)):
         return folder

@@ -25,11 +25,12 @@ LEAST_CLIENTS = 64  # number of timed clients, if there are more than twice as m
 
 
 def cache_dir() -> Path | None:
-    """Returns `$JFCL_CACHE_DIR`, else jfcl's folder in the user's cache; `None` if the variable is empty."""
+    """Returns `$JFCL_CACHE_DIR`, else jfcl's folder in the user's cache; `None` if it is empty, or there is no home."""
     named = os.environ.get("JFCL_CACHE_DIR")
-    if named == "":
-        return None
-    return Path(named) if named else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jfcl"
+    if named is not None:
+        return Path(named) if named else None
+    cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    return None if cache == "~/.cache" else Path(cache) / "jfcl"
 
 
 def enough_clients(candidates: Iterable[mapping.Mapping]) -> int:
