@@ -129,6 +129,13 @@ def test_clients_without_examples_in_a_round_keep_their_rows(name):
             np.testing.assert_array_equal(new[2:4], old[2:4], err_msg=jax.tree_util.keystr(path))
 
 
+def test_conformance_needs_assertions():
+    without = {"__name__": jfcl.testing.__name__}
+    exec(compile(inspect.getsource(jfcl.testing), "testing.py", "exec", optimize=1), without)
+    with pytest.raises(ValueError, match="python must be run without -O"):
+        without["check_algorithm"](jfcl.fedavg)
+
+
 @pytest.mark.parametrize("name", quick("ifca"))
 def test_conformance(name):
     check_algorithm(
