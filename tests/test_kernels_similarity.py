@@ -7,6 +7,7 @@ import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pandas as pd
 import pytest
 from hypothesis import given
 from scipy.spatial.distance import cdist
@@ -221,6 +222,8 @@ def test_wide_updates_are_not_copied():
         (lambda: pairwise_cosine({}), "updates must be an array"),
         (lambda: pairwise_cosine([np.ones((3, 2)), np.ones((4, 2))]), "stacked on one leading client axis"),
         (lambda: pairwise_cosine(np.ones((3, 2), bool)), "of real numbers"),
+        (lambda: pairwise_cosine(np.ones((3, 2), ">f4")), "of real numbers in a type of JAX"),
+        (lambda: pairwise_cosine(pd.DataFrame(np.ones((3, 2)))), "of real numbers in a type of JAX"),
         (lambda: pairwise_cosine(np.ones((3, 2)), mask=np.ones(2, bool)), "mask must be bool of shape"),
         (lambda: pairwise_cosine(np.ones((3, 2)), mask=np.ones(3)), "mask must be bool of shape"),
         (lambda: pairwise_cosine(np.array([[1.0], [np.nan]])), r"finite, got 'NaN or infinity in 1 row\(s\)'"),

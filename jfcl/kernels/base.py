@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jfcl.core.checks import check
+from jfcl.core.checks import check, held_type
 
 PyTree = Any
 DENSE_UP_TO = 4096  # clients, up to which a method may have an [N, N] on every device: 64 MB
@@ -56,9 +56,9 @@ def rows_of(updates: PyTree, *, name: str = "updates") -> list[jax.Array]:
     check(stacked, name, shapes, "stacked on one leading client axis [N, ...]")
     check(not single or len(shapes[0]) == 2, name, shapes[0], "of shape [N, D]")
     check(shapes[0][0] > 0, name, shapes[0], "of at least one client (N = 0)")
-    types = [leaf.dtype for leaf in leaves]
+    types = [getattr(leaf, "dtype", np.dtype(object)) for leaf in leaves]  # the latter of a frame
     real = all(jnp.issubdtype(t, jnp.floating) or jnp.issubdtype(t, jnp.integer) for t in types)
-    check(real, name, types, "of real numbers")
+    check(real and all(t == held_type(t) for t in types), name, types, "of real numbers in a type of JAX")
     leaves = [jnp.asarray(leaf, None if jnp.issubdtype(leaf.dtype, jnp.floating) else jnp.float32) for leaf in leaves]
     return [leaf if leaf.ndim == 2 else leaf.reshape(len(leaf), -1) for leaf in leaves]
 
