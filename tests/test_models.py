@@ -704,6 +704,10 @@ def test_labels_of_few_bits_may_be_of_many_classes(dtype, classes):
         (lambda: jfcl.models.regression(jfcl.models.MLP(1), (2.5,)), r"input_shape must be .* got \(2.5,\)"),
         (lambda: classification(jfcl.models.MLP(3), (4,), "3"), "num_classes must be an integer, at least 1, got '3'"),
         (lambda: classification(jfcl.models.ViT(3, patch=0), (8, 8, 1), 3), "ViT must map .* ZeroDivisionError"),
+        (
+            lambda: cross_entropy(np.zeros((2, 3)), np.zeros(2)),
+            "type of the labels must be one of integers.* got 'float64'",
+        ),
         (lambda: jfcl.models.parameter_paths(jfcl.models.MLP(3)), "task must be a Task, .* got 'MLP'"),
         (lambda: jfcl.models.in_bfloat16(jfcl.models.MLP(3)), "task must be a Task, .* got 'MLP'"),
         (lambda: jfcl.local_training(optax.sgd(0.1), num_steps=1, prox=None), "prox must be of type float.* got None"),
