@@ -24,7 +24,7 @@ from jfcl.data import ClientStore
 from jfcl.data.store import example_shapes
 from jfcl.mapping import memory
 from jfcl.simulation.client_rows import ClientRows
-from jfcl.simulation.cohorts import make_sampler, who_answers
+from jfcl.simulation.cohorts import make_sampler, prefetched, who_answers
 from jfcl.simulation.layout import layout_of
 from jfcl.testing import count_compilations, problem
 
@@ -659,6 +659,12 @@ def test_a_killed_run_goes_on_as_if_it_had_not_been(how, tmp_path):
 
 
 # ---- What goes wrong -----------------------------------------------------------------------------------------------
+
+
+def test_the_thread_has_64_bits_where_they_are_enabled():
+    with jax.enable_x64(True):
+        take = prefetched(lambda t: jnp.asarray(np.ones(1)).dtype, 2)
+        assert [take(1), take(2)] == ["float64", "float64"]
 
 
 def test_an_error_in_the_thread_surfaces(monkeypatch, tmp_path):

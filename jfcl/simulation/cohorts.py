@@ -6,6 +6,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 
 from jfcl.core import INT32, Clients, check, check_choice, check_integers
@@ -123,11 +124,16 @@ def prefetched(prepare: Callable[[int], DrawnCohort], last: int) -> Callable[[in
     The function is called for consecutive rounds, up to round `last`, and raises the errors of the thread.
     """
     thread, coming = ThreadPoolExecutor(1, thread_name_prefix="jfcl-cohort"), None
+    has_64_bits = jax.config.jax_enable_x64  # of this thread: others do not share what a `with` sets
+
+    def prepared(t: int) -> DrawnCohort:
+        with jax.enable_x64(has_64_bits):
+            return prepare(t)
 
     def take(t: int) -> DrawnCohort:
         nonlocal coming
-        cohort = (coming or thread.submit(prepare, t)).result()
-        coming = thread.submit(prepare, t + 1) if t < last else None
+        cohort = (coming or thread.submit(prepared, t)).result()
+        coming = thread.submit(prepared, t + 1) if t < last else None
         return cohort
 
     return take
