@@ -126,8 +126,7 @@ def bipartitions_of_clusters(
         side, weakest = by_platform(similarity, active, labels, cpu=by_prim, accelerator=by_boruvka)
         exists = jax.ops.segment_sum(active.astype(jnp.int32), labels, num_clusters) >= 2
         side = side & exists[labels]
-    cross = float_of_key(weakest)
-    return Bipartition(side, jnp.where(exists, cross, jnp.inf).astype(cross.dtype))
+    return Bipartition(side, jnp.where(exists, float_of_key(weakest), jnp.inf))
 
 
 def _last_merge(similarity: jax.Array, active: jax.Array) -> Bipartition:
@@ -139,7 +138,7 @@ def _last_merge(similarity: jax.Array, active: jax.Array) -> Bipartition:
     side = (cut(tree, num_clusters=2) == 1) & active & two
     across = (side[:, None] & (~side & active)[None, :]) & two
     cross = jnp.where(across, float_of_key(order_key(similarity)), -jnp.inf).max()
-    return Bipartition(side, jnp.where(two, cross, jnp.inf).astype(cross.dtype))
+    return Bipartition(side, jnp.where(two, cross, jnp.inf))
 
 
 def separation_gap(similarity: jax.Array, clusters: jax.Array, active: jax.Array | None = None) -> jax.Array:

@@ -30,14 +30,14 @@ UNKNOWN = 2**31 - 1  # above: the bound of a block that has not been computed
 
 
 def bipartition_of_updates(
-    updates: PyTree, active: jax.Array | None = None, *, block_size: int | None = None
+    updates: PyTree, active: jax.Array | None = None, *, block_size: int = BLOCK_SIZE
 ) -> Bipartition:
     """Returns `optimal_bipartition(pairwise_cosine(updates), active)` in memory that grows as N.
 
     Args:
       updates: `[N, D]`, or a pytree of arrays stacked on a leading client axis; may be sharded over clients.
       active: `[N]` bool, the members of the cluster to split; default all.
-      block_size: the number of clients in a block; similarities of two blocks are computed at once; default 1024.
+      block_size: the number of clients in a block; similarities of two blocks are computed at once.
 
     Returns:
       `Bipartition(side [N] bool, cross_similarity [] float32)`, with the rule of `optimal_bipartition` for similarities
@@ -54,9 +54,9 @@ def bipartition_of_updates(
       >>> side.tolist(), round(float(cross), 3)
       ([False, False, True, True], 0.198)
     """
-    check_count("block_size", BLOCK_SIZE if block_size is None else block_size)
+    check_count("block_size", block_size)
     rows, active = checked_rows(updates, active, "updates", "active")
-    return _bipartition_of_updates(rows, active, block_size or BLOCK_SIZE)
+    return _bipartition_of_updates(rows, active, block_size)
 
 
 class _State(NamedTuple):

@@ -278,8 +278,7 @@ def silhouette(
 
 def _silhouette(distances, clusters, mask, num_clusters):
     members = jax.nn.one_hot(clusters, num_clusters, dtype=distances.dtype) * mask[:, None].astype(distances.dtype)
-    counted = jnp.where(mask[:, None] & mask[None, :], distances, jnp.zeros_like(distances))
-    sums, sizes = matmul(counted, members), members.sum(axis=0)
+    sums, sizes = matmul(distances, members), members.sum(axis=0)
     is_own = clusters[:, None] == jnp.arange(num_clusters)[None, :]
     size = jnp.where(is_own, sizes[None, :], 0.0).sum(axis=1)
     inside = jnp.where(is_own, sums, 0.0).sum(axis=1) / jnp.maximum(size - 1, 1)

@@ -84,7 +84,7 @@ def squared_row_distances(rows: list[jax.Array], mask: jax.Array) -> jax.Array:
     squares = jnp.maximum(norms[:, None] + norms[None, :] - 2.0 * products, 0.0)
     same = jnp.eye(len(usable), dtype=bool)
     valid = usable[:, None] & usable[None, :] & ~jnp.isnan(squares)  # NaN: the difference of two that overflow
-    return jnp.where(same, 0.0, jnp.where(valid, squares, jnp.inf)).astype(squares.dtype)
+    return jnp.where(same, 0.0, jnp.where(valid, squares, jnp.inf))
 
 
 @jax.jit

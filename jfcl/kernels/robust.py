@@ -178,7 +178,7 @@ def means_around_median(rows: list[jax.Array], usable: jax.Array, count: jax.Arr
         inner, num_inner = sums((away < reach) & usable[:, None])
         edge, num_edge = sums((away == reach) & usable[:, None])
         places = count.astype(dtype)
-        total = inner + jnp.where(num_edge > 0, edge * (places - num_inner) / jnp.maximum(num_edge, 1.0), 0.0)
+        total = inner + edge * (places - num_inner) / jnp.maximum(num_edge, 1.0)
         return (total / jnp.maximum(places, 1.0)).astype(part.dtype)
 
     return by_columns(of_columns, rows)

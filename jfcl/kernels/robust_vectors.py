@@ -269,11 +269,11 @@ def _clip(rows, usable, start, radius, weights, *, num_iters):
                     here = jax.lax.dynamic_slice_in_dim(clean, begin, length)
                     away = [blocks.usable_rows(d, here) for d in away]
                 share *= _pull(jnp.sqrt(blocks.squared_norms(away)), radius)
-                moves = [blocks.matmul(share.astype(wide), d.astype(wide)) for d in away]
+                moves = [blocks.matmul(share, d) for d in away]
                 return [s + move for s, move in zip(step, moves, strict=True)]
 
             step = blocks.fold_rows(add, [jnp.zeros(v.shape, wide) for v in center], rows)
-            return [(v.astype(s.dtype) + s).astype(v.dtype) for v, s in zip(center, step, strict=True)]
+            return [(v.astype(wide) + s).astype(v.dtype) for v, s in zip(center, step, strict=True)]
 
         return jax.lax.fori_loop(0, num_iters, iterate, start)
 
