@@ -458,6 +458,16 @@ def test_newcomers_are_served_by_lowest_loss():
     assert last["newcomer_loss"] <= last["loss"] + 1e-6
 
 
+@pytest.mark.parametrize("exists", [[True, False], [False, True]])
+def test_newcomers_are_served_models_that_exist(exists):
+    def serve(state, clients):
+        return Served(state.params, state.cluster, active=jnp.array(exists))
+
+    history = sim(algorithm=STILL._replace(serve=serve), newcomers=CLIENTS, num_rounds=1)
+    only = jfcl.evaluate(TASK, history.state.params, CLIENTS, np.full(7, exists.index(True)))
+    assert history.records[-1]["newcomer_loss"] == pytest.approx(float(only["loss"].mean()))
+
+
 @pytest.mark.slow
 def test_entries_of_clusters_are_kept_where_there_are_as_many_clients():
     clients, _, task, training = problem()

@@ -230,8 +230,8 @@ class Algorithm(NamedTuple):
       serve: `(state, clients) -> Served`, what each client is served after a round. `clients` are those in training,
         for methods in which a client chooses by its examples (IFCA: the model of lowest loss now); with None, what the
         state says. Default: the model `params[cluster[i]]` of the state.
-      adopt: `(state, clients) -> Served` for clients that were not in training. Default: the model of lowest loss on
-        their examples, with the mean of the personal parameters.
+      adopt: `(state, clients) -> Served` for clients that were not in training. Default: of the models that exist, the
+        one of lowest loss on their examples, with the mean of the personal parameters.
       init_costs: `(state, clients) -> metrics`, the communication and computation of `init`, which `step` adds to those
         of the first round; left out where `init` has none.
       init_rounds: the number of rounds of training in `init`. A simulation numbers its own rounds after them.

@@ -25,7 +25,7 @@ from jfcl.methods.averaging import Averaging, AveragingState, checked, state_of
 from jfcl.methods.options import AVERAGING, Options, factory
 from jfcl.robust.aggregate import cluster_mean, where_rows
 from jfcl.training import local
-from jfcl.training.losses import blank_padding, indexable, lowest_loss
+from jfcl.training.losses import blank_padding, indexable
 
 COMPARE, START = ("accuracy", "loss"), ("one", "each")
 STEP = "step"  # the leaf of the examples that has their time steps
@@ -167,15 +167,8 @@ def feddrift(
     def serve(state: AveragingState, clients: Clients | None) -> Served:
         return Served(state.params, state.cluster, active=state.memory.active)
 
-    def adopt(state: AveragingState, clients: Clients) -> Served:
-        active = state.memory.active
-        rows = jnp.where(active, jnp.arange(len(active)), jnp.argmax(active)).astype(jnp.int32)
-        models = jax.tree.map(lambda p: p[rows], state.params)
-        lowest = lowest_loss(task, models, clients, client_axis=rules.client_axis)
-        return Served(state.params, rows[lowest], active=active)
-
     entries = Entries(sums=EVENTS, notes=_notes)
-    return Algorithm(init, step, task, check_steps, serve=serve, adopt=adopt, entries=entries)
+    return Algorithm(init, step, task, check_steps, serve=serve, entries=entries)
 
 
 def check_steps(clients: Clients) -> None:

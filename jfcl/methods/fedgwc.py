@@ -18,7 +18,6 @@ from jfcl.methods import round as phases
 from jfcl.methods.averaging import Averaging, AveragingState, Report, averaging
 from jfcl.methods.options import AVERAGING, Options, factory
 from jfcl.training import local
-from jfcl.training.losses import lowest_loss
 
 RELATIVE_TOLERANCE = 0.1  # times the squared share of a cohort: 0.001 for 10 of 100 clients
 COMPARE = ("own", "others")
@@ -125,12 +124,7 @@ def fedgwc(
     def serve(state: AveragingState, clients: Clients | None) -> Served:
         return inner.serve(state, None)._replace(active=jnp.arange(max_clusters) < state.memory.made)
 
-    def adopt(state: AveragingState, clients: Clients) -> Served:
-        rows = jnp.minimum(jnp.arange(max_clusters), state.memory.made - 1)  # of equal losses, the first is the lowest
-        models = jax.tree.map(lambda p: p[rows], state.params)
-        return serve(state, None)._replace(to=lowest_loss(task, models, clients, client_axis=rules.client_axis))
-
-    return common._replace(init=init, serve=serve, adopt=adopt)
+    return common._replace(init=init, serve=serve)
 
 
 def _learn(

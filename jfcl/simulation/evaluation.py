@@ -299,7 +299,11 @@ def adopted(algorithm: Algorithm, state: Any, clients: Clients, all_clients: int
     served, rows = algorithm.serve(state, None), num_clients(clients)
     means = jax.tree.map(lambda x: x[:all_clients].mean(axis=0), served.personal)
     personal = jax.tree.map(lambda x: jnp.broadcast_to(x, (rows, *x.shape)), means)
-    return Served(jax.tree.map(lambda x: x[:all_models], served.models), None, personal)
+    models = jax.tree.map(lambda x: x[:all_models], served.models)
+    if served.active is not None:  # a row without a model has that of the first row with one
+        row = jnp.where(served.active, jnp.arange(len(served.active)), jnp.argmax(served.active))[:all_models]
+        models = jax.tree.map(lambda x: x[row], models)
+    return Served(models, None, personal)
 
 
 def is_mixture(served: Served) -> bool:
