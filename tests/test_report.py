@@ -195,7 +195,7 @@ def test_a_run_ends_with_a_page_of_its_results(finished, method):
     assert not page.changed & {"dataset", "lr", "momentum", "attack", "restarts"}
     assert all(f"{name} {version}" in page.text for name, version in summary["versions"].items())
     assert config["split_hash"] in page.text
-    assert f"Finished: {ROUNDS} rounds." in page.text and "Missing or damaged" not in page.text
+    assert f"Finished: {ROUNDS} rounds." in page.text and "Not finished" not in page.text
 
 
 def test_the_worst_clients_are_those_of_the_table_of_clients(finished):

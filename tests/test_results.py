@@ -117,7 +117,7 @@ def test_runs_in_python_are_compared_and_reported(tmp_path, monkeypatch, capsys)
     assert "lr: 0.5 (mean), 0.25 (clusters)" in printed
     assert cli.main(["report", "runs/mean"]) == 0
     page = (tmp_path / "runs/mean/report.html").read_text()
-    assert "Finished: 2 of 4 rounds." in page and "Missing or damaged" not in page
+    assert "Finished: 2 of 4 rounds." in page and "Not finished" not in page
     assert read_run("runs/mean")[0]["device"] in page and capsys.readouterr().err == ""
 
 
@@ -134,7 +134,7 @@ def test_a_run_of_a_population_leaves_its_results(tests, tmp_path):
         rows = list(csv.DictReader((tmp_path / "clients.csv").read_text().splitlines()))
         assert [(row["client"], row["true_cluster"]) for row in rows] == [(str(i), str(CLUSTER[i])) for i in (1, 3)]
     assert cli.main(["report", str(tmp_path)]) == 0
-    assert "Missing or damaged" not in (tmp_path / "report.html").read_text()
+    assert "Not finished" not in (tmp_path / "report.html").read_text()
 
 
 def test_true_clusters_that_are_unknown_are_left_out(tmp_path):
