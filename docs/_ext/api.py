@@ -119,7 +119,7 @@ SECTIONS = {
         "Server": "weights_of server_update",
         "Metrics": "round_metrics loss_of_all",
     },
-    "jfcl.core.options": {"": "Range Interval OneOf Needs check_options options_of Option"},
+    "jfcl.core.options": {"": "Range Interval OneOf Needs Search check_options options_of Option"},
     "jfcl.training.local": {"": "LocalTraining train Trained steps_per_round"},
     "jfcl.robust.aggregate": {"": "cluster_mean robust_cluster_mean attacked attacked_models ravel_clients"},
     "jfcl.core": {
