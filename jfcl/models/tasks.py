@@ -142,10 +142,11 @@ def cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
         chosen = jax.nn.one_hot(labels, logits.shape[-1], dtype=bool)
         return -jnp.where(chosen, jax.nn.log_softmax(logits), jnp.zeros_like(logits)).sum(axis=-1)
 
-    gathered = optax.softmax_cross_entropy_with_integer_labels  # of a negative label: that of a class from the end
-    losses = by_platform(_wide(logits), labels, cpu=gathered, accelerator=compared)
-    in_range = (labels >= 0) & (labels < logits.shape[-1])
-    return jnp.where(in_range, losses, jnp.full_like(losses, jnp.nan))
+    classes = jnp.clip(labels, 0, logits.shape[-1] - 1)
+    gathered = optax.softmax_cross_entropy_with_integer_labels
+    losses = by_platform(_wide(logits), classes, cpu=gathered, accelerator=compared)
+    # A product, so that the gradient is NaN too, and the client is left out and counted.
+    return losses * jnp.where(labels == classes, 1.0, jnp.nan).astype(losses.dtype)
 
 
 def network(
