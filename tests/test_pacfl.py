@@ -145,6 +145,7 @@ def test_newcomers_join_the_cluster_with_the_smallest_mean_angle(personal):
     ("change", "options", "words"),
     [
         (lambda c: c | {"x": c["x"].astype(np.int32)}, {}, "as images / 255 are: between words there is no angle"),
+        (lambda c: c | {"x": {"a": c["x"]}}, {}, "must be of a floating-point type, .* got <class 'dict'>"),
         (lambda c: c | {"y": c["y"][..., None]}, {}, "an integer for each example: by_label"),
         (lambda c: c, {"num_clusters": 11}, "num_clusters must be at most the 10 clients there are"),
         (lambda c: c, {"measure": "largest"}, "unknown measure"),

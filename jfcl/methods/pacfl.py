@@ -98,7 +98,8 @@ def pacfl(
 
         x = clients.examples["x"]
         accepted = "of a floating-point type, as images / 255 are: between words there is no angle"
-        check(jnp.issubdtype(x.dtype, jnp.floating), 'examples["x"]', x.dtype, accepted)
+        kind = getattr(x, "dtype", type(x))
+        check(jnp.issubdtype(kind, jnp.floating), 'examples["x"]', kind, accepted)
         if by_label:
             labels_of(clients, "by_label compares clients by them")
         return on_every_device(client_axis, client_axis(client)(clients.examples, jnp.asarray(clients.size)))
