@@ -1,5 +1,6 @@
 """Modules of users: dropout acts in training or is refused, and errors name the batch that the module is given."""
 
+import inspect
 import warnings
 from functools import partial
 
@@ -12,7 +13,7 @@ import pytest
 from flax import nnx
 
 import jfcl
-from jfcl.models import classification, conv, max_pool
+from jfcl.models import classification, conv, max_pool, modules
 
 D, C = 4, 3
 
@@ -366,6 +367,13 @@ class NnxNorm(nnx.Module):
 
     def __call__(self, x):
         return self.dense(self.norm(x))
+
+
+def test_without_assertions_a_module_is_refused():
+    without = {"__name__": modules.__name__}
+    exec(compile(inspect.getsource(modules), "modules.py", "exec", optimize=1), without)
+    with pytest.raises(ValueError, match="python must be run without -O for models of flax"):
+        without["at_layers"](nn.Dense, None)
 
 
 @pytest.mark.slow

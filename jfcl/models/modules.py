@@ -194,6 +194,7 @@ def at_layers(kind: type | tuple[type, ...], visit: Callable) -> contextlib.Abst
             return visit(context.module, call, *args, **kwargs)
         return call(*args, **kwargs)
 
+    check(__debug__, "python", "-O", "run without -O for models of flax.linen, which leaves a context by an assertion")
     return nn.intercept_methods(intercept)
 
 
