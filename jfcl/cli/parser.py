@@ -161,7 +161,7 @@ def _options_of_runs(command: str, method: str | None) -> dict[str, list[Option]
     groups = {f"Method: options of {method or 'single methods'}": [o for n, o in schema.items() if n not in common]}
     for group in GROUPS:  # a plan's --target is a chip, and no column of a table
         names = [name for name in options_of(group) if (command, name) != ("plan", "target")]
-        groups[group.__doc__.split("\n")[0].rstrip(".")] = [common[name] for name in names]
+        groups[(group.__doc__ or group.__name__).split("\n")[0].rstrip(".")] = [common[name] for name in names]
     return groups
 
 
