@@ -84,6 +84,7 @@ PAIR = jfcl.models.task(
     lambda p, x: jnp.tanh(x @ p["w"]) @ p["v"],
     kind="classification",
 )
+VECTOR = jfcl.models.task(lambda key: {"v": jnp.ones(D)}, lambda p, x: x @ p["v"], kind="regression")
 
 
 def pretrained(task, seed=1):
@@ -460,6 +461,10 @@ PARAMS = jax.tree.map(lambda x: np.ones(x.shape, x.dtype), jax.eval_shape(PLAIN.
         (
             lambda: jfcl.models.lora(PLAIN, PARAMS, rank=1, targets=lambda p: p == "Dense_7/kernel"),
             "true for some of the matrices alone: Dense_0/kernel.*got 'no parameter'",
+        ),
+        (
+            lambda: jfcl.models.lora(VECTOR, pretrained(VECTOR), rank=1, targets=lambda p: True),
+            "targets must be true for some of the matrices alone: the model has none, got 'v'",
         ),
         (lambda: jfcl.models.lora(PAIR, pretrained(PAIR), rank=1), r"targets must be true.*v \(5, 2\), w \(3, 5\)"),
         (lambda: jfcl.models.lora(PLAIN, PARAMS, rank=1, trainable=is_head), "targets, trainable must be true in one"),

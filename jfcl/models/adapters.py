@@ -137,7 +137,8 @@ def _targets(task: Task, params: PyTree, targets: Callable[[str], bool] | None) 
     check(targets is None or callable(targets), "targets", targets, "a function of a parameter's path")
     is_kernel = lambda name: name in matrices and name.rpartition("/")[2] == "kernel"  # noqa: E731
     names = list(filter(targets or is_kernel, shapes))
-    accepted = "true for some of the matrices alone: " + ", ".join(f"{n} {shape}" for n, shape in matrices.items())
+    listed = ", ".join(f"{n} {shape}" for n, shape in matrices.items()) or "the model has none"
+    accepted = f"true for some of the matrices alone: {listed}"
     refused = ", ".join(name for name in names if name not in matrices) or "no parameter"
     check(names and set(names) <= set(matrices), "targets", refused, accepted)
     return {name: shapes[name] for name in names}
