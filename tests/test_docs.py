@@ -113,14 +113,21 @@ def test_links_resolve(page):
         assert path.exists() or (generated and path.suffix in (".svg", ".rst")), target
 
 
-@pytest.mark.parametrize("page", PAGES, ids=name_of)
-def test_commands_parse(page):
+def commands(page: Path) -> list[str]:
+    """Returns the commands in blocks of a page, in indented lines, and in its text unless they only name an option."""
     shell = "\n".join(code for kind in ("sh", "bash", "yaml") for _, code in blocks(page, kind)).replace("\\\n", " ")
     shell = re.sub(r"\$method\b", "fedavg", re.sub(r"\$[A-Z_]+", "0", shell))
     indented = "\n".join(re.findall(r"^    (jfcl .*)$", page.read_text().replace("\\\n", " "), flags=re.MULTILINE))
     started = r"^ *(?:srun (?:[-\w ]+ )?|nohup |exec )?(?:[~/]\S*/bin/)?(jfcl [^#\n>]*?)\s*(?:>.*|\s#.*)?$"
-    lines = re.findall(started, f"{shell}\n{indented}", flags=re.MULTILINE)
-    for line in lines:
+    in_text = re.findall(r"`(jfcl \w+ (?!--)[^`]*)`", FENCE.sub("", page.read_text()))
+    in_text = [re.sub(r" (…|METHOD) ", " fedavg ", re.sub(r"\s+", " ", line)) for line in in_text]
+    in_text = [line for line in in_text if not line.endswith(("--config", "--help"))]
+    return re.findall(started, f"{shell}\n{indented}", flags=re.MULTILINE) + in_text
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_commands_parse(page):
+    for line in commands(page):
         if "NAME [" in line:  # the form of a command, not one
             continue
         args = parse(shlex.split(line)[1:])
@@ -128,6 +135,12 @@ def test_commands_parse(page):
         needs_a_file = re.search(r"--config|\.csv|[a-z_]:[A-Za-z_]", line)
         if args.command in ("run", "plan", "sweep") and not needs_a_file:
             Config(**given_options(args))
+
+
+def test_commands_are_found():
+    found = {page: commands(page) for page in PAGES}
+    assert sum(map(len, found.values())) > 150
+    assert [name_of(page) for page in PAGES if page.parent.name == "methods" and not found[page]] == ["methods/index"]
 
 
 def shortened(code: str) -> str:
