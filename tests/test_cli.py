@@ -298,6 +298,7 @@ def test_list_and_help_name_everything(capsys):
         ),
         (["run", "ifca", "--population", "50", "--reuse", "none"], "reuse must be left out with --population"),
         (["run"], "METHOD must be given, or stand in --config"),
+        (["run"], "--restarts 5 --out runs/ifca\n  jfcl run fedavg"),
         (["run", "fedavg", "--malicious", "0.3"], "malicious must be left out without --attack, got 0.3"),
         (
             ["run", "fedavg", "--attack", "ipm", "--malicious", "0.01"],

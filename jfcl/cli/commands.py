@@ -32,6 +32,10 @@ from jfcl.simulation.folder import write_json
 from jfcl.simulation.progress import DivergedError, progress_bar
 
 EITHER = (("seed", "seeds"), ("local_steps", "local_epochs"), ("radius", "quantile"))  # of which one is given
+FIRST = """
+  jfcl run ifca --clients 40 --clusters 4 --rounds 50 --restarts 5 --out runs/ifca
+  jfcl run fedavg --clients 40 --clusters 4 --rounds 50 --out runs/fedavg
+  jfcl compare runs/ifca runs/fedavg"""  # what a newcomer, who gives no METHOD, begins with
 DEMO = {"fedavg": {}, "local": {}, "ifca": {"restarts": 5, "restart_rounds": 5}, "oracle": {}}
 
 
@@ -83,7 +87,7 @@ def given_options(args: Namespace) -> dict[str, Any]:
             options = {name: value for name, value in options.items() if name not in group}
     options |= flags
     if "method" not in options:
-        raise ValueError("METHOD must be given, or stand in --config; 'jfcl list methods' shows them")
+        raise ValueError(f"METHOD must be given, or stand in --config; 'jfcl list methods' shows them\n{FIRST}")
     return options
 
 
