@@ -241,7 +241,8 @@ OTHERS_VALUES = {
     " coordinate_wise_median 'coordinate_median', cclip 'centered_clip', trimmed_mean, krum",
     (
         "partition",
-    ): "hetero 'dirichlet', homo 'iid', lda 'dirichlet', dir 'dirichlet', pat 'pathological', natural 'writer'",
+    ): "hetero 'dirichlet', homo 'iid', lda 'dirichlet', dir 'dirichlet', pat 'pathological', natural 'writer',"
+    " linear 'distribution', exponential 'distribution', inner_dirichlet 'distribution'",
     ("server-optimizer",): "yogi 'adam', adagrad 'adam', sgd 'average'",
 }
 
