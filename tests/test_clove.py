@@ -15,6 +15,7 @@ import jfcl
 from jfcl.core import Clients, Task
 from jfcl.core.clients import client_ids
 from jfcl.methods.round import select_cohort
+from jfcl.simulation.evaluation import unlike
 from jfcl.testing import check_algorithm, problem
 
 D = 3
@@ -198,6 +199,17 @@ def test_a_client_with_a_loss_that_is_not_finite_keeps_its_cluster():
     warns = algorithm.entries.notes
     assert warns({"nonfinite_losses": 1}, False)["losses"].startswith("1 client(s) had a loss that is not finite")
     assert warns({"nonfinite_losses": 0}, False) == warns({"nonfinite_losses": 1}, True) == {}
+
+
+def test_auto_has_its_types_with_64_bits_and_makes_no_nan():
+    clients = regression(0)
+    clients = clients._replace(examples={"x": clients.examples["x"], "y": np.zeros((12, 7), np.int32)})
+    task, key = jfcl.models.classification(jfcl.models.Linear(2), (D,), 2), jax.eval_shape(lambda: jax.random.key(0))
+    with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"), jax.debug_nans(True):
+        algorithm = jfcl.clove(task, TWO, num_clusters="auto")
+        state = jax.eval_shape(algorithm.init, key, clients)
+        new, metrics = jax.eval_shape(algorithm.step, key, state, clients)
+    assert not unlike(new, state) and metrics["silhouettes"].dtype == np.float32
 
 
 @pytest.mark.slow

@@ -87,7 +87,7 @@ def clove(
     k, count = most_clusters if auto else num_clusters, options["cohort"]
     check(auto or count is None or k <= count, "num_clusters", k, f"at most the {count} clients of a cohort")
     rules = Averaging(task, training, k, at_most_clients=not auto, **options)
-    find, untried = partial(_clusters, num_clusters=k, auto=auto, square_root=square_root), jnp.full(k + 1, jnp.nan)
+    find = partial(_clusters, num_clusters=k, auto=auto, square_root=square_root)
 
     def assign(cohort: Cohort, state: AveragingState) -> Assignment:
         size = jnp.asarray(cohort.clients.size)
@@ -99,13 +99,15 @@ def clove(
 
         def compare():
             vectors = embedded(rules, losses, cohort, personal)
-            found = on_copies(rules.client_axis, find)(vectors, size > 0, last, server_key(cohort.key))
-            return *found, jnp.ones(())
+            find_all = on_copies(rules.client_axis, find)
+            cluster, scores, nonfinite = find_all(vectors, size > 0, last, server_key(cohort.key))
+            return cluster, jax.tree.map(lambda x: x.astype(jnp.float32), scores), nonfinite, jnp.ones(())
 
         def keep():
             parts = jnp.argsort(random_order(server_key(cohort.key), cohort.clients)).astype(jnp.int32) % k
             cluster = jnp.where(state.round == 0, parts, last) if first == "random" else last
-            return cluster, untried if auto else (), jnp.zeros((), jnp.int32), jnp.zeros(())
+            untried = jnp.full(k + 1, jnp.nan, jnp.float32) if auto else ()
+            return cluster, untried, jnp.zeros((), jnp.int32), jnp.zeros(())
 
         due = jnp.ones((), bool) if first == "losses" else state.round > 0
         memory = step_begun(state.memory, cohort.clients, state.round)
