@@ -91,6 +91,7 @@ def test_the_rounds_are_those_of_the_loop(k, by_label):
     else:
         wanted = KMeans(3, n_init=10, random_state=0).fit_predict(points)
         assert adjusted_rand_score(of, wanted) == 1, "the problem is no test"
+        assert state.memory.radius == 0
     cluster = np.asarray(state.cluster[:N])
     assert adjusted_rand_score(wanted, cluster) == 1
     centers = np.stack([points[cluster == c, : 2 * CLASSES].mean(axis=0) for c in range(cluster.max() + 1)])

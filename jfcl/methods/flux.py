@@ -30,7 +30,7 @@ class Descriptors(NamedTuple):
       least, span: `[2]`, by which the means and the deviations are scaled.
       centers: `[K, 2 L]`, the scaled means and deviations of each cluster; infinity for one without clients.
       found: `[]` int32, the number of clusters.
-      radius: `[]`, the distance up to which clients were joined; NaN with a given number of clusters.
+      radius: `[]`, the distance up to which clients were joined; 0 with a given number of clusters.
     """
 
     model: PyTree
@@ -143,7 +143,7 @@ def flux(
         points = ((moments - least[None, :, None]) / span[None, :, None]).reshape(len(real), -1)
 
         # Cluster, and keep the means of the parts without labels.
-        cluster, radius = _joined(points, real, k, radius_scale) if auto else (None, jnp.nan)
+        cluster, radius = _joined(points, real, k, radius_scale) if auto else (None, 0.0)
         if not auto:
             cluster = jnp.maximum(kmeans(points, k, key=key, mask=real).cluster, 0)
         row = jnp.where(real, cluster, k)
