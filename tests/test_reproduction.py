@@ -79,6 +79,7 @@ def test_the_gap_opens_with_examples_and_updates_separate_earlier_than_gradients
     assert all(gaps["updates"][m] > gaps["gradients"][m] for m in gaps["updates"])
     last = {r["similarity of"]: r["gap at the end"] for r in rows("cfl.figure6-small")}
     assert last["updates"] > last["gradients"] > 0
+    assert all(r["gap at the end"] > 0 and r["above 0 from round on"] == 1 for r in rows("cfl.figure6-cifar10"))
 
 
 def test_the_longest_update_stays_large_only_where_clients_disagree():
