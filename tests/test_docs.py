@@ -9,7 +9,6 @@ import runpy
 import shlex
 import sys
 import tomllib
-from collections import Counter
 from pathlib import Path
 
 import jax
@@ -82,25 +81,6 @@ def test_every_method_has_its_page():
         for heading in ("Idea", "Formula", "Run it", "When to use it", "When not", "Cost", "Options", "Paper"):
             assert f"\n## {heading}\n" in text, (name, heading)
         assert f"](pictures/{name}.svg)" in text and f"](results/{name}.png)" in text, name
-
-
-def test_the_summary_of_the_reproduction_counts_its_verdicts():
-    """A verdict is the last cell of a row, or bold in a line that begins with "Verdict:"."""
-    columns = ("agrees", "agrees in part", "not reproduced", "not decided", "other data", "not run")
-    summary, total = (DOCS / "reproduction" / "index.md").read_text(), Counter()
-    for paper, name in (
-        ("CFL", "cfl"), ("Byzantine CFL", "byzantine_cfl"), ("IFCA", "ifca"),
-        ("Federated-Clustering", "federated_clustering"),
-    ):  # fmt: skip
-        lines = (DOCS / "reproduction" / f"{name}.md").read_text().splitlines()
-        found = Counter(line.strip("| ").split(" | ")[-1] for line in lines if line.startswith("| "))
-        found += Counter(v for line in lines if line.startswith("Verdict:") for v in re.findall(r"\*\*(.*?)\*\*", line))
-        row = " | ".join(str(found[verdict]) for verdict in columns)
-        assert f"| [{paper}]({name}.md) | {row} |" in summary, (paper, row)
-        total += Counter({verdict: found[verdict] for verdict in columns})
-    words = f"**{total['agrees']} agree, {total['agrees in part']} agree in part**"
-    for page in (summary, (ROOT / "README.md").read_text()):
-        assert words in page and f"Of {total.total()} figures and tables" in page
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
