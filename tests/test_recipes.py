@@ -333,6 +333,16 @@ def test_figure_3_of_ifca(tmp_path, reading, monkeypatch):
     assert kept == 2 and json.loads((tmp_path / "a-100-100-0.json").read_text())["cells"] == [[0.05, 0.1], [2.0, 0.1]]
 
 
+@pytest.mark.parametrize("column", [fc.CODE, fc.CORRECTED])
+def test_every_row_of_table_1_of_federated_clustering_has_a_method(column):
+    clients = Clients({"x": np.zeros((8, 40, 28, 28, 1), np.float32), "y": np.zeros((8, 40), np.int32)}, np.full(8, 40))
+    states = {}
+    for name in fc.METHODS:
+        algorithm = fc.table_1_method(name, column, np.arange(8) % 4, {"subgroup_size": 4})
+        states[name] = jax.eval_shape(algorithm.init, jax.random.key(0), clients)
+    assert states["knn_per"].params.memory.shape == (8, 40, 10)  # neighbours by the outputs
+
+
 @pytest.mark.slow
 def test_ditto_of_the_authors_code():
     """`m ← β m + g(v)`, `v ← v − η (m + λ (v − w))` with the initial `w`, on `½ (x + b − y)²` with x = 0."""

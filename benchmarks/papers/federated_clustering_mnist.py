@@ -121,13 +121,15 @@ def table_1_method(name: str, column: str, cluster: np.ndarray, setting: dict[st
         one = one._replace(optimizer=optax.sgd(0.1))  # without momentum
     if name == "federated_clustering" and of_code:
         one = one._replace(batch_size=None)
+    if name == "knn_per":
+        task = task._replace(represent=task.apply)  # distances are of the ten outputs
     gradients = {"average": "gradients", "identity_batch": BATCH} if of_code else {}
     make, options = {
         "local": (methods.local_only, {}),
         "fedavg": (methods.fedavg, {"weights": "equal"}),
         "ditto": (methods.ditto, {"weights": "equal"}),
         "ifca": (methods.ifca, {"num_clusters": 4, **gradients}),
-        "knn_per": (methods.knn_per, {"num_neighbours": 10, "scale": 10.0, "represent": task.apply}),
+        "knn_per": (methods.knn_per, {"num_neighbours": 10, "scale": 10.0}),
         "federated_clustering": (methods.federated_clustering, clustering(column, setting, 3)),
         "oracle": (methods.oracle, {"cluster": cluster, "weights": "equal"}),
     }[name]
