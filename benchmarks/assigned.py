@@ -27,6 +27,7 @@ from sklearn.metrics import adjusted_rand_score
 
 import jfcl
 from jfcl.core import Clients
+from jfcl.methods.assigned import UNSEEN
 
 COLUMNS = ["setting", "method", "seed", "round", "seen", "adjusted_rand", "clusters", "accuracy"]
 
@@ -122,11 +123,11 @@ def stocfl(args: argparse.Namespace) -> list[dict[str, Any]]:
         algorithm = jfcl.stocfl(task, training, merge_threshold=args.threshold, max_clusters=80, cohort=40)
         step, clients = jax.jit(algorithm.step), jax.device_put(fed.train)
         state, t = jax.jit(algorithm.init)(jax.random.key(seed), clients), 0
-        while t < 150 and not (np.asarray(state.unchanged) >= 0).all():
+        while t < 150 and not (np.asarray(state.unchanged) != UNSEEN).all():
             state, metrics = step(jax.random.fold_in(jax.random.key(seed), t), state, clients)
             t += 1
-            if t % 10 == 0 or (np.asarray(state.unchanged) >= 0).all():
-                seen = np.asarray(state.unchanged) >= 0
+            if t % 10 == 0 or (np.asarray(state.unchanged) != UNSEEN).all():
+                seen = np.asarray(state.unchanged) != UNSEEN
                 rand = float(adjusted_rand_score(fed.cluster[seen], np.asarray(algorithm.serve(state, None).to)[seen]))
                 row = {"setting": f"MNIST rotations, hidden {args.hidden}", "method": f"stocfl {args.threshold}"}
                 row |= {"seed": seed, "round": t, "adjusted_rand": rand, "seen": int(seen.sum())}

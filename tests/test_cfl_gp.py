@@ -13,6 +13,7 @@ from sklearn.metrics import adjusted_rand_score
 
 import jfcl
 from jfcl.core import Clients
+from jfcl.methods.assigned import UNSEEN
 
 F, K, N = 3, 2, 8
 TASK = jfcl.models.task(
@@ -115,7 +116,7 @@ def test_a_client_without_a_finite_gradient_is_in_a_cluster_that_exists():
     clients.examples["y"][2] = 3e38  # its gradient overflows
     algorithm = jfcl.cfl_gp(TASK, TRAINING, num_clusters=K, client_axis=jax.vmap)
     state, _ = jax.jit(algorithm.step)(jax.random.key(1), algorithm.init(jax.random.key(0), clients), clients)
-    assert state.unchanged[2] == -1 and set(state.cluster.tolist()) == {0, 1}
+    assert state.unchanged[2] == UNSEEN and set(state.cluster.tolist()) == {0, 1}
 
 
 @pytest.mark.slow

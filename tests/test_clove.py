@@ -14,6 +14,7 @@ from sklearn.metrics import adjusted_rand_score, silhouette_score
 import jfcl
 from jfcl.core import Clients, Task
 from jfcl.core.clients import client_ids
+from jfcl.methods.assigned import UNSEEN
 from jfcl.methods.round import select_cohort
 from jfcl.simulation.evaluation import unlike
 from jfcl.testing import check_algorithm, problem
@@ -109,7 +110,7 @@ def test_a_round_is_the_papers(k, square_root, cohort):
             assert metrics["bytes_down"] == present * down
             assert ("silhouettes" in metrics) == (k == "auto")
             assert metrics["bytes_up"] == present * (model + 4 * most * metrics["compared"])
-        assert ((np.asarray(state.unchanged)[:12] == -1) == [i not in chosen for i in range(12)]).all()
+        assert ((np.asarray(state.unchanged)[:12] == UNSEEN) == [i not in chosen for i in range(12)]).all()
 
 
 @pytest.mark.slow
@@ -179,7 +180,7 @@ def test_newcomers_and_clients_that_never_took_part_get_the_model_of_lowest_loss
     )
     state = history.state
     losses = np.array([[loss(np.float64(w), clients, i) for w in state.params["w"]] for i in range(12)])
-    unseen = np.asarray(state.unchanged) < 0
+    unseen = np.asarray(state.unchanged) == UNSEEN
     assert unseen.sum() == 3
     served = np.asarray(algorithm.serve(state, clients).to)
     np.testing.assert_array_equal(served[unseen], losses.argmin(axis=1)[unseen])

@@ -15,6 +15,7 @@ from small_network import EPS, KEPT, NORMAL, PLAIN, C, D, H, M, N
 
 import jfcl
 from jfcl.core.parameters import divided, joined, part_like, trained_part
+from jfcl.simulation.resident import with_padding, without_padding
 
 LR, STEPS = 0.2, 3
 
@@ -146,6 +147,8 @@ def test_steps_of_personal_parts_count_in_first_updates_too():
 def test_newcomers_get_the_mean_of_the_clients_personal_parameters(method):
     algorithm = getattr(jfcl, method)(PLAIN, TRAINING, num_clusters=1, personal=is_head)
     state, _ = rollout(algorithm, padded(data()), key=jax.random.key(1), num_rounds=1)
+    saved = jax.eval_shape(algorithm.init, jax.random.key(0), data())
+    state = with_padding(without_padding(state, saved), state)  # as of a run that is resumed
     adopted, own = flat(jax.jit(algorithm.adopt)(state, data()).personal), flat(state.personal)
     for name, rows in adopted.items():
         np.testing.assert_allclose(rows, np.broadcast_to(own[name][:N].mean(axis=0), rows.shape), rtol=1e-5)

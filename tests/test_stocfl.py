@@ -15,6 +15,7 @@ from jfcl.core import Clients, Task
 from jfcl.core.clients import client_ids
 from jfcl.methods.assigned import UNSEEN
 from jfcl.methods.round import select_cohort
+from jfcl.simulation.resident import with_padding, without_padding
 from jfcl.testing import check_algorithm, problem
 
 D, SEE = 4, 3
@@ -143,12 +144,16 @@ def test_one_cluster_is_fedavg_and_no_merging_is_local_training():
     np.testing.assert_allclose(ours, models(alone), rtol=1e-5)
 
 
-def test_a_cohort_of_one_merges_nothing():
-    clients, key = regression(0), jax.random.key(0)
+def test_a_cohort_of_one_merges_nothing_and_rows_are_taken_in_order_after_a_resumption():
+    clients, key = padded(regression(0)), jax.random.key(0)
     algorithm = jfcl.stocfl(LINEAR, TWO, init_params=START, cohort=1, observe_epochs=SEE, client_axis=jax.vmap)
-    state, metrics = rollout(algorithm, clients, key=key, num_rounds=3)
-    seen = (state.unchanged != UNSEEN).sum()
-    assert metrics["merged"].tolist() == [0, 0, 0] and metrics["clusters_found"][-1] == seen > 1
+    saved, step = jax.eval_shape(algorithm.init, key, regression(0)), jax.jit(algorithm.step)
+    state = jax.jit(algorithm.init)(key, clients)
+    for t in range(3):
+        state, metrics = step(jax.random.fold_in(key, t), with_padding(without_padding(state, saved), state), clients)
+        assert metrics["merged"] == 0
+    rows = np.asarray(state.cluster)[np.flatnonzero(state.unchanged != UNSEEN)]
+    assert sorted(rows.tolist()) == list(range(int(metrics["clusters_found"]))) and len(rows) > 1
 
 
 def test_padding_clients_change_no_row_that_clients_are_served():

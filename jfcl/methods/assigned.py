@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from jfcl import mapping
-from jfcl.core import Algorithm, Batch, Clients, Cohort, PyTree, Task, num_clients, trained_part
+from jfcl.core import Algorithm, Batch, Clients, Cohort, PyTree, Task, trained_part
 from jfcl.mapping.columns import on_every_device
 from jfcl.methods import averaging as inner
 from jfcl.methods import round as phases
@@ -26,7 +26,7 @@ from jfcl.robust.aggregate import ravel_clients
 from jfcl.training import local
 from jfcl.training.losses import indexable
 
-UNSEEN = -1  # `unchanged` of a client that has not taken part in a round
+UNSEEN = 0  # `unchanged` of clients that have not taken part yet, as of padding in a checkpoint; others begin at 1
 
 
 class Assignment(NamedTuple):
@@ -72,7 +72,6 @@ def assigned(
 
     def init(key: jax.Array, clients: Clients) -> AveragingState:
         state = inner.init(rules, key, clients)
-        state = state._replace(unchanged=jnp.full(num_clients(clients), UNSEEN, jnp.int32))
         return state if remember is None else remember(key, clients, state)
 
     serve = ServeAssigned(LowestLoss(rules.task, rules.num_clusters, rules.client_axis))
@@ -86,7 +85,7 @@ def step(rules: Averaging, assign: Assign, key: jax.Array, state: AveragingState
     real = jnp.asarray(cohort.clients.size) > 0
     assignment = assign(cohort, state)
     last, before = phases.take_rows(cohort, (state.cluster, state.unchanged))
-    unchanged = jnp.where(assignment.cluster == last, before + 1, jnp.zeros_like(before))
+    unchanged = jnp.where(assignment.cluster == last, before + 1, jnp.ones_like(before))
     counted = real if assignment.assigned is None else real & assignment.assigned
     after = assignment.cluster, jnp.where(counted, unchanged, before)
     cluster, unchanged = phases.put_rows(cohort, (state.cluster, state.unchanged), after)

@@ -36,7 +36,8 @@ class AveragingState(NamedTuple):
     Attributes:
       params: pytree of `[K, ...]`, the models; `None` in the place of personal parameters.
       cluster: `[N]` int32, the model that each client was last served.
-      unchanged: `[N]` int32, for how many of its rounds the client's cluster has not changed.
+      unchanged: `[N]` int32, for how many of its rounds the client's cluster has not changed (of the methods of
+        `jfcl.methods.assigned` one more, and 0 before the first).
       round: `[]` int32, rounds done.
       server: the server optimiser's state for each model, `[K, ...]`.
       client: the local optimisers' states `[N, ...]` under `keep="everything"`, else `()`.

@@ -112,7 +112,7 @@ def clove(
         due = jnp.ones((), bool) if first == "losses" else state.round > 0
         memory = step_begun(state.memory, cohort.clients, state.round)
         if stable_rounds is not None:
-            kept = jnp.where(size > 0, unchanged, jnp.iinfo(jnp.int32).max).min()
+            kept = jnp.where(size > 0, unchanged, jnp.iinfo(jnp.int32).max).min() - 1
             due &= jnp.minimum(kept, state.round - memory[1]) < stable_rounds
         cluster, scores, nonfinite, compared = jax.lax.cond(due, compare, keep)
         used = rows_in_use(cluster, size > 0, k)

@@ -186,7 +186,7 @@ def _remember(grouping: Grouping, key: jax.Array, clients: Clients, state: Avera
     mean = filled_means(rules, updates, group, counts, in_order, still)
     models = jax.tree.map(lambda s, m: s[None] + m, start, mean)
 
-    seen = jnp.full(n, UNSEEN, jnp.int32).at[rows].set(jnp.where(usable, 0, UNSEEN))
+    seen = jnp.zeros(n, jnp.int32).at[rows].set(usable.astype(jnp.int32))
     directions = cluster_mean(flat, group, counts, k, in_order)
     memory, cluster = Groups(start, directions, shares, scores), first.at[rows].set(jnp.where(usable, group, 0))
     return state_of(rules, clients, cluster, models, personal, memory)._replace(unchanged=seen)

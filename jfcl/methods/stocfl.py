@@ -39,6 +39,7 @@ class Partition(NamedTuple):
       into: `[K]` int32, the row that a cluster has merged into, or its own.
       first: `[K]` int32, the smallest id of a cluster's clients.
       size: `[K]` int32, the number of its clients; 0 for a row that no cluster has.
+      taken: `[]` int32, the rows that clusters have or had, which are taken in order.
     """
 
     anchor: PyTree
@@ -47,6 +48,7 @@ class Partition(NamedTuple):
     into: jax.Array
     first: jax.Array
     size: jax.Array
+    taken: jax.Array
 
 
 @factory(*AVERAGING, weights="equal")
@@ -121,9 +123,9 @@ def stocfl(
         state = inner.init(near._replace(num_clusters=k, init_params=anchor), key, clients)
         of_all = inner.init(rules._replace(init_params=anchor), key, clients)
         dim = ravel_clients(trained_part(task, of_all.params)).shape[1]
-        rows, none = jnp.arange(k, dtype=jnp.int32), jnp.zeros(k, jnp.int32)
-        memory = Partition(anchor, of_all, jnp.zeros((n, dim), jnp.float32), rows, none, none)
-        return state._replace(unchanged=jnp.full(n, UNSEEN, jnp.int32), memory=memory)
+        rows, none, seen = jnp.arange(k, dtype=jnp.int32), jnp.zeros(k, jnp.int32), jnp.zeros((n, dim), jnp.float32)
+        memory = Partition(anchor, of_all, seen, rows, none, none, jnp.zeros((), jnp.int32))
+        return state._replace(memory=memory)
 
     def step(key: jax.Array, state: AveragingState, clients: Clients):
         memory, k = state.memory, len(state.memory.size)
@@ -190,7 +192,7 @@ def _assign(rules, observe, observe_epochs, threshold, omega, cohort: Cohort, st
     lowest = jax.ops.segment_min(jnp.where(usable & (row >= 0), row, k), union, len(ids))[union]
     lacks = stands & (root == places) & (lowest == k)
     rank = (lacks[None, :] & (first[None, :] < first[union][:, None])).sum(axis=1)
-    free = ((memory.size > 0) | (memory.into != jnp.arange(k))).sum() + rank  # rows are taken in order
+    free = memory.taken + rank
     target = jnp.where(lowest < k, lowest, jnp.where(free < k, free, -1))
     target = jnp.where(models[union] >= 0, models[union], target)
     target = jnp.where(usable, target, row).astype(jnp.int32)
@@ -204,6 +206,7 @@ def _assign(rules, observe, observe_epochs, threshold, omega, cohort: Cohort, st
         into=into[into],
         first=memory.first.at[new_row].set(first[union], mode="drop"),
         size=memory.size.at[old_row].set(0, mode="drop").at[new_row].set(sizes[union], mode="drop"),
+        taken=memory.taken + (lacks & (free < k)).sum(dtype=jnp.int32),
     )
     is_fresh = jnp.zeros(k, bool).at[jnp.where(models[union] < 0, new_row, k)].set(True, mode="drop")
     fresh = jax.tree.map(lambda f, p: jnp.broadcast_to(f, p.shape), omega, state.params)
