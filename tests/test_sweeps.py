@@ -482,7 +482,7 @@ def test_seeds_have_a_default_which_the_help_names(capsys, monkeypatch):
     assert asked == [3, 1, 2]
     with pytest.raises(SystemExit):
         cli.main(["sweep", "fedavg", "--help"])
-    assert "run with the seeds 0..R-1 together [3]" in capsys.readouterr().out
+    assert "number of seeds, 0, 1, ..., that run together [3]" in capsys.readouterr().out
 
 
 def test_texts_of_best_toml_are_read_back():

@@ -141,7 +141,7 @@ def command_plan(args: Namespace, console: Console, *, chip: str | None = None, 
     """Compiles a run for a TPU or GPU that you do not have: does it fit, and how long may a round take.
 
     Args:
-      chip: v5e:2x2 or v5e-4, v6e:2x4, v5p:2x2x2, ..., a100, h100, h200, b200, h100:8.
+      chip: what to compile for: v5e:2x2 or v5e-4, v6e:2x4, v5p:2x2x2, ..., a100, h100, h200, b200, h100:8.
       progress: show a progress bar.
     """
     config = Config(**given_options(args))

@@ -143,10 +143,10 @@ def sweep(
       models: names of models that take images; 'jfcl list models'.
       mappings: mappings of the clients, such as sharded(vmap).
       clients: numbers of clients, `N`.
-      examples: per client. `M`.
+      examples: examples per client, `M`.
       batch_size: examples per local step.
-      local_steps: per round.
-      clusters: models of ifca. `K`.
+      local_steps: local steps per round.
+      clusters: models of ifca, `K`.
       repeats: timed runs of every round, of which the median.
       seconds: time for the runs of one round. A round that, judged by the one with fewer clients, will take longer is
         left out, and so is one with temporaries of more than half of the free memory; `left_out` says so.

@@ -48,10 +48,9 @@ class Data:
       target: column of a table with the labels; default: label, y or another usual name.
       inputs: columns of a table that are inputs, comma separated; default: all others except those that number the
         rows.
-      kind: what the targets of a table are, where whole numbers may be labels or values.
-      heterogeneity: how the hidden clusters differ; 'jfcl list heterogeneities'. Several are joined, as in
-        rotation+label_swap. Default: that of the data set for sea, sine and circle, swap_pairs with --drift, else
-        rotation.
+      kind: what the targets of a table are; needed where whole numbers may be labels or values.
+      heterogeneity: how the hidden clusters differ, several joined by +; 'jfcl list heterogeneities' shows them; sea,
+        sine and circle have their own, tables have none, and the default with --drift is swap_pairs.
       strength: how much they differ, from 0 (not at all) to 1.
       mixture: clients mix clusters, in shares drawn from a Dirichlet distribution with this concentration; default:
         each client belongs to one.
@@ -141,7 +140,8 @@ class Training:
       step_factor: factor of each drop of --schedule step.
       lr_decay: factor on the learning rate after every round, for clients with equal numbers of steps.
       weight_decay: weight decay, added to the gradient; decoupled with --optimizer adamw and lion.
-      decay_only: weight decay for the parameters with a path that starts with one of these, comma separated.
+      decay_only: the only parameters with weight decay: those with a path that starts with one of these, comma
+        separated.
       clip_norm: largest norm of a gradient, to which a longer one is scaled down; default: none.
       prox: mu of FedProx, or of the pull to the common model (stocfl).
       augment: random changes to training images; 'jfcl list augmentations' shows them, MODULE:NAME is one of your own.
@@ -149,17 +149,19 @@ class Training:
         too (default where clients send gradients).
       num_models: number of models, or auto where the method can choose it (clove, fedgroup, flux, one_shot); default:
         --clusters.
-      share: share the parameters with a path that starts with one of these, comma separated.
-      personal: parameters with such a path are kept by each client and never sent, comma separated.
+      share: average the parameters with a path that starts with one of these over all clients, comma separated.
+      personal: keep the parameters with a path that starts with one of these on each client, and never send them, comma
+        separated.
       init_from: warm start: folder of a run of the same --model that ended with one model, or with the number needed
-        here.
+        here; default: random models.
       server_optimizer: step of the server along the mean update.
       server_lr: learning rate of the server.
       cohort: clients per round; default: all.
       sampling: how cohorts of a --population are drawn.
       dropout: probability that a client of a --population does not answer.
       stragglers: share of extra clients in the cohort of a --population, of which the slowest are cut.
-      remember: clients outside the cohort of a --population that are compared by their last updates (cfl).
+      remember: clients outside the cohort of a --population that are compared by their last updates (cfl); default:
+        1,000, or all.
     """
 
     model: Annotated[str, OneOf(models.MODELS, lookup.find_model)] = "mlp"
@@ -239,8 +241,8 @@ class Run:
     """Run: seeds, evaluation, devices.
 
     Attributes:
-      seeds: run with the seeds 0..R-1 together.
-      seed: run with this one seed.
+      seeds: number of seeds, 0, 1, ..., that run together.
+      seed: run with this one seed, in place of --seeds.
       eval_every: rounds between evaluations; default: about 50 evaluations.
       patience: end the run after this number of rounds without an improvement of --monitor, in any seed; default: run
         all rounds.
@@ -254,8 +256,8 @@ class Run:
       chunk: clients trained at once; default: 1 on a CPU, all on an accelerator.
       mapping: vmap, chunked, sharded (clients divided among devices; default with several devices), pmap, or auto: the
         fastest in a short probe.
-      devices: number of devices; a CPU is divided into them. Default: all. A CPU then has one for each core, and a
-        single one with --mapping vmap or chunked.
+      devices: number of devices, into which a CPU is divided; default: all, of a CPU one for each core, or a single one
+        with --mapping vmap or chunked.
       precision: precision of matrix products in training; the default is JAX's: float32 on a CPU, tf32 on a GPU,
         bfloat16 on a TPU. On a GPU, bfloat16 computes the whole model in bfloat16, with parameters in float32. No
         effect on a CPU.

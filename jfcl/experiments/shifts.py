@@ -101,11 +101,12 @@ def shifts(
     finished cells of the same settings, they are kept, so that the same call continues what was stopped.
 
     Args:
-      methods: names, also `MODULE:FACTORY` for one of your own; FedAvg, local training and the oracle are always added.
+      methods: names, also `MODULE:FACTORY` for one of your own; fedavg, local and oracle are always added; default:
+        cfl, ifca, fesem, flhc, one_shot, pacfl, stocfl, fedem and ditto.
       shifts: names that 'jfcl list heterogeneities' shows, also joined by "+", and `dirichlet` (labels by client, no
         clusters; alpha from 10 to 0.1) and `mixture` (clients mix clusters with renamed labels; concentration from 10
-        to 0.1).
-      strengths: of every shift, from 0 to 1.
+        to 0.1); default: rotation, corruption, label_permutation, class, mixture and dirichlet.
+      strengths: strengths of every shift, from 0 to 1; default: 0.3, 0.6 and 1.
       datasets: names that 'jfcl list datasets' shows, or `MODULE:FUNCTION`.
       seeds: runs of each cell; default: 3.
       budget: trials of each cell; default: 12.

@@ -99,7 +99,7 @@ METHODS = {
     "federated_clustering": Method(
         federated_clustering, "clients average gradients like their own (Werner et al. 2023)", STEPWISE, by_client=True
     ),
-    "momentum_clustering": Method(momentum_clustering, "the same, clustering one momentum a client", STEPWISE),
+    "momentum_clustering": Method(momentum_clustering, "clients' momenta are clustered (Werner et al. 2023)", STEPWISE),
     "myopic_clustering": Method(myopic_clustering, "a warning: gradients at different models are clustered", STEPWISE),
     "hypcluster": Method(
         hypcluster, "IFCA by data sizes, with cohorts and warm starts (Mansour et al. 2020)", chooses=True
@@ -132,10 +132,10 @@ METHODS = {
     ),
     "fesem": Method(fesem, "clients join the model nearest to their own (Xie et al. 2021)"),
     "fedem": Method(fedem, "each client has its own mixture of K models (Marfoq et al. 2021)", chooses=True),
-    "fedrc": Method(fedrc, "the same, clustered by concept and not by label (Guo et al. 2024)", chooses=True),
-    "fedsoft": Method(fedsoft, "own models near those of several clusters (Ruan and Joe-Wong 2022)", chooses=True),
+    "fedrc": Method(fedrc, "FedEM's mixtures by concept, not by label (Guo et al. 2024)", chooses=True),
+    "fedsoft": Method(fedsoft, "personal models pulled towards several centres (Ruan and Joe-Wong 2022)", chooses=True),
     "fedper": Method(fedper, "a common body, a head of each client (Arivazhagan et al. 2019)"),
-    "fedrep": Method(fedrep, "the same, head and body trained in turn (Collins et al. 2021)"),
+    "fedrep": Method(fedrep, "as FedPer, head and body trained in turn (Collins et al. 2021)"),
     "lg_fedavg": Method(lg_fedavg, "a common head, a body of each client (Liang et al. 2020)"),
     "fedbn": Method(fedbn, "batch normalisation stays with the client (Li et al. 2021)"),
     "ditto": Method(ditto, "personal models held near the global one (Li et al. 2021)", by_client=True),

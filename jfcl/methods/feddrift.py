@@ -81,9 +81,9 @@ def feddrift(
         end of the step, as in the authors' code; memory `O(N K D)`.
       drift_threshold: `δ`: a client has drifted if its accuracy falls by more than that. The authors' 0.04 for SEA, 0.2
         for SINE, 0.1 for CIRCLE and MNIST. Infinite: never, which with `start="one"` is FedAvg on all data so far.
-      merge_threshold: `δ'`: the models of a cluster lose at most this accuracy on each other's data. Default: `δ`.
-      max_models: models at a time. A client that drifts while all are in use stays with the best of them, and is
-        counted in `capacity_reached`. Default: 32, with `start="each"` 32 more than clients.
+      merge_threshold: `δ'`: the models of a cluster lose at most this accuracy on each other's data; default: `δ`.
+      max_models: models at a time; default: 32, with `start="each"` 32 more than clients. A client that drifts while
+        all are in use stays with the best of them, and is counted in `capacity_reached`.
       eager: all clients that drift at a step share one new model, and none are merged (FedDrift-Eager).
       compare: by `"accuracy"`, or by `"loss"`; thresholds are then differences of losses.
       start: `"one"` model for all clients in the first step, or one for `"each"`.

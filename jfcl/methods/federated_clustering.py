@@ -41,9 +41,9 @@ class ThresholdOptions(Options, total=False):
       radius: `τ` of Threshold-Clustering, in units of gradients; theory: `sqrt(σ Δ)`, between the noise of gradients
         within a cluster and the separation of clusters. A number, `[K]` or `[threshold_rounds, K]` for `K` centres (one
         in Federated-Clustering), or "three_means".
-      quantile: instead of `radius`: of the distances of all gradients to the centre, in each threshold round; about a
-        cluster's share of the clients, or less. Default: `quantile=0.2`, the paper's, for one centre, and
-        `1 / (2 K)` for several.
+      quantile: in place of `radius`: the radius is this quantile of the distances of all gradients to the centre, in
+        each threshold round; default: 0.2, the paper's, for one centre, and `1 / (2 K)` for several. Choose a cluster's
+        share of the clients, or less.
       threshold_rounds: rounds of Threshold-Clustering, `L`.
       quantile_rule: see `jfcl.kernels.threshold_clustering`.
       centers: the starts of several centres, which the paper leaves open. `"densest"`: in every round the gradients
@@ -143,8 +143,8 @@ def federated_clustering(
         gradient, the others along the client's own (clustering only every s-th step). The optimiser gets the clustered
         gradient too: for momentum, `optax.sgd(lr, momentum=0.9)` and `keep="everything"`. With `batch_size`, all models
         have the same batch of client `j` in a round.
-      subgroup_size: clusters only random groups of `S` clients, drawn in each round (section 4.2); the last group is
-        smaller where `S` does not divide `N` (a single client steps along its own gradient). Default: all together.
+      subgroup_size: clusters only random groups of `S` clients, drawn in each round (section 4.2); default: all
+        together. The last group is smaller where `S` does not divide `N`; a single client steps along its own gradient.
       adversary: hostile clients; the attack is on the gradients that they send, separately for each model.
       client_axis: mapping over the clients' models, each of which compares `S · D` numbers; default: one at a time on a
         CPU or TPU, as many as fit 1 GB on a GPU. A mapping of all models at once is divided likewise on a GPU or TPU.

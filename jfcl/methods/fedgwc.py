@@ -63,7 +63,7 @@ def fedgwc(
       task: as in `jfcl.fedavg`.
       training: as in `jfcl.fedavg`, by `num_steps`: the losses of each step are compared.
       tolerance: `ε`: a cluster is due once the mean squared change of its rewards was below that for as many rounds as
-        clients need to take part once. Default: a tenth of the squared share of a cohort.
+        clients need to take part once; default: a tenth of the squared share of a cohort.
       kernel_scale: `γ`, of the affinity `exp(-γ ‖v_i - v_j‖²)` of two clients' rewards with all others.
       compare: `"own"` rewards of two clients in the rounds with the others, or those of the `"others"` in the rounds
         with them, as in the authors' code.

@@ -49,13 +49,14 @@ def ifca(
       training: from `jfcl.local_training`. For `average="gradients"` it must be one step; its learning rate is the
         paper's gamma.
       num_clusters: `K`, the number of models.
-      average: `"models"` (option II): a model becomes the mean of its clients' trained models. `"gradients"`
-        (option I): it moves by the sum of its clients' gradients divided by the number `m` of machines: all clients
-        with examples, in the cohort or not, with finite updates or not (line 14 of Algorithm 2); with `weights="size"`
-        the number of their examples. In a population (`jfcl.simulate`) these are the clients that answered.
+      average: `"models"` (option II): a model becomes the mean of its clients' trained models; `"gradients"`
+        (option I): it moves by the sum of its clients' gradients divided by the number `m` of machines. These are all
+        clients with examples, in the cohort or not, with finite updates or not (line 14 of Algorithm 2); with
+        `weights="size"`, `m` is the number of their examples. In a population (`jfcl.simulate`) they are the clients
+        that answered.
       stable_rounds: the shortcut of section 4.3: while every client has kept its cluster in its last `stable_rounds`
-        rounds, clients get their own model only and do not compare the others. In a population, this is decided in
-        each round for its cohort. Default: never.
+        rounds, clients get their own model only and do not compare the others; default: never. In a population, this
+        is decided in each round for its cohort.
       identity_batch: number of examples, drawn in each round, on which a client compares the models; default: all of
         its own (the paper). With `num_steps` and the same batch size they are the first batch of its training.
       identity_augment: a client compares the models on examples that the training's augmentation changes, with other

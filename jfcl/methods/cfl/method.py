@@ -70,7 +70,7 @@ def cfl(
       task, training: the model and how a client trains it.
       eps_1: `ε₁`, above 0; default 0.4, relative. With infinity and a tiny `eps_2`, `min_rounds` and `gamma_max` alone
         decide.
-      eps_2: `ε₂`, above 0; a cluster with shorter updates only is not split. Default: 0.5, relative; 1.6 with
+      eps_2: `ε₂`, above 0; a cluster with shorter updates only is not split; default 0.5, relative, or 1.6 with
         `relative=False` (with 0.4 those of the authors' demonstration, 10 clients with EMNIST). A default is relative,
         whatever the other threshold is.
       relative: measure both thresholds in update norms of the first round, which hardly depend on model, data and
