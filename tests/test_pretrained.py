@@ -439,7 +439,7 @@ def test_flax_variables():
 
 
 def test_parameters_of_another_kind_are_not_flax_variables():
-    with pytest.raises(ValueError, match="params must be a nested dict, as of a flax module, got 'list'"):
+    with pytest.raises(ValueError, match="params must be a nested dict, as in a flax module, got 'list'"):
         jfcl.models.to_flax(PLAIN, [np.ones(2)])
 
 

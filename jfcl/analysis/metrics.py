@@ -282,7 +282,7 @@ def mixture_recovery(found: np.ndarray, true: np.ndarray) -> dict[str, float]:
 
 
 def contingency(found: np.ndarray, true: np.ndarray) -> np.ndarray:
-    """Returns the numbers of clients by found and true cluster, one row for each found cluster."""
+    """Returns the numbers of clients by found (rows) and true cluster (columns), `[N]` integers, in rising order."""
     (rows, i), (columns, j) = (np.unique(names, return_inverse=True) for names in (found, true))
     cells = i.astype(np.int64) * len(columns) + j
     return np.bincount(cells, minlength=len(rows) * len(columns)).reshape(len(rows), len(columns))

@@ -73,7 +73,7 @@ def from_frame(
       tokens, name: as in `Dataset`; channels_first: of images that are arrays, as in `from_arrays`.
 
     Returns:
-      `Dataset`, with inputs as of `from_arrays`. Maps of labels `[H, W]` become int32 targets, with `num_classes=None`;
+      `Dataset`, inputs as from `from_arrays`. Maps of labels `[H, W]` become int32 targets, with `num_classes=None`;
       otherwise integers from 0 stay labels, strings, booleans and negative integers are numbered in their order, and
       floats are those of a regression. Texts need no targets. `writer_names` are the different values of `by`, sorted.
       `table` says how columns were read (`description` in words), so that `jfcl.data.read_rows` reads further rows.

@@ -235,7 +235,7 @@ def export_model(
 
     Args:
       task: of the model.
-      model: one model, as of `load_run(folder).model(client)`.
+      model: one model, such as `load_run(folder).model(client)`.
       file: `.npz`: the arrays under their paths, such as `Dense_0/kernel`; bfloat16, which NumPy does not have, as
         float32. `.safetensors`: the same in their own types. `.jax`: the compiled prediction with the arrays inside,
         for any batch size, on CPU, GPU and TPU. Without jfcl and flax,

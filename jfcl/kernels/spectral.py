@@ -1,4 +1,4 @@
-"""Spectral clustering: eigenvectors of affinities, clusters in them, and the measure of Davies and Bouldin."""
+"""Spectral clustering: eigenvectors of affinities, clusters in them, and the Davies-Bouldin index."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from jfcl.kernels.base import sum_dtype
 from jfcl.kernels.blocks import matmul
 from jfcl.kernels.dendrogram import ChosenCut, as_pairs, number_by_first
 
-WORST = 1.0  # a division is taken only below this measure of Davies and Bouldin
+WORST = 1.0  # a division is taken only below this Davies-Bouldin index
 ABSENT = -2.0  # eigenvalue of points that do not count: below all others, which are from -1 to 1
 
 
 def spectral_clusters(
     affinity: jax.Array, *, most: int, limit: jax.Array | None = None, mask: jax.Array | None = None
 ) -> ChosenCut:
-    """Clusters points by affinities, into as many clusters as the measure of Davies and Bouldin chooses.
+    """Clusters points by affinities, into as many clusters as the Davies-Bouldin index chooses.
 
     For each number `K`, the first `K` eigenvectors of the normalised Laplacian give the clusters, by a QR decomposition
-    with column pivots (Damle, Minden, Ying), and the vectors 2 to `K + 1` the measure. The number with the smallest
-    measure is taken, if that is below 1.
+    with column pivots (Damle, Minden, Ying), and the vectors 2 to `K + 1` the index. The number with the smallest index
+    is taken, if that is below 1.
 
     Args:
       affinity: `[N, N]`, symmetric, at least 0; the diagonal does not count.
@@ -33,7 +33,7 @@ def spectral_clusters(
 
     Returns:
       `ChosenCut(cluster [N], num_clusters [], scores [most + 1])`, numbered by the first point of each cluster. The
-      scores are the measures; that of a number that is not tried is NaN.
+      scores are the indices; that of a number that is not tried is NaN.
 
     Raises:
       ValueError: affinities that are not square, not finite or not symmetric; `most` below 2.

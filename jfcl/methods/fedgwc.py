@@ -67,11 +67,11 @@ def fedgwc(
       kernel_scale: `γ`, of the affinity `exp(-γ ‖v_i - v_j‖²)` of two clients' rewards with all others.
       compare: `"own"` rewards of two clients in the rounds with the others, or those of the `"others"` in the rounds
         with them, as in the authors' code.
-      most_parts: the largest number of parts that are tried. The number with the smallest Davies-Bouldin measure is
+      most_parts: the largest number of parts that are tried. The number with the smallest Davies-Bouldin index is
         taken, if that is below 1.
       max_clusters: the number of models; a cluster is divided into no more parts than there are models left.
-      cohort: clients per round, `C`; a cluster of `n` clients is divided into at most `n / C` parts. Default: all, with
-        which no cluster is divided: this is FedAvg.
+      cohort: clients per round, `C`; default: all, with which no cluster is divided: this is FedAvg. A cluster of `n`
+        clients is divided into at most `n / C` parts.
       init_params: one model that all start from.
 
     Returns:

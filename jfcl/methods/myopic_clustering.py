@@ -124,7 +124,7 @@ def momentum_clustering(
       momentum: `1 − α`, in [0, 1); 0 is Myopic-Clustering.
 
     Returns:
-      `Algorithm` with a `CentersState`. Cost of a round: as of Myopic-Clustering; memory `O(N D)`.
+      `Algorithm` with a `CentersState`. Cost of a round: that of Myopic-Clustering; memory `O(N D)`.
 
     Example:
       >>> import jax, jfcl, numpy as np, optax

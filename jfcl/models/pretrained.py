@@ -162,7 +162,7 @@ def to_flax(task: Task, params: PyTree) -> PyTree:
       ['params']
     """
     check_task(task)
-    check(isinstance(params, Mapping), "params", type(params).__name__, "a nested dict, as of a flax module")
+    check(isinstance(params, Mapping), "params", type(params).__name__, "a nested dict, as in a flax module")
     is_statistic = task.statistics or (lambda path: False)
     trees = {"params": {}}
     for path, leaf in traverse_util.flatten_dict(params).items():

@@ -134,7 +134,7 @@ def cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
     wanted = f"{logits.shape[:-1]}, one label for each vector of logits {logits.shape} (y.argmax(-1) of one-hot rows)"
     check(labels.shape == logits.shape[:-1], "the shape of the labels", labels.shape, wanted)
     is_integer = jnp.issubdtype(labels.dtype, jnp.integer)
-    check(is_integer, "the type of the labels", labels.dtype.name, "one of integers, as of y.astype(np.int32)")
+    check(is_integer, "the type of the labels", labels.dtype.name, "one of integers, as from y.astype(np.int32)")
     if labels.dtype.itemsize < 4:
         labels = labels.astype(jnp.int32)  # the number of classes may not fit into 8 bits
 

@@ -135,7 +135,7 @@ def simulate(
       DivergedError: a model is no longer finite, or no client sent a finite update; the last good checkpoint stays.
       KeyboardInterrupt: on Ctrl-C, once the current rounds (about a second's worth, at least one) are done and saved.
       jfcl.callbacks.CallbackError: a callback raised; the current rounds are saved.
-      OSError: such as of a store that cannot be read, in the thread that gathers cohorts.
+      OSError: for example, a store that cannot be read, in the thread that gathers cohorts.
 
     Example:
       >>> import jax, jfcl, numpy as np, optax

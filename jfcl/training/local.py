@@ -94,6 +94,9 @@ def local_training(
         same except for rounding (see `jfcl.training.span`): `"auto"`, where it is possible and costs less; `"never"`;
         `"always"`, or a `ValueError` with the reason why it is not possible.
 
+    Returns:
+      `LocalTraining`, the second argument of every method.
+
     Raises:
       ValueError: for arguments outside these ranges.
 
