@@ -36,10 +36,10 @@ def plan_run(
 
     Args:
       config: the options of the run.
-      target: a chip, or several, as of `jfcl.plan`.
+      target: a chip, or several, as in `jfcl.plan`.
       data_dir: folder of official data files; default: $JFCL_DATA_DIR, else TFDS.
       out: folder for the plan and its programs; default: none are kept. Those of an earlier plan are replaced.
-      tick: as of `jfcl.plan`.
+      tick: as in `jfcl.plan`.
 
     Raises:
       ValueError: what `run` and `jfcl.plan` refuse; a population; a mapping that a target has not.
