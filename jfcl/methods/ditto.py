@@ -30,8 +30,8 @@ def ditto(
     Args:
       task: as in `jfcl.fedavg`.
       training: of both models; a proximal term in it is that of the global model.
-      lam: `λ`, 0 or more: 0 is local training, infinity would be FedAvg. `w` is the global model that the round began
-        with (Algorithm 1 of the paper).
+      lam: `λ`, the strength of the pull to the global model, 0 or more: 0 is local training, infinity would be FedAvg.
+        `w` is the global model that the round began with (Algorithm 1 of the paper).
 
     Returns:
       `Algorithm` with a `PersonalState`, whose `common` is FedAvg's state with the global model. An adversary attacks

@@ -85,7 +85,7 @@ def feddrift(
       max_models: models at a time; default: 32, with `start="each"` 32 more than clients. A client that drifts while
         all are in use stays with the best of them, and is counted in `capacity_reached`.
       eager: all clients that drift at a step share one new model, and none are merged (FedDrift-Eager).
-      compare: by `"accuracy"`, or by `"loss"`; thresholds are then differences of losses.
+      compare: how models are compared: by `"accuracy"`, or by `"loss"`; thresholds are then differences of losses.
       start: `"one"` model for all clients in the first step, or one for `"each"`.
       cohort: clients that train in a round. When a step begins, all clients are asked.
       init_params: one model; with `start="each"` also one for each client, stacked.

@@ -45,7 +45,7 @@ class ThresholdOptions(Options, total=False):
         each threshold round; default: 0.2, the paper's, for one centre, and `1 / (2 K)` for several. Choose a cluster's
         share of the clients, or less.
       threshold_rounds: rounds of Threshold-Clustering, `L`.
-      quantile_rule: see `jfcl.kernels.threshold_clustering`.
+      quantile_rule: how a quantile of distances is taken, as in `jfcl.kernels.threshold_clustering`.
       centers: the starts of several centres, which the paper leaves open. `"densest"`: in every round the gradients
         with most others around them, see `densest`. `"carry"`: the last round's centres; in the first round as
         `"densest"`.

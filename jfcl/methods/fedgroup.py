@@ -76,9 +76,9 @@ def fedgroup(
       most_clusters: the number of models with `"auto"`, and so the most groups.
       pretrain_steps: local steps from the common start.
       pretrain_clients: clients that are clustered before the first round; default: `20 K`, or all.
-      measure: of the clustering. `"edc"`: k-means of the cosines of an update to the first `K` left singular vectors of
-        all; `"madc"`: complete linkage of the mean difference of two clients' cosines to all others.
-      mixing: `η`, of the other groups' models, scaled to length 1, in each model after a round.
+      measure: how updates are clustered: `"edc"`, by k-means of their cosines to the first `K` left singular vectors of
+        all; `"madc"`, by complete linkage of the mean difference of two clients' cosines to all others.
+      mixing: `η`, the weight with which the other groups' models, scaled to length 1, enter each model after a round.
       migrate: FlexCFL: a client whose shares of labels have changed by more than this, in total variation, since it
         joined its group starts cold again in its next round, on all examples that it then has; 0.1 stands for the
         authors' test. Further examples with the same shares of labels, and labels that are renamed without a change of

@@ -36,7 +36,7 @@ def fedrc(
       task: a classification with one label for each example.
       training, num_clusters, init_params: as in `jfcl.fedem`.
       hard: as in `jfcl.fedem`; a client fits its mixture with constant `T`.
-      floor: the least share, of labels and models that no client had in the last round.
+      floor: the least `T[y, k]`, for labels and models that no client had in the last round.
 
     Returns:
       `Algorithm` as that of `jfcl.fedem`. `params["labels"]` `[1, C, K]` are the shares of all examples of the last

@@ -50,7 +50,7 @@ def fedsoft(
       task: as in `jfcl.fedavg`.
       training: of a client's model, which continues from its last one. The proximal term of the training is replaced.
       num_clusters: `K`, the number of centres.
-      lam: `λ`, 0 or more: 0 is local training.
+      lam: `λ`, the strength of the pull to the centres, 0 or more: 0 is local training.
       selection: clients drawn for each centre in a round, without replacement, with probabilities
         `v_ik = u_ik n_i / Σ_j u_jk n_j`. One that is drawn for several centres trains once. A centre becomes the mean
         of the models of those drawn for it. Default: all clients train, and `c_k = Σ_i v_ik w_i`.

@@ -68,10 +68,10 @@ def flux(
         knee of the distances to their nearest neighbours (DBSCAN with two points; see `jfcl.kernels.knee`).
       most_clusters: the number of models with `"auto"`, and so the most clusters; more of them are merged, the nearest
         first.
-      radius_scale: the factor of the distance of `"auto"`.
+      radius_scale: a factor on the distance up to which `"auto"` joins clients.
       rounds_before: rounds of FedAvg of all clients before the clustering, at least 1. They happen in `init`: a
         simulation counts them before its own, and their cost is in the metrics of its first round.
-      num_components: `L`, to which features are reduced by a random orthonormal projection.
+      num_components: `L`, the number of components to which a random orthonormal projection reduces the features.
       by_label: moments of each label too; else clusters differ in their inputs only.
       init_params: one model that all start from.
 

@@ -65,13 +65,13 @@ def knn_per(
     Args:
       task: a classification.
       training: as in `jfcl.fedavg`.
-      num_neighbours: `k`, at most the number of training examples of any client.
-      mixing: `λ` in [0, 1] for all clients; default: each client's own, the best of `MIXINGS` (the first of equals) on
-        its validation examples.
+      num_neighbours: `k`, the number of neighbours, at most the number of training examples of any client.
+      mixing: `λ`, the weight of the neighbours, in [0, 1] for all clients; default: each client's own, the best of
+        `MIXINGS` (the first of equals) on its validation examples.
       validation: the share of a client's training examples, its last ones, that choose its `λ`. FedAvg does not train
         on them (of drifting data the newest); they are neighbours once `λ` is chosen. Unused with `mixing`.
-      scale: of squared distances; default: the number of dimensions of the representation. (10 for the 10 outputs in
-        the experiments of Federated-Clustering.)
+      scale: what squared distances are divided by; default: the number of dimensions of the representation. (10 for the
+        10 outputs in the experiments of Federated-Clustering.)
 
     Returns:
       `Algorithm` with a `PersonalState`, whose `params` are `Neighbours` and whose `common` is FedAvg's state, and a

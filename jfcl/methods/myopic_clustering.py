@@ -121,7 +121,7 @@ def momentum_clustering(
     Args:
       task, num_clusters: as in `jfcl.myopic_clustering`.
       training: as there. The optimiser steps along the centre of momenta, so it should have no momentum of its own.
-      momentum: `1 − α`, in [0, 1); 0 is Myopic-Clustering.
+      momentum: `1 − α`, the weight of the last momentum, in [0, 1); 0 is Myopic-Clustering.
 
     Returns:
       `Algorithm` with a `CentersState`. Cost of a round: that of Myopic-Clustering; memory `O(N D)`.

@@ -50,10 +50,11 @@ def pacfl(
       angle_threshold: `β`, in degrees: clusters are merged up to this angle between them, which `linkage` defines; more
         than `K` clusters are merged until there are `K`. From 90 on (of `measure="sum"` more) it is FedAvg, below 0
         local training. The authors' 4.9 for CIFAR-10 with 2 labels a client, 9.88 for CIFAR-100 with 20.
-      num_vectors: `p`, of each label; 3 to 5 in the paper.
+      num_vectors: `p`, the number of vectors of each label; 3 to 5 in the paper.
       by_label: vectors for each label; else for all inputs together.
-      measure: of the angle of two clients, as in `jfcl.kernels.subspace_angles`.
-      linkage: as in `jfcl.kernels.linkage_tree`; the authors average the rows of merged clusters: `"weighted"`.
+      measure: the angle of two clients, as in `jfcl.kernels.subspace_angles`.
+      linkage: the angle of two clusters, as in `jfcl.kernels.linkage_tree`; the authors average the rows of merged
+        clusters: `"weighted"`.
       init_params: one model that all start from.
 
     Returns:

@@ -37,10 +37,10 @@ def byzantine_cfl(
 
     Args:
       task, training: as in `jfcl.cfl`.
-      threshold: in (-1, 1); the paper's is 0.02.
-      similarity: of `"updates"`, or of full-batch `"gradients"`.
+      threshold: of `α_cross`, in (-1, 1): below it, the smaller side is excluded; the paper's is 0.02.
+      similarity: what is compared: `"updates"`, or full-batch `"gradients"`.
       privacy: `"permutation"`, `"sign"` or `"rotation"`: clients hide their updates by this secret operator.
-      privacy_seed: the clients' secret.
+      privacy_seed: the seed of the clients' secret operator.
 
     Returns:
       `Algorithm` with a `CFLState` of one cluster; `state.excluded` has the round in which each client was excluded, 0

@@ -84,13 +84,13 @@ def cfl(
       recursive: Algorithm 3: a stationary cluster that is not split has ended; its clients train no more. With `cohort`
         a cluster ends in a round in which more than half of its clients took part.
         `simulate` ends when all clusters have.
-      similarity: of `"updates"`, or of full-batch `"gradients"` at the cluster's model, at the cost of one more pass
-        over all examples, and one more message, in every round. `ε₁` and `ε₂` are then compared with norms of gradients
-        (equation 33, Algorithm 3).
+      similarity: what is compared: `"updates"`, or full-batch `"gradients"` at the cluster's model, which cost one more
+        pass over all examples, and one more message, in every round. `ε₁` and `ε₂` are then compared with norms of
+        gradients (equation 33, Algorithm 3).
       linkage: `"single"` (equation 25), or `"complete"` as in the authors' code, which needs `min_size` 1.
-      min_size: the least number of clients on either side, at most half of all. The edge that is removed is the weakest
-        edge of the maximum spanning tree that leaves this number on both sides; its similarity is `α_cross`.
-      min_examples: clients with fewer are left out of norms, thresholds, units and bipartitions.
+      min_size: the least number of clients on either side of a split, at most half of all. The edge that is removed is
+        the weakest of the maximum spanning tree that leaves this number on both sides; its similarity is `α_cross`.
+      min_examples: clients with fewer examples are left out of norms, thresholds, units and bipartitions.
         They train, and count in the means of the models. At a split such a client goes to the side with the mean unit
         update that is most similar to its own update, and is compared again in every round until two rounds agree. (The
         mean of the others alone does not quite vanish; where small clients hold many examples together, raise `ε₁`.)
@@ -98,12 +98,12 @@ def cfl(
         split is judged. On them, the clients' mean accuracy (or mean loss, where a task has no accuracy) under their
         models is compared with that under the parent's model. Where it is worse the split is undone, and the parent is
         never split again (section II-A).
-      fallback_rounds: rounds from a split to that comparison; until then its sides are not split.
+      fallback_rounds: rounds from a split to its comparison by `validation`; until then its sides are not split.
       privacy: `"permutation"`, `"sign"` or `"rotation"`: clients hide their updates by this secret orthonormal operator
         (section V-B, `jfcl.kernels.orthonormal`). Similarities, norms, splits and means are those of the open run, to
         rounding; so is a robust `aggregator` that commutes with the operator, as the coordinate-wise ones do with
         permutations and signs.
-      privacy_seed: the clients' secret.
+      privacy_seed: the seed of the clients' secret operator.
       tree_dim: numbers kept of every client's update at every split, for `jfcl.assign_newcomer`; 0 keeps none.
       true_cluster: `[N]`, if known, by a client's id: adds the metric `separation_gap` `[K]` (Definition 2), in every
         round. Clients with -1, for example malicious ones, do not count.
