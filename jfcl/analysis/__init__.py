@@ -1,1 +1,1 @@
-"""The analysis of results: metrics, the parameter tree of CFL, plots."""
+"""The analysis of results: metrics, rankings, plots."""

@@ -1,4 +1,4 @@
-"""Data on the host: sources, partitions, known heterogeneity; federations and populations made of them. NumPy only."""
+"""Data on the host, in NumPy arrays: sources, partitions, known heterogeneity; federations and populations of them."""
 
 from jfcl.data.arrays import from_arrays, from_torch
 from jfcl.data.build import Federation, build

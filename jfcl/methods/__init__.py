@@ -1,4 +1,4 @@
-"""One file per method: its state, its factory. A new method is that file and a line in `METHODS`."""
+"""A file for each method or family: its state, its factory. A new method is such a file and a line in `METHODS`."""
 
 from __future__ import annotations
 
