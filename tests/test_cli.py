@@ -26,7 +26,7 @@ from jfcl.cli import commands
 from jfcl.cli.parser import parse
 from jfcl.cli.tables import lists, numbers_table, titled
 from jfcl.experiments import Config, load_run, population, run, setups, trackers
-from jfcl.experiments.config import to_saved
+from jfcl.experiments.config import from_saved, to_saved
 from jfcl.experiments.setups import make_training, matmul_precision
 from jfcl.simulation.folder import RunFolder
 from jfcl.simulation.resident import Resident
@@ -815,7 +815,8 @@ def test_a_refused_run_removes_its_own_store_alone(tmp_path):
 def test_methods_without_an_option_cohort_have_the_cohorts_of_a_population(method):
     args = parse(["run", method, "--population", "50", "--cohort", "10"])
     assert (args.population, args.cohort) == (50, 10)
-    assert Config(method, population=args.population, cohort=args.cohort).cohort == 10
+    config = Config(method, population=args.population, cohort=args.cohort)
+    assert config.cohort == Config(**from_saved(to_saved(config, "h"))).cohort == 10
 
 
 @pytest.mark.slow

@@ -270,6 +270,7 @@ def _rules(config: Config) -> Iterator[tuple[Any, str, str]]:
 def to_saved(config: Config, split_hash: str) -> dict[str, Any]:
     """Returns the content of `config.json`: the options that the method has, which were given, and the split's hash."""
     saved = {name: value for name, value in config.values.items() if name == "method" or takes(config.method, name)}
+    saved |= {"cohort": config.cohort} if config.of_population else {}  # with any method
     if saved["precision"] == "default":  # a run may continue on another platform
         saved["precision"] = default_precision()
     saved = {name: str(v) if isinstance(v, float) and math.isinf(v) else v for name, v in saved.items()}
