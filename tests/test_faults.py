@@ -650,6 +650,18 @@ def test_one_thread_writes_at_a_time(tmp_path):
     check_right(run(tmp_path, resume=True))
 
 
+@pytest.mark.parametrize("left", [False, True])
+def test_the_lock_of_a_new_folder_is_removed_once(left, monkeypatch, tmp_path):
+    """A second removal might be that of the next process's lock; `left` is one of a process that was killed."""
+    removed, unlink = [], Path.unlink
+    monkeypatch.setattr(Path, "unlink", lambda path, **options: removed.append(path.name) or unlink(path, **options))
+    if left:
+        (tmp_path / ".new.lock").touch()
+    with files.new_folder(tmp_path / "new"):
+        assert (tmp_path / ".new.lock").exists()
+    assert removed == [".new.lock"] and [path.name for path in tmp_path.iterdir()] == ["new"]
+
+
 # ---- All of it, in any order -----------------------------------------------------------------------------------------
 
 

@@ -109,8 +109,8 @@ def new_folder(path: Path) -> Iterator[Path]:
         path.parent.mkdir(parents=True, exist_ok=True)
     except (FileExistsError, NotADirectoryError):
         raise ValueError(f"path must be in a folder, got {str(path)!r}, which is below a file") from None
-    scratch, lock_path = (path.with_name(f".{path.name}{ending}") for ending in (SUFFIX, ".lock"))
-    with lock(lock_path):
+    scratch = path.with_name(f".{path.name}{SUFFIX}")
+    with lock(path.with_name(f".{path.name}.lock")):
         check_new()  # another process may have made it meanwhile
         shutil.rmtree(scratch, ignore_errors=True)
         scratch.mkdir()
@@ -121,7 +121,6 @@ def new_folder(path: Path) -> Iterator[Path]:
             sync(path.parent)
         finally:
             shutil.rmtree(scratch, ignore_errors=True)
-            lock_path.unlink(missing_ok=True)
 
 
 def replace_together(folder: Path, contents: dict[str, Any]) -> None:
@@ -283,7 +282,6 @@ def lock(path: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _taken(path: Path) -> Iterator[None]:
-    existed = os.path.lexists(path)
     descriptor = open_plain(path, os.O_RDWR | os.O_CREAT)
     try:
         try:
@@ -301,7 +299,7 @@ def _taken(path: Path) -> Iterator[None]:
         try:
             yield
         finally:
-            if not existed and not os.fstat(descriptor).st_size:  # nothing was written, so nothing stays
+            if not os.fstat(descriptor).st_size:  # nothing was written, so nothing stays
                 path.unlink(missing_ok=True)
     finally:
         os.close(descriptor)
