@@ -1,5 +1,6 @@
 """Tables against a plain reading by pandas and NumPy: columns, labels, splits, further rows, the command line."""
 
+import dataclasses
 import json
 import tempfile
 from decimal import Decimal
@@ -507,6 +508,7 @@ def test_options_of_a_table(tmp_path, capsys, monkeypatch):
     people(np.random.default_rng(0)).rename(columns={"label": "bought"}).to_csv("bought.csv", index=False)
     config = Config("fedavg", dataset="shop.csv", by="user", target="label")
     assert (config.clients, config.partition, config.heterogeneity) == (3, "writer", "none")
+    assert dataclasses.replace(config, drift="R").heterogeneity == "swap_pairs"
     for wrong, words in [
         (["--dataset", "none.csv", "--by", "user"], "dataset must be a file that exists, got 'none.csv'"),
         (["--dataset", "none.csv", "--clients", "4"], "dataset must be a file that exists, got 'none.csv'"),

@@ -158,7 +158,7 @@ def _of_data(given: dict[str, Any]) -> dict[str, Any]:
     if given.get("dataset") in concepts.CONCEPTS:
         values |= {"heterogeneity": given["dataset"], "clusters": concepts.CONCEPTS[given["dataset"]].count}
     if tables.is_file(given.get("dataset")):
-        values["heterogeneity"] = "none"
+        values.setdefault("heterogeneity", "none")
         if "by" in given and given.get("partition", "writer") == "writer" and not {"population", "store"} & {*given}:
             values["partition"] = "writer"
             if "clients" not in given:
