@@ -227,6 +227,12 @@ def test_the_tables_of_the_pages_are_those_of_the_results(peers_job):
             assert (page.parent / target).exists(), target
 
 
+def test_what_agrees_is_within_5_points_of_the_paper(peers_job):
+    verdicts = importlib.import_module("verdicts")
+    found = [row for _, rows in verdicts.panels() for row in rows if row[-1] == verdicts.AGREES]
+    assert len(found) > 20 and [row for row in found if abs(row[2] - row[1]) > 5] == []
+
+
 def test_a_result_has_the_command_that_made_it(peers_job, monkeypatch, tmp_path):
     common = importlib.import_module("common")
     monkeypatch.setattr(common, "RESULTS", tmp_path)
