@@ -602,6 +602,16 @@ def test_recipes_on_real_data(name, tmp_path, data_dir, monkeypatch):
         assert set(to_saved(Config(saved["method"]), "")) <= set(saved)
 
 
+@pytest.mark.parametrize(("rounds", "last"), [((4, 9), 9), ((4, None), None)])
+def test_the_clusters_of_ifca_are_found_when_all_seeds_have_them(rounds, last, monkeypatch):
+    seeds = [{"accuracy": 0.9, "cluster_accuracy": 1.0, "rounds_to_recovery": at} for at in rounds]
+    run = {"per_seed": seeds, "num_rounds": 10, "seconds": 1.0}, [{"round": 1, "seed": 0, "accuracy": 0.9}]
+    of = lambda _, configs: {name: (run[0] | {"method": c.method}, run[1]) for name, c in configs.items()}  # noqa: E731
+    monkeypatch.setattr(Bench, "run_all", of)
+    row = ifca.table_1(Bench(Path()), RECIPES["ifca.table1"].small).rows[0]
+    assert row["method"] == "ifca" and row["99 % from round"] == last
+
+
 def test_other_numbers_of_clients_have_no_figures_of_the_paper():
     assert of_paper(100, "mnist", "noisy", "FL") == 96.9 and of_paper(20, "mnist", "noisy", "FL") is None
 
