@@ -17,7 +17,6 @@ import argparse
 from functools import partial
 from typing import Any
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -26,6 +25,7 @@ from common import report
 from sklearn.metrics import adjusted_rand_score
 
 import jfcl
+from benchmarks.papers.method_tables import CNN
 from jfcl.core import Clients
 from jfcl.methods.assigned import UNSEEN
 
@@ -81,23 +81,12 @@ def regression(gap: float, seed: int, dim: int, k: int) -> tuple[Clients, np.nda
     return Clients({"x": x, "y": y.astype(np.float32)}, np.full(25, 900, np.int32)), cluster
 
 
-class CNN(nn.Module):
-    """Two convolutions with 6 and 16 channels of 5 x 5 pixels, and a dense layer: the network of CLoVE for MNIST."""
-
-    @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
-        for channels in (6, 16):
-            conv = nn.Conv(channels, (5, 5), padding="VALID", conv_general_dilated=jfcl.models.conv)
-            x = nn.max_pool(nn.relu(conv(x)), (2, 2), (2, 2))
-        return nn.Dense(10)(x.reshape(len(x), -1))
-
-
 def rotations(args: argparse.Namespace) -> list[dict[str, Any]]:
     """CLoVE's test accuracy on MNIST: 40 clients of four rotations, 500 images each."""
     rows, about = [], {"num_clients": 40, "num_clusters": 4, "examples_per_client": 500}
     for seed in range(args.seeds):
         fed = jfcl.data.build("mnist", heterogeneity="rotation", data_dir=args.data_dir, seed=seed, **about)
-        task = jfcl.models.classification(CNN(), (28, 28, 1), 10)
+        task = jfcl.models.classification(CNN(10), (28, 28, 1), 10)
         training = jfcl.local_training(optax.adam(1e-2), num_epochs=1, batch_size=100)
         algorithm = jfcl.clove(task, training, num_clusters=4)
         rounds = args.rounds or 100

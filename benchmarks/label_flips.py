@@ -26,28 +26,14 @@ from common import RESULTS, report
 
 import jfcl
 from benchmarks.papers.byzantine_cfl import OF_CODE
-from jfcl.core import Clients, PyTree, Task
+from benchmarks.papers.networks import with_torch_init
+from jfcl.core import Clients
 from jfcl.experiments import Config
 from jfcl.experiments.setups import setup
 from jfcl.training import local
 
 COLUMNS = ["dataset", "method", "epochs", "lr", "inputs", "init", "order", "clients", "rounds", "attack", "accuracy"]
 COLUMNS += ["last 5", "hostile excluded", "benign excluded", "by round", "seconds"]
-
-
-def with_torch_init(task: Task) -> Task:
-    """Returns `task` with PyTorch's default initialisation: uniform in ±1 / sqrt(fan in), biases too."""
-    layers = jax.eval_shape(task.init, jax.random.key(0))
-
-    def init(key: jax.Array) -> PyTree:
-        drawn = {}
-        for i, (name, layer) in enumerate(layers.items()):
-            width = float(np.prod(layer["kernel"].shape[:-1])) ** -0.5
-            keys = dict(zip(layer, jax.random.split(jax.random.fold_in(key, i), len(layer)), strict=True))
-            drawn[name] = {n: jax.random.uniform(keys[n], x.shape, x.dtype, -width, width) for n, x in layer.items()}
-        return drawn
-
-    return task._replace(init=init)
 
 
 def standardised(clients: Clients, mean: float, std: float) -> Clients:

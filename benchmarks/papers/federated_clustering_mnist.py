@@ -18,6 +18,7 @@ import numpy as np
 import optax
 
 from benchmarks.papers import report
+from benchmarks.papers.networks import with_torch_init
 from benchmarks.papers.recipes import Bench, Outcome, Row, recipe
 from jfcl import data, mapping, methods, models
 from jfcl.core import Adversary, Algorithm, Clients, PyTree, Task, check_choice, client_keys, num_bytes, stack_clients
@@ -56,20 +57,10 @@ def likelihood_task(column: str) -> Task:
     if column == CORRECTED:
         return task
 
-    def init(key):
-        drawn = {}
-        for i, (name, layer) in enumerate(sorted(task.init(key).items())):
-            reach = len(layer["kernel"]) ** -0.5
-            parts = zip(sorted(layer), jax.random.split(jax.random.fold_in(key, i)), strict=True)
-            drawn[name] = {
-                part: jax.random.uniform(k, layer[part].shape, minval=-reach, maxval=reach) for part, k in parts
-            }
-        return drawn
-
     def cost(outputs, batch):
         return -jnp.take_along_axis(jax.nn.softmax(outputs), batch["y"][:, None], axis=1)[:, 0]
 
-    return task._replace(init=init, cost=cost, dense_start=None)  # the layers as the code computes them
+    return with_torch_init(task)._replace(cost=cost, dense_start=None)  # the layers as the code computes them
 
 
 def ditto_of_the_code(task: Task, training: LocalTraining, lr: float, lam: float = 1.0) -> Algorithm:

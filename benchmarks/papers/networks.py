@@ -1,6 +1,6 @@
 """Networks of the authors' public code, where these are not those of the papers, and the augmentations of one of them.
 
-They are for `--model MODULE:NAME` and `--augment MODULE:NAME`.
+They are for `--model MODULE:NAME` and `--augment MODULE:NAME`. `with_torch_init` begins any network as that code does.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jfcl.core import Batch
+from jfcl.core import Batch, PyTree, Task
 from jfcl.models.conv import conv
 from jfcl.models.networks import Conv
 from jfcl.training.augment import flipped, of_images, window
@@ -26,6 +26,21 @@ def _as_torch(fan_in: int) -> dict[str, nn.initializers.Initializer]:
         return jax.random.uniform(key, shape, dtype, -(fan_in**-0.5), fan_in**-0.5)
 
     return {"kernel_init": draw, "bias_init": draw}
+
+
+def with_torch_init(task: Task) -> Task:
+    """Returns `task` with PyTorch's default initialisation of its dense layers and convolutions."""
+    layers = jax.eval_shape(task.init, jax.random.key(0))
+
+    def init(key: jax.Array) -> PyTree:
+        drawn = {}
+        for i, (name, layer) in enumerate(layers.items()):
+            draw = _as_torch(math.prod(layer["kernel"].shape[:-1]))["kernel_init"]
+            keys = jax.random.split(jax.random.fold_in(key, i), len(layer))
+            drawn[name] = {part: draw(k, x.shape, x.dtype) for k, (part, x) in zip(keys, layer.items(), strict=True)}
+        return drawn
+
+    return task._replace(init=init)
 
 
 class CNNMnist32(nn.Module):
