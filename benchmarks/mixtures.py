@@ -32,10 +32,6 @@ COLUMNS = ["part", "method", "setting", "known", "accuracy", "correlation", "adj
 COLUMNS += ["seconds_per_round", "times_passes", "seconds"]
 
 
-def stacked(parts: list[dict[str, np.ndarray]]) -> Clients:
-    return jfcl.stack_clients(parts)
-
-
 # FedEM: section 4.1 and appendix I.1.4 of the paper, as the released generator makes it.
 
 
@@ -57,7 +53,7 @@ def synthetic(seed: int, num_clients: int = 300, width: int = 150, of_test: int 
         return {"x": x, "y": (score > 0).astype(np.int32)}
 
     train = [draw(n, share) for n, share in zip(sizes, shares, strict=True)]
-    return stacked(train), stacked([draw(of_test, share) for share in shares])
+    return jfcl.stack_clients(train), jfcl.stack_clients([draw(of_test, share) for share in shares])
 
 
 def logistic(width: int) -> Task:
@@ -112,7 +108,7 @@ def regression(seed: int, num_clients: int = 100, width: int = 10) -> tuple[Clie
         of = (np.arange(count) >= round(share * count)).astype(int)
         y = (x * models[of]).sum(1) + rng.normal(size=count)
         parts.append({"x": x, "y": y.astype(np.float32)})
-    return stacked(parts), mix
+    return jfcl.stack_clients(parts), mix
 
 
 def fedsoft(args: argparse.Namespace) -> Iterator[Row]:
@@ -164,11 +160,7 @@ def concepts(seed: int, num_clients: int = 36, size: int = 150, alpha: float = 1
         images = x[rows] + (0.5 * rng.normal(size=(size, 14, 14, 1)) if i % 2 else 0)
         shown = (labels, 9 - labels, (labels + 1) % 10)[concept[i]]
         parts.append({"x": images.astype(np.float32), "y": shown.astype(np.int32)})
-    return stacked(parts), concept
-
-
-def purity(found: np.ndarray, truth: np.ndarray) -> float:
-    return sum(np.bincount(truth[found == k]).max() for k in np.unique(found)) / len(found)
+    return jfcl.stack_clients(parts), concept
 
 
 def fedrc(args: argparse.Namespace) -> Iterator[Row]:
@@ -179,8 +171,8 @@ def fedrc(args: argparse.Namespace) -> Iterator[Row]:
     for name in ("fedrc", "fedem", "ifca"):
         algorithm = getattr(jfcl, name)(task, training, num_clusters=3)
         history, seconds = simulated(algorithm, train, args, true_cluster=concept)
-        found = np.asarray(history.clients["cluster"][0])
-        row = {"adjusted_rand": float(history.records[-1]["adjusted_rand"]), "label_purity": purity(found, commonest)}
+        of_labels = jfcl.metrics.cluster_recovery(found=history.clients["cluster"][0], true=commonest)
+        row = {"adjusted_rand": float(history.records[-1]["adjusted_rand"]), "label_purity": of_labels["purity"]}
         setting = f"36 clients x 150 images of 14 x 14, {args.rounds} rounds, seed {args.seed}"
         known = {"fedrc": "the 3 concepts", "fedem": "not the concepts"}.get(name, "")
         yield {"method": name, "setting": setting, "known": known, "seconds": seconds} | row
