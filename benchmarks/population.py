@@ -69,25 +69,19 @@ def cohorts(folder: Path, clients: int, rounds: int, turns: int, steps: int) -> 
     memory = AnonymousMemory()
     memory.start()
     algorithm, key = make_algorithm(steps), jax.random.key(0)
-    everyone = small.gather(np.arange(COHORT))
-
-    def of(store: ClientStore):
-        people = jfcl.Population(store, cohort=COHORT)
-        return lambda t: jfcl.simulate(algorithm, people, key=key, num_rounds=t, eval_every=t)
-
-    runs = {
-        f"{COHORT} of {clients:,}": of(large),
-        f"{COHORT} of {COHORT:,}": of(small),
-        "simulate, on the device": lambda t: jfcl.simulate(algorithm, everyone, key=key, num_rounds=t),
+    sources = {
+        f"{COHORT} of {clients:,}": jfcl.Population(large, cohort=COHORT),
+        f"{COHORT} of {COHORT:,}": jfcl.Population(small, cohort=COHORT),
+        "simulate, on the device": small.gather(np.arange(COHORT)),
     }
-    seconds: dict[str, list[float]] = {name: [] for name in runs}
-    for name, run in runs.items():
-        run(2)  # compiles
+    seconds: dict[str, list[float]] = {name: [] for name in sources}
+    for name, source in sources.items():
+        jfcl.simulate(algorithm, source, key=key, num_rounds=2, eval_every=2)  # compiles
         print(f"{name}: compiled", file=sys.stderr, flush=True)
     for _ in range(turns):
-        for name, run in runs.items():
+        for name, source in sources.items():
             started = time.perf_counter()
-            run(rounds)
+            jfcl.simulate(algorithm, source, key=key, num_rounds=rounds, eval_every=rounds)
             seconds[name].append((time.perf_counter() - started) / rounds)
     medians = {name: statistics.median(values) for name, values in seconds.items()}
     base = medians[f"{COHORT} of {COHORT:,}"]
