@@ -120,8 +120,6 @@ def _row(rows: list[dict[str, Any]], key: dict[str, str], clients: int, rounds: 
     data, scenario, method = key.values()
     for row in rows:
         if row | key == row:
-            row.setdefault("accuracy % by seed", [row["accuracy %"]])  # rows of one seed that were written by hand
-            row.setdefault("seconds by seed", [None])
             row.setdefault("device by seed", [device] * row["seeds"])  # rows of one device have none,
             row.setdefault("products by seed", ["float32"] * row["seeds"])  # and are of a CPU
             return row

@@ -69,8 +69,7 @@ def main() -> None:
         rows.append({"aggregator": aggregator} | found)
         print(rows[-1], flush=True)
     title = f"Accuracy % on digits, {MALICIOUS} of {CLIENTS} clients hostile"
-    partial_run = args.aggregators != [*AGGREGATORS]
-    report("robust", title, ["aggregator", "none", *ATTACKS], rows, partial=partial_run)
+    report("robust", title, ["aggregator", "none", *ATTACKS], rows)
 
 
 if __name__ == "__main__":
