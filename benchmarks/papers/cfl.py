@@ -57,12 +57,12 @@ def figure_3(bench: Bench, setting: dict[str, Any]) -> Outcome:
     found = split_probability(jax.random.key(0), k, noise, num_trials=setting["trials"])
     inside = np.asarray(found.guaranteed)
     rows = []
-    for gamma in (0.5, 1.0, 1.5, 2.0):
+    for gamma in (0.5, 1.0, 1.2, 1.5, 2.0):
         g = int(np.abs(noise - gamma).argmin())
         for a in (k.index(clusters) for clusters in (2, 5, 10, 15) if clusters in k):
             row = {"clusters": k[a], "noise": float(noise[g]), "guaranteed": bool(inside[a, g])}
             row |= {"correct splits": float(found.correct[a, g]), "gap above 0": float(found.gap[a, g])}
-            rows.append(row | {"paper": "≈ 1" if gamma <= 1.5 else ""})
+            rows.append(row | {"paper": "≈ 1" if gamma <= 1.2 else ""})
     worst = float(np.asarray(found.correct)[inside].min())
     figure = _plot_splits(found, k, noise)
     return Outcome(rows, figure, f"inside the guaranteed region, the lowest share of correct splits is {worst:.3f}")
