@@ -780,10 +780,12 @@ def test_knn_per_with_too_few_examples_is_refused():
 def test_another_population_is_not_resumed(tmp_path):
     population(out=tmp_path / "run", num_rounds=1)
     before = sorted((p, p.read_bytes()) for p in tmp_path.rglob("*") if p.is_file())
-    for change in ({"cohort": 5}, {"dropout": 0.5}, {"key": jax.random.key(9)}, {"store": OTHER, "algorithm": None}):
-        change = {k: v for k, v in change.items() if v is not None}
-        with pytest.raises(ValueError):
-            population(out=tmp_path / "run", resume=True, **change)
+    other = ClientStore.from_clients(CLIENTS._replace(size=CLIENTS.size - 1), cluster=CLUSTER)
+    changes = {"cohort": 5, "dropout": 0.5, "key": jax.random.key(9), "store": other, "test_clients": other}
+    for name, value in (changes | {"evaluate": [0]}).items():
+        said = {"test_clients": "test_store", "evaluate": "evaluated"}.get(name, name)
+        with pytest.raises(ValueError, match=rf"another configuration \(cohorts\.{said}: it has"):
+            population(out=tmp_path / "run", resume=True, **{name: value})
     with pytest.raises(ValueError, match="seeds must be 0, the name in the records"):
         population(out=tmp_path / "run", resume=True, seeds=[3])
     with pytest.raises(ValueError, match="already holds a run"):
