@@ -177,11 +177,12 @@ def test_config_files_have_the_same_names_and_flags_override_them(finished, tmp_
 
 
 @pytest.mark.slow
-def test_a_finished_run_goes_on_for_more_rounds(finished, tmp_path):
+def test_a_finished_run_goes_on_for_more_rounds(finished, tmp_path, capsys):
     shutil.copytree(finished / "fedavg", tmp_path / "run")
     more = [*QUICK[:5], "6", *QUICK[6:], "--eval-every", "1", "--seeds", "2"]
     out = ["--out", str(tmp_path / "run")]
     assert cli.main(["run", "fedavg", *more, "--serve", "state", "--resume", *out]) == 2
+    assert "serve: it has 'loss', asked for 'state'" in capsys.readouterr().err
     assert cli.main(["run", "fedavg", *QUICK[:5], "6", *QUICK[6:], "--seeds", "2", "--resume", *out]) == 0
     assert cli.main(["run", "fedavg", *more, "--out", str(tmp_path / "whole")]) == 0
     whole, resumed = (json.loads((tmp_path / name / "summary.json").read_text()) for name in ("whole", "run"))
