@@ -595,7 +595,11 @@ def test_writers_keep_the_official_test_split():
     assert "official test split, and 0.2 held out of 3 writer(s) that are not in it" in fed.description
     both = data._replace(writer=data.writer | {"test": (np.arange(56) % 12).astype(np.int32)})
     assert build(both, partition="writer").description.endswith(", 1 cluster, official test split")
-    assert sorted(tags(build(both, partition="writer", num_clients=5).train, 3))  # a draw of them
+    drawn = rows_by_client(both, build(both, partition="writer", num_clients=5))
+    assert len(drawn) == 5
+    for writer, rows in drawn.items():
+        own = [np.flatnonzero(both.writer[split] == writer).tolist() for split in ("train", "test")]
+        assert rows == (own[0], [240 + row for row in own[1]])
 
 
 def test_writers_of_one_example_are_counted_and_named():

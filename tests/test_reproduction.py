@@ -52,12 +52,14 @@ def test_the_index_counts_the_verdicts_of_the_pages():
 
 
 def test_means_and_deviations_are_those_of_the_seeds():
+    names, found = ("per seed", "accuracy % by seed", "clients % by seed"), set()
     for row in (row for result in RESULTS.values() for row in result["rows"]):
-        names = ("per seed", "accuracy % by seed", "clients % by seed")
-        values = next((row[name] for name in names if name in row), [])
-        if len(values) > 1:
-            assert row.get("clients %", row.get("accuracy %")) == pytest.approx(statistics.mean(values))
-            assert row["std"] == pytest.approx(statistics.stdev(values))
+        name = next((name for name in names if name in row), None)
+        if name and len(row[name]) > 1:
+            assert row.get("clients %", row.get("accuracy %")) == pytest.approx(statistics.mean(row[name]))
+            assert row["std"] == pytest.approx(statistics.stdev(row[name]))
+            found.add(name)
+    assert found == {*names}
 
 
 # CFL.
