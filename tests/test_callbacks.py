@@ -352,7 +352,6 @@ def test_the_command_stops_early_and_continues(tmp_path, capsys, monkeypatch):
     assert rounds
     assert json.loads((out / "config.json").read_text())["patience"] == 3
     assert json.loads((out / "summary.json").read_text())["num_rounds"] == done + len(rounds)
-    capsys.readouterr()
 
 
 @pytest.mark.parametrize(

@@ -439,7 +439,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_continues(tmp_path,
 
 
 @pytest.mark.slow
-def test_a_longer_run_is_resumed_from_its_own_file(tmp_path, capsys):
+def test_a_longer_run_is_resumed_from_its_own_file(tmp_path):
     run = str(tmp_path / "run")
     assert cli.main(["run", "ifca", *QUICK, "--out", run]) == 0
     rounds = int(json.loads(Path(run, "config.json").read_text())["num_rounds"])
@@ -451,7 +451,7 @@ def test_a_longer_run_is_resumed_from_its_own_file(tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_an_infinite_threshold_outlives_the_run(tmp_path, capsys):
+def test_an_infinite_threshold_outlives_the_run(tmp_path):
     run = str(tmp_path / "run")
     splits = ["--eps-1", "inf", "--eps-2", "1e-30", "--min-rounds", "2"]
     assert cli.main(["run", "cfl", *QUICK, *splits, "--out", run]) == 0

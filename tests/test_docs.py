@@ -241,7 +241,7 @@ def runnable() -> list:
 )
 @pytest.mark.parametrize("page, is_short", runnable())
 @pytest.mark.filterwarnings("ignore:.*all clients use one of the")
-def test_code_runs(page, is_short, tmp_path, monkeypatch, capsys):
+def test_code_runs(page, is_short, tmp_path, monkeypatch):
     """Runs the Python blocks of a page in order, in one namespace, with the promotion of types of users."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [str(tmp_path), str(ROOT / "tests"), *sys.path])

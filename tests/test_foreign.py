@@ -120,7 +120,7 @@ def test_a_new_run_writes_through_nothing_that_is_there(kind, tmp_path):
         assert content(tmp_path / f"{i}") == before
 
 
-def test_the_folder_itself_may_be_a_link(copy, tmp_path, capsys):
+def test_the_folder_itself_may_be_a_link(copy, tmp_path):
     (tmp_path / "link").symlink_to(copy, target_is_directory=True)
     (copy / "wandb").mkdir()
     (copy / "wandb" / "latest-run").symlink_to(copy / "nowhere")  # as a tracker leaves it

@@ -238,7 +238,7 @@ OTHERS_VALUES = {
     ("attack", "--malicious", "0.2"): "label_flip 'label_reverse', label_flipping 'label_zero', byzantine 'gaussian',"
     " random 'gaussian', model_replacement 'scaled'",
     ("aggregator",): "median 'coordinate_median', rfa 'geometric_median', norm_diff_clipping 'clip_norms+mean',"
-    " coordinate_wise_median 'coordinate_median', cclip 'centered_clip', trimmed_mean, krum",
+    " coordinate_wise_median 'coordinate_median', cclip 'centered_clip'",
     (
         "partition",
     ): "hetero 'dirichlet', homo 'iid', lda 'dirichlet', dir 'dirichlet', pat 'pathological', natural 'writer',"
@@ -269,8 +269,6 @@ def test_options_of_other_libraries_are_answered(library, capsys):
 def test_names_of_other_libraries_are_answered(what, capsys):
     for name, ours in pairs(OTHERS_VALUES[what]):
         command = ["run", name] if what == ("method",) else ["run", "fedavg", f"--{what[0]}", name, *what[1:]]
-        if not ours:
-            continue
         assert cli.main(command) == 2
         said = " ".join(capsys.readouterr().err.split("Accepted:")[0].split())
         assert f"unknown {what[0].replace('-', '_')} '{name}'" in said and ours in said, (name, said)

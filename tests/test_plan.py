@@ -335,7 +335,7 @@ def test_plain_products_are_predicted_near_the_peak(target):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("target", ["v5e:2x2", "h100"])
-def test_the_command_compiles_for_a_target(target, tmp_path, capsys):
+def test_the_command_compiles_for_a_target(target, tmp_path):
     mesh_or_skip(target)
     out = tmp_path / "plan"
     options = ["--precision", "bfloat16", "--mapping", "vmap"]

@@ -449,7 +449,6 @@ def test_vgg_16_of_the_authors_code():
     batch, real = {"x": x, "y": np.arange(3)}, np.ones(3, bool)
     losses = [float(task.train_loss(jax.random.key(s), params, batch, real)[0].mean()) for s in (1, 2)]
     assert losses[0] != losses[1]  # dropout
-    np.testing.assert_array_equal(task.apply(params, x), task.apply(params, x))
 
 
 @pytest.mark.parametrize("redraw", [False, True])

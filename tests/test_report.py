@@ -824,7 +824,7 @@ def test_an_unfinished_run_has_agreement_with_clusters_where_there_are_any(copy)
 
 @pytest.mark.slow_cases("figures")
 @pytest.mark.parametrize("forms", [[], ["pdf", "svg"]], ids=["table", "figures"])
-def test_a_comparison_for_a_paper(forms, finished, tmp_path, capsys):
+def test_a_comparison_for_a_paper(forms, finished, tmp_path):
     awkward = tmp_path / "[a_b] 50% & #1 $x$ {y} ~^\\"
     shutil.copytree(finished / "local", awkward)
     runs = [str(finished / "cfl"), str(awkward)]

@@ -132,9 +132,6 @@ def test_strength_is_the_share_of_a_clusters_labels():
     assert {int(label) for _, _, one in everyone(topic) for label in one["y"]} == {0, 1, 2}
 
 
-LEVELS = {"noise": 0.08, "blur": 0.7, "contrast": 0.4, "brightness": 0.15, "pixelate": 0.85}  # at severity 3
-
-
 def corrupted(kind, image):
     """One image `[H, W]` in float64, by loops, without the noise."""
     height, width = image.shape

@@ -239,7 +239,7 @@ def test_records_leave_out_the_clients_that_fill_up_devices():
 
 
 @pytest.mark.slow
-def test_it_does_not_matter_how_many_rounds_run_at_once(tmp_path, monkeypatch):
+def test_it_does_not_matter_how_many_rounds_run_at_once(monkeypatch):
     """The program is called for about a second's rounds: sums of large whole numbers come out the same, and exact."""
 
     def step(key, state, clients):

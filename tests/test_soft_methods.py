@@ -389,7 +389,6 @@ def test_newcomers_of_fedsoft_have_the_centre_of_most_of_their_examples():
     np.testing.assert_array_equal(served.to, want)
 
 
-POLYAK = optax.polyak_sgd()  # needs the loss
 METHODS = {
     "fedem": jfcl.fedem(TASK, TRAINING, num_clusters=2),
     "fedrc": jfcl.fedrc(TASK, TRAINING, num_clusters=2),

@@ -195,7 +195,7 @@ class Killed(BaseException):
 
 
 @pytest.mark.slow
-def test_after_a_kill_at_any_write_the_result_is_the_same(monkeypatch, tmp_path):
+def test_after_a_kill_at_any_write_the_result_is_the_same(monkeypatch):
     sweep(GRID, out="whole")
     whole = {name: Path("whole", name).read_bytes() for name in ("sweep.json", "heatmap.png")}
     assert sorted(p.name for p in Path("whole").iterdir()) == [

@@ -34,7 +34,7 @@ def screen(monkeypatch):
 
 @pytest.mark.slow_cases("population")
 @pytest.mark.parametrize("name", ["clients", "population"])
-def test_the_bar_says_that_programs_compile(name, screen, monkeypatch):
+def test_the_bar_says_that_programs_compile(name, screen):
     def step(key, state, clients):
         time.sleep(0.2)  # while it is traced: longer than between two frames
         return method.step(key, state, clients)
