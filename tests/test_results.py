@@ -289,10 +289,11 @@ def test_clusters_of_one_client_each_are_clusters(make, clusters):
     assert finds_clusters(alone) is clusters
 
 
-def test_a_resumption_with_other_names_of_seeds_is_refused(tmp_path):
+def test_a_resumption_with_other_seeds_or_names_of_them_is_refused(tmp_path):
     simulate(out=tmp_path, stop_after=2)
-    with pytest.raises(ValueError, match=r"a run of another configuration \(seeds"):
-        simulate(out=tmp_path, seeds=[4, 5], resume=True)
+    for name, value in {"seeds": [4, 5], "key": jax.random.split(jax.random.key(9), 2)}.items():
+        with pytest.raises(ValueError, match=rf"a run of another configuration \({name}"):
+            simulate(out=tmp_path, resume=True, **{name: value})
 
 
 def test_seeds_that_end_at_other_rounds_count_alike():
