@@ -83,8 +83,8 @@ def test_aimed_attacks_look_at_their_own_cluster(attack):
             np.testing.assert_allclose(result[name][mine], alone[name], rtol=1e-6)
 
 
-@pytest.mark.slow_cases("ifca")
-@pytest.mark.parametrize("method", [pytest.param("cfl", marks=pytest.mark.slow), "ifca"])
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["cfl", "ifca"])
 def test_methods_tell_attackers_the_clusters(method):
     """Two clusters are found with honest clients; then those who are hostile bring both to rest."""
     clients, _, task, training = problem()

@@ -452,10 +452,8 @@ def test_flhc_leaves_alone_whose_distance_overflows():
     assert cluster[0] == cluster[1] != cluster[2] == cluster[3] and cluster.count(cluster[4]) == 1
 
 
-@pytest.mark.slow_cases("one_shot")
-@pytest.mark.parametrize(
-    "name", ["one_shot", pytest.param("flhc", marks=pytest.mark.slow), pytest.param("fesem", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["one_shot", "flhc", "fesem"])
 def test_attackers_lie_where_the_clusters_are_found(name):
     clients, malicious = regression(), np.arange(8) >= 6
     make = partial(getattr(jfcl, name), LINEAR, TWO, num_clusters=2, init_params=START)

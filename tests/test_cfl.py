@@ -130,8 +130,8 @@ def test_parents_and_rounds_of_splits_are_kept():
     np.testing.assert_array_equal(state.params["w"][-1], state.params["w"][0])
 
 
-@pytest.mark.slow_cases("2")
-@pytest.mark.parametrize("tree_dim", [pytest.param(0, marks=pytest.mark.slow), 2])
+@pytest.mark.slow
+@pytest.mark.parametrize("tree_dim", [0, 2])
 def test_resumed_equals_uninterrupted_bit_for_bit(tree_dim, tmp_path):
     clients = regression(TRUTH, CLUSTER)
     algorithm = jfcl.cfl(TASK, TRAINING, eps_1=0.05, eps_2=0.2, tree_dim=tree_dim, validation=0.2)
@@ -162,8 +162,8 @@ def test_full_capacity_says_so_and_goes_on():
     assert history.state.active.tolist() == [True, True]
 
 
-@pytest.mark.slow_cases("60")
-@pytest.mark.parametrize("eval_every", [pytest.param(7, marks=pytest.mark.slow), 60])
+@pytest.mark.slow
+@pytest.mark.parametrize("eval_every", [7, 60])
 def test_what_happens_between_records_is_told(eval_every):
     """Splits, undone splits and full capacity are events of single rounds."""
 
@@ -291,11 +291,8 @@ def test_a_round_runs_with_64_bits_enabled(linkage):
 # Hidden updates (section V-B).
 
 
-@pytest.mark.slow_cases("*-rotation")
-@pytest.mark.parametrize(
-    "privacy",
-    [pytest.param("permutation", marks=pytest.mark.slow), pytest.param("sign", marks=pytest.mark.slow), "rotation"],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("privacy", ["permutation", "sign", "rotation"])
 @pytest.mark.parametrize("similarity", ["updates", "gradients"])
 def test_hidden_updates_change_nothing(privacy, similarity):
     clients = regression(TRUTH, CLUSTER)

@@ -71,10 +71,8 @@ def test_small_clients_are_not_compared_and_follow_the_side_that_they_resemble()
     assert set(np.flatnonzero(state.tree.side[1])) == set(big)  # newcomers are compared with these alone
 
 
-@pytest.mark.slow_cases("options0", "options2")
-@pytest.mark.parametrize(
-    "options", [{}, pytest.param({"similarity": "gradients"}, marks=pytest.mark.slow), {"cohort": 20}]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{}, {"similarity": "gradients"}, {"cohort": 20}])
 def test_small_clients_do_not_stop_the_others_from_finding_their_clusters(options):
     clients, cluster = power_law(60, seed=5)
     big = clients.size >= 20
@@ -304,8 +302,8 @@ def test_a_run_starts_from_a_given_state(tmp_path):
             jfcl.simulate(fedavg, CLIENTS, key=keys, num_rounds=1, state=bad)
 
 
-@pytest.mark.slow_cases("0")
-@pytest.mark.parametrize("tree_dim", [pytest.param(1024, marks=pytest.mark.slow), 0])
+@pytest.mark.slow
+@pytest.mark.parametrize("tree_dim", [1024, 0])
 def test_newcomers_are_enrolled(tree_dim):
     training = jfcl.local_training(optax.sgd(LR, momentum=0.1), num_steps=STEPS, keep="everything")
     algorithm = jfcl.cfl(TASK, training, eps_1=0.05, eps_2=0.2, tree_dim=tree_dim, min_examples=2)

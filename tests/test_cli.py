@@ -325,13 +325,13 @@ def test_bad_input_is_refused_in_words(command, said, capsys):
     assert printed.out == ""
 
 
-@pytest.mark.slow_cases("options0-None", "options3-bfloat16")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "wanted"),
     [
         ([], None),
-        pytest.param(["--precision", "float32"], "float32", marks=pytest.mark.slow),
-        pytest.param(["--precision", "tf32"], "tensorfloat32", marks=pytest.mark.slow),
+        (["--precision", "float32"], "float32"),
+        (["--precision", "tf32"], "tensorfloat32"),
         (["--precision", "bfloat16"], "bfloat16"),
     ],
 )
@@ -738,7 +738,7 @@ def test_mnist_by_writer_and_other_official_files(data_dir, tmp_path):
         assert json.loads((tmp_path / name / "summary.json").read_text())["num_rounds"] == 7  # five of its restarts
 
 
-@pytest.mark.slow_cases("ditto-options5", "federated_clustering-options0", "knn_per-options6")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("method", "options"),
     [
@@ -746,14 +746,10 @@ def test_mnist_by_writer_and_other_official_files(data_dir, tmp_path):
             "federated_clustering",
             ["--quantile", "0.4", "--subgroup-size", "4", "--attack", "far", "--malicious", "0.25"],
         ),
-        pytest.param("momentum_clustering", ["--momentum", "0.8", "--threshold-rounds", "3"], marks=pytest.mark.slow),
-        pytest.param("hypcluster", ["--warm-rounds", "1"], marks=pytest.mark.slow),
-        pytest.param(
-            "one_shot", ["--local-rounds", "2", "--num-models", "auto", "--most-clusters", "2"], marks=pytest.mark.slow
-        ),
-        pytest.param(
-            "flhc", ["--rounds-before", "0", "--linkage", "single", "--distance", "euclidean"], marks=pytest.mark.slow
-        ),
+        ("momentum_clustering", ["--momentum", "0.8", "--threshold-rounds", "3"]),
+        ("hypcluster", ["--warm-rounds", "1"]),
+        ("one_shot", ["--local-rounds", "2", "--num-models", "auto", "--most-clusters", "2"]),
+        ("flhc", ["--rounds-before", "0", "--linkage", "single", "--distance", "euclidean"]),
         ("ditto", ["--lam", "0.5"]),
         ("knn_per", ["--num-neighbours", "3", "--validation", "0.3"]),
     ],

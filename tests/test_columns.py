@@ -77,7 +77,7 @@ def test_norms_and_distances_over_columns_are_numpys():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("form", [pytest.param("direct", marks=pytest.mark.slow), "gram"])
+@pytest.mark.parametrize("form", ["direct", "gram"])
 def test_threshold_clustering_over_columns_is_that_of_one_device(form):
     points = updates(2)
     points["w"][:4] += 1
@@ -219,28 +219,9 @@ METHODS = {
 }
 
 
-QUICK = ("cfl", "federated_clustering")  # of the default run
-
-
-@pytest.mark.slow_cases(
-    "byzantine_cfl",
-    "cfl",
-    "cfl by gradients",
-    "cfl_gp",
-    "clove",
-    "ditto",
-    "fedgroup init",
-    "fedgwc",
-    "fesem",
-    "flhc init",
-    "flux init",
-    "momentum_clustering",
-    "myopic_clustering",
-    "one_shot init",
-    "pacfl init",
-    "stocfl",
+@pytest.mark.parametrize(
+    "name", [n if n == "federated_clustering" else pytest.param(n, marks=pytest.mark.slow) for n in METHODS]
 )
-@pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in METHODS])
 def test_devices_talk_a_few_times_a_round_and_never_in_a_loop(name):
     task, training, clients = wide_problem()
     algorithm = METHODS[name](task, training, client_axis=AXIS)

@@ -226,8 +226,8 @@ def test_the_decoder_is_its_equations_and_sees_no_later_word():
     assert task.train_loss is None
 
 
-@pytest.mark.slow_cases("gpt")
-@pytest.mark.parametrize("name", [pytest.param("vit", marks=pytest.mark.slow), "gpt"])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["vit", "gpt"])
 def test_dropout_is_of_training_alone(name):
     task, batch = small(name, dropout=0.5), batches(name, (4,))
     params, plain = spread(task)[0], small(name)

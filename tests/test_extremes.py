@@ -216,11 +216,8 @@ def test_one_good_client_without_a_finite_update_does_not_disarm_the_attack(meth
     np.testing.assert_allclose(model(1.0, np.nan, 0.0), 0.5 * (1 + 4) / 2, rtol=1e-5)
 
 
-SLOW = [pytest.param(make, marks=pytest.mark.slow) for make in (jfcl.cfl, jfcl.ditto, jfcl.momentum_clustering)]
-
-
 @pytest.mark.slow_cases("cfl", "ditto", "fedavg", "momentum_clustering")
-@pytest.mark.parametrize("method", [jfcl.fedavg, jfcl.local_only, *SLOW])
+@pytest.mark.parametrize("method", [jfcl.fedavg, jfcl.local_only, jfcl.cfl, jfcl.ditto, jfcl.momentum_clustering])
 def test_momentum_outlives_a_round_without_a_finite_update(method):
     training = jfcl.local_training(optax.sgd(0.1, momentum=0.9), num_steps=1, keep="everything")
     options = {"num_clusters": 1} if method is jfcl.momentum_clustering else {}

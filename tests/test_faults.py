@@ -246,7 +246,7 @@ def fail_at_every(every, code, action, check, monkeypatch, tmp_path):
         check(folder)
 
 
-@pytest.mark.slow_cases("*-1", "full-29")
+@pytest.mark.slow_cases("full-29")
 @pytest.mark.parametrize("every", [pytest.param(1, marks=pytest.mark.slow), 29])
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO], ids=["full", "broken"])
 def test_an_error_of_the_disk_at_any_operation_costs_nothing(code, every, monkeypatch, tmp_path):

@@ -136,9 +136,7 @@ OPTIONS = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow if name != "step" else ()) for name in OPTIONS]
-)
+@pytest.mark.parametrize("name", OPTIONS)
 def test_schedules_count_the_local_steps_of_the_whole_run(name):
     """One client that trains on all examples: FedAvg is gradient descent, with the schedule over all its steps."""
     rounds = 5

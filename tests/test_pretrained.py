@@ -218,10 +218,8 @@ def test_adapters_copy_no_kernel():
 # Frozen parts.
 
 
-@pytest.mark.slow_cases("plain")
-@pytest.mark.parametrize(
-    "task", [pytest.param(PLAIN, id="plain"), pytest.param(NORMAL, id="normal", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("task", [PLAIN, NORMAL], ids=["plain", "normal"])
 def test_frozen_is_training_with_a_learning_rate_of_zero(task):
     """Also with batch normalisation behind, of which the statistics move with the parameters of its layer."""
     params, clients = pretrained(task), data()
@@ -292,9 +290,7 @@ AXES = (jfcl.sharded(CPU), jfcl.chunked(1), jax.vmap)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow if name != "fedper" else ()) for name in METHODS]
-)
+@pytest.mark.parametrize("name", METHODS)
 def test_methods_train_adapters_alone(name):
     task, clients = adapters_of(NORMAL), data()
     states = []
@@ -339,12 +335,12 @@ def test_ifca_recovers_clusters_by_adapters():
     assert history.records[-1]["cluster_accuracy"] == 1.0 and history.records[-1]["accuracy"] > 0.95
 
 
-@pytest.mark.slow_cases("mlp")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("module", "shape"),
     [
         (jfcl.models.MLP(2, hidden=(3000, 3000)), (100,)),
-        pytest.param(jfcl.models.MODELS["resnet18_gn"][0](2), (32, 32, 3), marks=pytest.mark.slow),
+        (jfcl.models.MODELS["resnet18_gn"][0](2), (32, 32, 3)),
     ],
     ids=["mlp", "resnet18"],
 )

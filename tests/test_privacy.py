@@ -156,7 +156,7 @@ def test_gradients_have_the_noise_of_what_divides_them():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [pytest.param("fedavg", marks=pytest.mark.slow), "ifca"])
+@pytest.mark.parametrize("name", ["fedavg", "ifca"])
 def test_without_noise_and_with_a_large_norm_it_is_the_plain_method(name):
     clients = regression()
     make = partial(jfcl.ifca, num_clusters=2) if name == "ifca" else partial(jfcl.fedavg, weights="equal")

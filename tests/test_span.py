@@ -440,13 +440,14 @@ def test_modules_that_are_not_known_have_none():
 SMALL = jfcl.models.regression(jfcl.models.Linear(1), (4,), half=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("method", "options"),
     [
-        pytest.param(jfcl.fedavg, {}, marks=pytest.mark.slow),
-        pytest.param(jfcl.ifca, {"num_clusters": 2}, marks=pytest.mark.slow),
-        pytest.param(jfcl.ifca, {"num_clusters": 2, "stable_rounds": 2, "weights": "size"}, marks=pytest.mark.slow),
-        pytest.param(jfcl.ditto, {"lam": 0.5}, marks=pytest.mark.slow),
+        (jfcl.fedavg, {}),
+        (jfcl.ifca, {"num_clusters": 2}),
+        (jfcl.ifca, {"num_clusters": 2, "stable_rounds": 2, "weights": "size"}),
+        (jfcl.ditto, {"lam": 0.5}),
     ],
     ids=["fedavg", "ifca", "ifca with the shortcut", "ditto"],
 )
@@ -457,12 +458,12 @@ def test_methods_keep_their_promises_in_the_span(method, options):
     check_algorithm(make, examples_tolerance=1e-6)
 
 
-@pytest.mark.slow_cases("shortcut")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("steps", "client_axis", "options"),
     [
-        pytest.param(1, jax.vmap, {}, marks=pytest.mark.slow),
-        pytest.param(10, jfcl.chunked(1), {}, marks=pytest.mark.slow),
+        (1, jax.vmap, {}),
+        (10, jfcl.chunked(1), {}),
         (10, jfcl.chunked(3), {"stable_rounds": 1}),
     ],
     ids=["one step", "one at a time", "shortcut"],
