@@ -339,7 +339,7 @@ def test_bad_shifts_are_named(options, said):
 @pytest.mark.parametrize("heterogeneity", ["rotation", "class_rotation", "colour", "corruption", "three_concepts"])
 def test_token_ids_have_no_angle_and_no_colour(heterogeneity):
     train = {"x": np.arange(160, dtype=np.int32).reshape(20, 8), "y": np.arange(20, dtype=np.int32) % 4}
-    with pytest.raises(ValueError, match=rf"heterogeneity '{heterogeneity}|heterogeneity 'rotation"):
+    with pytest.raises(ValueError, match=rf"heterogeneity '({heterogeneity}|rotation)': the examples must be images"):
         build(Dataset("ids", train, None, 4, None, ""), num_clients=4, num_clusters=2, heterogeneity=heterogeneity)
 
 
