@@ -91,6 +91,10 @@ def test_newcomers_are_led_by_algorithm_4():
     found = jfcl.assign_newcomer(TASK, TRAINING, trained(), late, key=jax.random.key(1))
     assert found.cluster.tolist() == [algorithm_4(late, i) for i in range(30)]
     assert len(set(found.cluster.tolist())) == 3
+    served = jfcl.cfl(TASK, TRAINING, **OPTIONS).adopt(trained(), late)
+    assert served.to.tolist() == found.cluster.tolist()
+    for without in ({"tree_dim": 0}, {"max_clusters": 1}):
+        assert jfcl.cfl(TASK, TRAINING, **OPTIONS | without).adopt is None
     alone = jax.tree.map(lambda x: x[4:5], late)
     one = jfcl.assign_newcomer(TASK, TRAINING, trained(), alone, key=jax.random.key(1))
     assert one.cluster.tolist() == found.cluster[4:5].tolist()

@@ -16,14 +16,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jfcl.core import Algorithm, Clients, Task, check, is_concrete
+from jfcl.core import Algorithm, Clients, Served, Task, check, is_concrete
 from jfcl.core.options import MOST_ADDED, Interval, Needs, OneOf, Range, Real, Search
 from jfcl.kernels.bipartition import LINKAGES
 from jfcl.kernels.theory import max_noise_of_split
 from jfcl.methods.averaging import Averaging
+from jfcl.methods.cfl import parameter_tree
 from jfcl.methods.cfl.rounds import SIMILARITIES, Privacy, PrivacySeed, rounds
 from jfcl.methods.cfl.server import Rules
 from jfcl.methods.cfl.splits import split_clusters
+from jfcl.methods.cfl.state import CFLState
 from jfcl.methods.options import SCOPES, SENDING, Count, Options, factory
 from jfcl.robust.aggregate import check_entries
 from jfcl.training import local
@@ -121,7 +123,9 @@ def cfl(
 
       A client that was absent or sent NaN in the round of its cluster's split trains the model from before the split in
       its next round, and joins the side that is most similar to this update. A cluster whose model would overflow
-      keeps its last finite model and is not examined any more; the other clusters continue.
+      keeps its last finite model and is not examined any more; the other clusters continue. A client that was not in
+      training goes down the tree, as `jfcl.assign_newcomer` leads it; without a tree (`tree_dim=0`), or with personal
+      parameters, it is served the model of lowest loss on its examples.
 
       Memory: the updates `[N, D]` (with `cohort` twice), two models and a direction a cluster, `K N S` numbers for the
       tree (`S` at most `tree_dim`), and in rounds with bipartitions `N²`, up to 4,096 clients or an eighth of the
@@ -179,7 +183,15 @@ def cfl(
     seen = {"privacy": privacy, "privacy_seed": privacy_seed, "tree_dim": tree_dim, "true_cluster": true_cluster}
     common = Averaging(task, training, max_clusters, **options)
     algorithm = rounds(Rules(common, ripe, accept, split_clusters, thresholds=thresholds, **compared, **judged, **seen))
-    return algorithm._replace(check=partial(_check, min_size, min_examples, validation, true_cluster))
+
+    def adopt(state: CFLState, clients: Clients) -> Served:
+        way = {"privacy": privacy, "privacy_seed": privacy_seed, "client_axis": common.client_axis}
+        found = parameter_tree.lead(state, clients, jax.random.key(0), task=task, training=training, **way)
+        return Served(state.params, found.cluster, active=state.active)
+
+    has_tree = tree_dim > 0 and max_clusters != 1 and common.personal is None
+    check_all = partial(_check, min_size, min_examples, validation, true_cluster)
+    return algorithm._replace(check=check_all, adopt=adopt if has_tree else None)
 
 
 def _check(min_size: int, min_examples: int, validation: float, true_cluster: Any, clients: Clients) -> None:

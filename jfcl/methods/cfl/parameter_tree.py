@@ -238,8 +238,18 @@ def _check_newcomers(task: Task, state: CFLState, newcomers: Clients, name: str)
     check_examples(newcomers, task, name=name)
 
 
-@partial(jitted, static_argnames=("task", "training", "privacy", "privacy_seed", "client_axis"))
-def _assign(state, newcomers, key, *, task, training, privacy, privacy_seed, client_axis):
+def lead(
+    state: CFLState,
+    newcomers: Clients,
+    key: jax.Array,
+    *,
+    task: Task,
+    training: local.LocalTraining,
+    privacy: str | None,
+    privacy_seed: int,
+    client_axis: mapping.Mapping,
+) -> Assignment:
+    """Returns `assign_newcomer`, without its checks."""
     tree, m, size = state.tree, max_examples(newcomers), jnp.asarray(newcomers.size)
 
     def next_split(slot, seen):
@@ -281,6 +291,9 @@ def _assign(state, newcomers, key, *, task, training, privacy, privacy_seed, cli
     start = nowhere, nowhere, jnp.full(len(nowhere), jnp.nan), 0
     slot, _, similarity, _ = jax.lax.while_loop(going, descend, start)
     return Assignment(slot, similarity)
+
+
+_assign = partial(jitted, static_argnames=("task", "training", "privacy", "privacy_seed", "client_axis"))(lead)
 
 
 def leave(state: CFLState, who: jax.Array) -> CFLState:
