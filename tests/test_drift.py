@@ -20,6 +20,7 @@ from jfcl.core import check_clients, check_labels
 from jfcl.data import Dataset, build, drift_pattern, generate_store, load
 from jfcl.experiments import Config
 from jfcl.experiments.config import read_config
+from jfcl.experiments.setups import make_federation
 from jfcl.methods import METHODS
 from jfcl.testing import problem
 
@@ -392,6 +393,12 @@ def test_a_run_that_ends_early_has_the_clusters_of_its_last_step(tmp_path):
     first, last = parts.federation.drift.cluster
     with (tmp_path / "run" / "clients.csv").open() as file:
         assert [int(row["true_cluster"]) for row in csv.DictReader(file)] == first.tolist() != last.tolist()
+
+
+def test_clients_for_tuning_drift_as_the_others():
+    config = Config("fedavg", drift="sudden", drift_steps=2, clients=10, tuning_clients=10, examples_per_client=4)
+    federation = make_federation(config, load("digits"), everyone=True)
+    np.testing.assert_array_equal(federation.drift.cluster, np.tile(drift_pattern("sudden", 10, num_steps=2), 2))
 
 
 def test_a_sweep_refuses_drift():

@@ -201,7 +201,8 @@ def make_federation(
     with renamed(names_of_data(config)):
         if config.drift is not None:
             options = {"num_steps": config.drift_steps, "num_clusters": config.clusters, "seed": config.data_seed}
-            arguments["drift"] = data.drift_pattern(config.drift, count, **options)
+            pattern = data.drift_pattern(config.drift, config.clients, **options)
+            arguments["drift"] = pattern[:, np.arange(count) % config.clients]  # those for tuning drift alike
         federation = data.build(dataset, num_clients=count, rows=rows, **arguments, **dealt(config))
     return federation if everyone or not config.tuning_clients else select_clients(federation, slice(config.clients))
 
