@@ -491,18 +491,18 @@ SECTIONS = {
     "convolution": convolution,
     "layers": layers,
 }
+APART = ("convolution", "layers")  # which have tables of their own
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", choices=SECTIONS, help="one section")
+    parser.add_argument("--only", choices=SECTIONS, help=f"one section; default: all but {' and '.join(APART)}")
     parser.add_argument("--quick", action="store_true", help="small sizes, to see that it runs; writes nothing")
     args = parser.parse_args()
     rows: list[Row] = []
-    for name, section in SECTIONS.items():
-        if args.only in (None, name):
-            print(name, file=sys.stderr, flush=True)
-            rows += section(args.quick)
+    for name in [args.only] if args.only else [name for name in SECTIONS if name not in APART]:
+        print(name, file=sys.stderr, flush=True)
+        rows += SECTIONS[name](args.quick)
     columns = ["kernel", "size", "what", "seconds", "times", "gflops", "share of peak", "gb/s", "error", "temporary_mb"]
     columns += ["difference", "first call"]
     name = None if args.quick else "kernels" + (f"-{args.only}" if args.only else "")
