@@ -288,6 +288,19 @@ def test_a_round_runs_with_64_bits_enabled(linkage):
     assert state.active.sum() == 2
 
 
+@pytest.mark.slow
+def test_a_round_holds_the_updates_once():
+    count, dim = 64, 60_000
+    task = jfcl.models.task(lambda key: {"w": jnp.zeros(dim)}, lambda p, x: x @ p["w"], kind="regression")
+    clients = Clients(
+        {"x": np.zeros((count, 2, dim), np.float32), "y": np.zeros((count, 2), np.float32)}, np.full(count, 2)
+    )
+    algorithm = jfcl.cfl(task, TRAINING, eps_1=np.inf, eps_2=1e-9, max_clusters=2, tree_dim=16)
+    state = jax.eval_shape(algorithm.init, jax.random.key(0), clients)
+    memory = jax.jit(algorithm.step).lower(jax.random.key(0), state, clients).compile().memory_analysis()
+    assert memory.temp_size_in_bytes < 1.5 * 4 * count * dim
+
+
 # Hidden updates (section V-B).
 
 

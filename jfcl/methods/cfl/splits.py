@@ -18,12 +18,14 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jfcl import mapping
 from jfcl.core import Clients, PyTree, with_fixed
 from jfcl.kernels.base import if_rare, rows_of
 from jfcl.kernels.blocks import product_of_rows
-from jfcl.kernels.similarity import scaled_rows, signed_sums, unit_scale
+from jfcl.kernels.similarity import signed_sums, unit_scale
 from jfcl.methods.cfl.server import Comparison, Decision, Rules, Sent, Splits
 from jfcl.methods.cfl.state import CFLState
+from jfcl.robust.aggregate import cluster_mean
 from jfcl.training import losses
 
 SKETCH_COLUMNS = 4096  # columns of one block of a sketch; signs are drawn per block, so another number changes sketches
@@ -84,7 +86,8 @@ def carry_out(
         )
 
         # The directions, by which small clients move too.
-        direction = add_directions(sides.direction, vectors, jnp.where(compared, slot, capacity), moves, into)
+        client_axis, placed = rules.common.client_axis, jnp.where(compared, slot, capacity)
+        direction = add_directions(client_axis, sides.direction, vectors, placed, moves, into)
         all_moves, changing = moves, sides.changing
         if not isinstance(changing, tuple):
             similarity = similarity_to_side(vectors, small, direction, jnp.minimum(slot, capacity - 1))
@@ -162,14 +165,19 @@ def last_splits(state: CFLState) -> tuple[jax.Array, jax.Array]:
     return jnp.argmax(jnp.where(took_part, born[None, :], 0), axis=1).astype(jnp.int32), took_part.any(axis=1)
 
 
-def unit_rows(rows: list[jax.Array], counts: jax.Array) -> list[jax.Array]:
-    """Returns the rows `[n, d]`, of several arrays together, scaled to length 1; those that do not count are zero."""
-    scale = unit_scale(rows, counts)
-    return [scaled_rows(x, counts, scale).astype(jnp.float32) for x in rows]
+def unit_factors(rows: list[jax.Array], counts: jax.Array) -> jax.Array:
+    """Returns `[n]` float32, which scale rows `[n, d]`, of several arrays together, to length 1; 0 for the others."""
+    power, inverse = unit_scale(rows, counts)
+    return jnp.minimum(power * inverse, jnp.finfo(jnp.float32).max).astype(jnp.float32)
 
 
 def add_directions(
-    direction: list[jax.Array], vectors: PyTree, placed: jax.Array, moved: jax.Array, into: jax.Array
+    client_axis: mapping.Mapping,
+    direction: list[jax.Array],
+    vectors: PyTree,
+    placed: jax.Array,
+    moved: jax.Array,
+    into: jax.Array,
 ) -> list[jax.Array]:
     """Returns `direction` with those of this round's splits, whose new clusters are in the slots `into`.
 
@@ -178,16 +186,15 @@ def add_directions(
     """
     capacity = len(into)
     slots = jnp.arange(capacity, dtype=jnp.int32)
-    here = placed[None, :] == slots[:, None]
-    units = unit_rows(rows_of(vectors), placed < capacity)
-
-    def mean_direction(members):
-        sums = [product_of_rows(members.astype(jnp.float32), x.T) for x in units]  # the length is divided out
-        return unit_rows(sums, jnp.ones(capacity, bool))
-
-    moving, staying = mean_direction(here & moved[None, :]), mean_direction(here & ~moved[None, :])
+    # The means of the sides' unit vectors, but for their lengths, without a copy of all updates.
+    side = jnp.where(moved, placed, capacity + placed) % (2 * capacity)
+    factors = unit_factors(rows_of(vectors), placed < capacity)
+    weights = factors / jnp.maximum(factors.max(), jnp.finfo(jnp.float32).tiny)
+    means = rows_of(cluster_mean(vectors, side, weights, 2 * capacity, client_axis))
+    units = [x.astype(jnp.float32) for x in means]
+    units = [x * unit_factors(units, jnp.ones(2 * capacity, bool))[:, None] for x in units]
     new = jnp.isin(slots, into)[:, None]
-    return [jnp.where(new, m - s, old) for m, s, old in zip(moving, staying, direction, strict=True)]
+    return [jnp.where(new, x[:capacity] - x[capacity:], old) for x, old in zip(units, direction, strict=True)]
 
 
 def similarity_to_side(vectors: PyTree, usable: jax.Array, direction: list[jax.Array], split: jax.Array) -> jax.Array:
@@ -195,8 +202,10 @@ def similarity_to_side(vectors: PyTree, usable: jax.Array, direction: list[jax.A
 
     It is 0 for clients that are not `usable` `[N]` bool, for zero updates, and where both sides are equally similar.
     """
-    product = sum(map(product_of_rows, unit_rows(rows_of(vectors), usable), direction))
-    return jnp.take_along_axis(product, split[:, None], axis=1)[:, 0]
+    rows = rows_of(vectors)
+    product = sum(product_of_rows(x.astype(jnp.float32), d) for x, d in zip(rows, direction, strict=True))
+    product = jnp.take_along_axis(product, split[:, None], axis=1)[:, 0]
+    return jnp.where(usable, product * unit_factors(rows, usable), 0.0)
 
 
 def place_pending(state: CFLState, vectors: PyTree, sent: Sent, usable: jax.Array) -> tuple[CFLState, jax.Array]:
