@@ -254,6 +254,17 @@ def test_metrics_with_the_names_of_results_are_refused(name):
         simulate(jfcl.Algorithm(ONE.init, named, TASK))
 
 
+@pytest.mark.parametrize("kind", ["clients", "population"])
+def test_a_metric_with_the_name_of_the_methods_own_is_refused_before_the_run_begins(kind, tmp_path):
+    store = jfcl.data.ClientStore.from_clients(CLIENTS)
+    clients = CLIENTS if kind == "clients" else jfcl.Population(store, cohort=2, test_clients=store)
+    options = {"key": KEYS[0], "num_rounds": 1, "out": tmp_path / "run"}
+    options |= {"test_clients": CLIENTS} if kind == "clients" else {}
+    with pytest.raises(ValueError, match="metrics must be other names than .* own metrics, got 'bytes_up'"):
+        jfcl.simulate(FEDAVG, clients, metrics={"bytes_up": jfcl.metrics.macro_f1}, **options)
+    assert not (tmp_path / "run").exists()
+
+
 def test_every_other_entry_of_a_record_is_such_a_name():
     history = simulate(newcomers=CLIENTS)
     shape = jax.eval_shape(ONE.step, KEYS[0], jax.eval_shape(ONE.init, KEYS[0], CLIENTS), CLIENTS)[1]

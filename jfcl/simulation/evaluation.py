@@ -74,6 +74,12 @@ def check_further(functions: Mapping[str, metrics.Metric] | None) -> tuple[tuple
     return further
 
 
+def check_names(further: tuple[tuple[str, metrics.Metric], ...], own: Mapping[str, Any]) -> None:
+    """Raises `ValueError` for a metric with the name of one of the method's own."""
+    both = ", ".join(name for name, _ in further if name in own)
+    check(not both, "metrics", both, "other names than those of the method's own metrics")
+
+
 def check_clusters(to: np.ndarray, num_models: int) -> None:
     """Raises `ValueError` for clusters `[..., N]` that are no rows of the models, since JAX would take other rows.
 
@@ -209,8 +215,6 @@ def make_records(subjects: Subjects, t: int, assessment: Assessment, totals: dic
             row |= metrics.cluster_recovery(assessment.cluster[s], subjects.true_cluster)
 
         # Metrics of the method, and totals.
-        both = sorted((row.keys() & assessment.values.keys()) - {"loss"})
-        check(not both, "metrics", ", ".join(both), "other names than those of the method's own metrics")
         row |= {name: v[s].tolist() for name, v in assessment.values.items() if name != "loss"}
         if 0 < len(subjects.ids) <= MOST_LISTED:
             row["cluster"] = assessment.cluster[s].tolist()

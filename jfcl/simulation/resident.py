@@ -272,6 +272,7 @@ class Resident:
             _advance.shapes(*args, **self._static)
             return
         self._programs = [_advance.lower(*args, **self._static)]
+        evaluation.check_names(further, self._metrics if further else {})
         lowered = [self._losses(self.whole, data, evaluate_rows.lower) for data in (self._tests, self._newcomers)]
         self._programs += filter(None, lowered)
 
@@ -349,7 +350,7 @@ class Resident:
 
         # Padding clients are behind the others. Arrays too long for a record are left as their means.
         long = [name for name, v in values.items() if padded > n and v.shape[1:] == (padded,)]
-        values = values | {name: values[name][:, :n] for name in long if name in self._metrics_of_clients}
+        values = values | {name: values[name][:, :n] for name in long if self._metrics[name].shape == (n,)}
         long = [name for name, v in values.items() if v.ndim > 1 and v.shape[1] > evaluation.MOST_LISTED]
         values = values | {name: jax.device_get(jax.vmap(evaluation.finite_mean)(values[name])) for name in long}
         parts = cluster, held_out, served.excluded, upcoming, weights
@@ -358,12 +359,11 @@ class Resident:
         return Assessment(cluster, values, held_out, newcomers, excluded, upcoming, weights, self._size)
 
     @cached_property
-    def _metrics_of_clients(self) -> tuple[str, ...]:
-        """The names of the metrics with a number for each client; others may have as many as with padding clients."""
+    def _metrics(self) -> dict[str, Any]:
+        """The shapes of the method's metrics without padding clients."""
         state = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), self.like)
         clients, key = client_shapes(self._clients, self._n), jax.eval_shape(lambda: jax.random.key(0))
-        values = jax.eval_shape(self.method.step, key, state, clients)[1]
-        return tuple(name for name, v in values.items() if v.shape == (self._n,))
+        return jax.eval_shape(self.method.step, key, state, clients)[1]
 
     def held_out(self, state: Any) -> dict[str, np.ndarray]:
         """Returns the results of the test clients, `[R, N]` each, also of rows that have diverged."""

@@ -169,8 +169,12 @@ class Streamed:
     def place(self, serve: str, further: tuple) -> None:
         """Prepares the evaluations, always of the same clients, under the models that they are served."""
         algorithm, store, evaluated = self._algorithm, self._store, self._evaluated
+        cohort = example_shapes(store, self._population.cohort + self._remember)
+        if further:
+            key = jax.eval_shape(lambda: jax.random.key(0))
+            evaluation.check_names(further, jax.eval_shape(algorithm.step, key, self._shapes, cohort)[1])
         self._chooses = serve == "loss"
-        learners = example_shapes(store, self._population.cohort + self._remember) if self._chooses else None
+        learners = cohort if self._chooses else None
         self._needs_rows = self._several and serves_rows(algorithm, self._layout, self._shapes, learners)
         self._test_clients = self._learners = true = sizes = None
         if self._is_tested:
