@@ -260,7 +260,7 @@ def test_a_metric_with_the_name_of_the_methods_own_is_refused_before_the_run_beg
     clients = CLIENTS if kind == "clients" else jfcl.Population(store, cohort=2, test_clients=store)
     options = {"key": KEYS[0], "num_rounds": 1, "out": tmp_path / "run"}
     options |= {"test_clients": CLIENTS} if kind == "clients" else {}
-    with pytest.raises(ValueError, match="metrics must be other names than .* own metrics, got 'bytes_up'"):
+    with pytest.raises(ValueError, match=r"other names than those of the method's own .*, got 'bytes_up'"):
         jfcl.simulate(FEDAVG, clients, metrics={"bytes_up": jfcl.metrics.macro_f1}, **options)
     assert not (tmp_path / "run").exists()
 
