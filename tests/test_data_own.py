@@ -383,9 +383,28 @@ def test_from_huggingface_refuses(hub):
         (
             datasets.Dataset.from_dict({"x": [1.0, 2.0], "y": [0, None]}),
             {},
-            "column 'y': 1 missing values, .* in row 1",
+            "column 'y': 1 (missing values|rows with NaN).* row 1",
         ),
         (datasets.Dataset.from_dict({"x": [1.0], "y": [0], "u": [[1]]}), {"by": "u"}, "column 'u': must be of strings"),
     ]:
         with pytest.raises(ValueError, match=words):
             from_huggingface(dataset, **options)
+
+
+def test_numbers_of_hugging_face_are_kept_or_refused(hub):
+    """Its format for NumPy has float32 and int64; in a stream, numbers are those of Python, or None."""
+    datasets, near = hub[0], "column 'x'.*float32 tells apart"
+    seconds = [[1.7e9 + i, 0.5] for i in range(4)]
+    missing = r"column 'x': (1 rows with NaN|must hold numbers.*None.*in row 1)"
+    for rows, kind, words in [
+        (seconds, "float64", near),
+        ([row[0] for row in seconds], "float64", near),
+        ([[1, 2], [3, None]], "int16", missing),
+        ([[True, False], [True, None]], "bool", missing),
+    ]:
+        value = datasets.Value(kind)
+        kinds = {"x": datasets.Sequence(value) if isinstance(rows[0], list) else value, "y": datasets.Value("int64")}
+        made = datasets.Dataset.from_dict({"x": rows, "y": [0, 1] * (len(rows) // 2)}, datasets.Features(kinds))
+        for table in (made, made.to_iterable_dataset()):
+            with pytest.raises(ValueError, match=words):
+                from_huggingface(table)

@@ -146,9 +146,11 @@ def _read(table: Any, wanted: list[str]) -> Columns:
     if not (hasattr(table, "with_format") and hasattr(table, "__len__")):
         rows = [{column: row[column] for column in wanted} for row in table]
         return {column: [_typed(row[column], kinds.get(column)) for row in rows] for column in wanted}
-    for column in wanted:  # NumPy's format reads the palette's numbers of an image
-        form = None if type(_leaf(kinds.get(column))).__name__ == "Image" else "numpy"
-        columns[column] = _typed(table.select_columns([column]).with_format(form)[:][column], kinds.get(column))
+    for column in wanted:
+        leaf = _leaf(kinds.get(column))  # NumPy's format reads the palette's numbers of an image, and rounds to float32
+        form = {"type": None if type(leaf).__name__ == "Image" else "numpy"}
+        form |= {"dtype": np.float64} if getattr(leaf, "dtype", None) == "float64" else {}
+        columns[column] = _typed(table.select_columns([column]).with_format(**form)[:][column], kinds.get(column))
     return columns
 
 
@@ -164,9 +166,9 @@ def _typed(values: Any, feature: Any) -> Any:
     kind, is_array = getattr(_leaf(feature), "dtype", None), _leaf(feature) is not feature or hasattr(feature, "shape")
     if not is_array or kind not in ("bool", "uint8", "uint16", "int8", "int16"):
         return values
-    if isinstance(values, np.ndarray):
-        return values if values.dtype == object else values.astype(kind)
-    return [np.asarray(value, kind) for value in values]
+    arrays = [values] if isinstance(values, np.ndarray) else list(map(np.asarray, values))
+    arrays = [array.astype(kind) if array.dtype.kind in "biu" else array for array in arrays]  # others miss values
+    return arrays[0] if isinstance(values, np.ndarray) else arrays
 
 
 def _choose(names: list[Any], by: Any, x: Any, y: Any, *, all_columns: bool) -> tuple[list[Any], list[Any]]:
