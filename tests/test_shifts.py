@@ -323,6 +323,7 @@ def test_a_population_records_how_well_the_mixtures_are_found(method, tmp_path):
         ({"heterogeneity": "rotation+rotation"}, "of different names"),
         ({"heterogeneity": "rotation+none"}, "'none' alone"),
         ({"heterogeneity": "class+topic"}, "with one of class, topic"),
+        ({"heterogeneity": "private_label+offset"}, "with one of label_swap, .*got 'private_label.offset'"),  # c + 10
         ({"heterogeneity": "corruption", "num_clusters": 7}, "num_clusters must be at most 6, the number of corrupt"),
         (
             {"heterogeneity": "three_concepts", "num_clusters": 4},

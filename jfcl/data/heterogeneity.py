@@ -297,6 +297,8 @@ HETEROGENEITY = {
 }
 # These select examples instead of transforming them.
 SELECTIVE = ("class", "topic")
+# These change the labels of examples: two of them may undo each other, and clusters would be equal.
+RENAMING = ("label_swap", "label_permutation", "swap_pairs", "private_label", "offset", "three_concepts", *CONCEPTS)
 OF_PLANE = ("rotation", "class_rotation")  # these move images, and the maps beside them
 # These depend on the number of classes.
 OF_CLASSES = (*SELECTIVE, "label_swap", "label_permutation", "swap_pairs", "private_label", "offset", "three_concepts")
@@ -308,7 +310,8 @@ def shifts_of(heterogeneity: str) -> tuple[str, ...]:
     """Returns the names in a heterogeneity such as "rotation+label_swap", in the order of application.
 
     Raises:
-      ValueError: an unknown name; one that occurs twice; "none" beside others; two that select examples.
+      ValueError: an unknown name; one that occurs twice; "none" beside others; two that select examples, or two that
+        change labels.
 
     Example:
       >>> shifts_of("rotation+label_swap"), shifts_of("none")
@@ -319,5 +322,6 @@ def shifts_of(heterogeneity: str) -> tuple[str, ...]:
         check_choice("heterogeneity", name, HETEROGENEITY)
     check(len(set(names)) == len(names), "heterogeneity", heterogeneity, "of different names")
     check("none" not in names or len(names) == 1, "heterogeneity", heterogeneity, "'none' alone, or without it")
-    check(len({*names} & {*SELECTIVE}) < 2, "heterogeneity", heterogeneity, f"with one of {', '.join(SELECTIVE)}")
+    for kind in (SELECTIVE, RENAMING):
+        check(len({*names} & {*kind}) < 2, "heterogeneity", heterogeneity, f"with one of {', '.join(kind)}")
     return () if names == ("none",) else names
