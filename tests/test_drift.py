@@ -375,6 +375,7 @@ def test_a_configured_run_keeps_its_results_over_time(tmp_path, capsys):
         ({"drift": None, "drift_steps": 3}, "drift_steps must be left out without --drift"),
         ({"method": "cfl", "track_gap": True}, "track_gap must be left out with --drift"),
         ({"patience": 2}, "patience must be left out with --drift"),
+        ({"heterogeneity": "none"}, "heterogeneity must be another with --drift, by which .*, got 'none'"),
     ],
 )
 def test_wrong_configurations_of_drift_are_refused(options, words):

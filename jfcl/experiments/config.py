@@ -215,6 +215,8 @@ def _rules(config: Config) -> Iterator[tuple[Any, str, str]]:
     for name in () if tables.is_file(config.dataset) else ("by", "target", "inputs", "kind"):
         yield values[name] is None, name, "left out unless --dataset is a table, as FILE.csv"
     if config.drift is not None:
+        fits = config.heterogeneity != "none"
+        yield fits, "heterogeneity", "another with --drift, by which clients change clusters; its default is swap_pairs"
         yield not config.track_gap, "track_gap", "left out with --drift: true clusters change"
         yield config.patience is None, "patience", "left out with --drift: the run would end before the last step"
     table = config.partition != "distribution" or config.distribution is not None
