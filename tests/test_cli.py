@@ -218,6 +218,25 @@ def test_list_and_help_name_everything(capsys):
     assert {*flags.split(), "--resume", "--config"} <= set(printed.split())
 
 
+@pytest.mark.parametrize("method", [[], ["local"]])
+@pytest.mark.parametrize(
+    ("command", "refused"),
+    [
+        ("run", []),
+        ("plan", ["population", "store", "dropout", "sampling", "remember", "devices"]),
+        ("sweep", ["population", "store", "stragglers", "drift", "drift-window", "patience", "monitor"]),
+    ],
+)
+def test_help_names_no_option_that_the_command_refuses(command, refused, method, capsys):
+    with pytest.raises(SystemExit):
+        cli.main([command, *method, "--help"])
+    lines = [line.split() for line in capsys.readouterr().out.splitlines() if line.startswith("  --")]
+    named = {word.removeprefix("--") for line in lines for word in (line[:1] if method else line)}
+    assert named.isdisjoint(refused) and {"clients", "rounds", "seeds"} <= named
+    assert ("cohort" in named) == (command == "run" or not method)
+    assert {"population", "patience", "devices"} <= named or command != "run"
+
+
 @pytest.mark.parametrize(
     "command, said",
     [

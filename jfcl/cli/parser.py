@@ -14,13 +14,14 @@ from jfcl._version import __version__
 from jfcl.cli.commands import COMMANDS
 from jfcl.core import check_choice
 from jfcl.core.names import flag_of, note_on, option_hint
-from jfcl.core.options import SEVERAL, Interval, OneOf, Option, first_sentence, options_of
+from jfcl.core.options import SEVERAL, Interval, Needs, OneOf, Option, first_sentence, options_of
 from jfcl.experiments import bench, compare, config, lookup, plan, report, run, run_sweep, shifts, sweeps
 from jfcl.experiments.options import GROUPS, all_options, common_options, takes
 from jfcl.mapping import hosts
 from jfcl.methods import METHODS
 
 OF_RUNS = ("run", "plan", "sweep")
+REFUSED = {"plan": plan.REFUSED, "sweep": sweeps.REFUSED}  # options of a run
 METAVARS = {int: "N", float: "X", str: "NAME", "out": "DIR", "data_dir": "DIR", "runs": "DIR", "what": "WHAT"}
 METAVARS |= {"config": "FILE", "grid": "NAME=VALUES", "coordinator": "HOST:PORT"}
 FLAGS = {"progress": "--quiet", "chip": "--target"}  # that do not have the name of the argument
@@ -140,17 +141,26 @@ def parser_of(command: str, method: str | None = None) -> Parser:
             parser.add_argument("method", nargs="?", help=argparse.SUPPRESS)
         for title, options in (groups | {FILES: arguments_of(command)}).items():
             group = parser.add_argument_group(title)
+            shown = [option for option in options if title == FILES or _is_shown(option, command, method)]
             if brief and not title.startswith("Method"):
-                group.description = " ".join(FLAGS.get(option.name, flag_of(option.name)) for option in options)
+                group.description = " ".join(FLAGS.get(option.name, flag_of(option.name)) for option in shown)
             for option in options:
-                # Any method runs on the cohorts of a population. `Config` refuses what is hidden.
-                shown = title == FILES or method is None or takes(method, option.name) or option.name == "cohort"
-                _add(group, option, has_default=title == FILES, hidden=brief or not shown)
+                _add(group, option, has_default=title == FILES, hidden=brief or option not in shown)
     except argparse.ArgumentError as error:
         flag = str(error).split()[1].rstrip(":")
         name = f"an argument of method {method!r} must have another name"
         raise ValueError(f"{name}: jfcl {command} has {flag}") from None
     return parser
+
+
+def _is_shown(option: Option, command: str, method: str | None) -> bool:
+    """Returns whether the help has an option of a run: hidden ones are refused later, with a reason."""
+    refused = {*REFUSED.get(command, ())}
+    needed = [{needs.option, needs.other} - {""} for needs in option.metadata if isinstance(needs, Needs)]
+    if any(names <= refused for names in ({option.name}, *needed)):
+        return False
+    in_cohorts = option.name == "cohort" and "population" not in refused  # any method runs on those of a population
+    return method is None or takes(method, option.name) or in_cohorts
 
 
 def _options_of_runs(command: str, method: str | None) -> dict[str, list[Option]]:

@@ -19,6 +19,10 @@ from jfcl.planning.plan import Plan, plan
 from jfcl.simulation.folder import finite_or_none
 
 FILES = ("plan.json", "step.hlo.txt", "init.hlo.txt")
+REFUSED = {  # options of a run, and what a plan accepts instead
+    **dict.fromkeys(("population", "store"), "left out: plan a cohort, as --clients"),
+    "devices": "left out: the target has its own",
+}
 
 
 def plan_run(
@@ -46,10 +50,9 @@ def plan_run(
     """
     check(target is not None, "target", target, "given, such as --target v5e:2x4 or --target h100")
     chosen = targets.target(target)
-    for name in ("population", "store"):
-        check(getattr(config, name) is None, name, getattr(config, name), "left out: plan a cohort, as --clients")
+    for name, accepted in REFUSED.items():
+        check(getattr(config, name) is None, name, getattr(config, name), accepted)
     check(config.mapping != "pmap", "mapping", config.mapping, "vmap, chunked, sharded or auto")
-    check(config.devices is None, "devices", config.devices, "left out: the target has its own")
     targets.mesh(chosen)  # refuses a compiler that is not there before data are read
     dataset = setups.load_dataset(config, data_dir)
     federation = setups.make_federation(config, dataset, lambda count: slice(0, 1))  # one client

@@ -27,6 +27,7 @@ from jfcl.simulation.grid import METRICS, Sweep, check_grid, sweep
 # Options with one value in a sweep. Those of the data and the attack decide which examples the cells are judged on.
 OF_ALL_CELLS = (*Data.__annotations__, *Run.__annotations__, "rounds", "attack", "malicious")
 OF_ALL_CELLS += ("init_from", "share", "personal")
+REFUSED = ("drift", "patience", "population", "store")
 BOOLEANS = {"true": True, "false": False}
 SEEDS = 3  # of each cell, unless they are given
 FILES = ("sweep.json", "best.toml", "heatmap.png")
@@ -105,7 +106,7 @@ def run_sweep(
     """
     # Check every cell, without the data.
     check_options(run_sweep, locals())
-    for name in ("drift", "patience", "population", "store"):
+    for name in REFUSED:
         accepted = "left out of a sweep, which judges the last round alone, of clients on a device with fixed data"
         check(getattr(config, name) is None, name, getattr(config, name), accepted)
     schema = all_options(config.method)
