@@ -76,6 +76,18 @@ def test_ctrl_c_before_the_first_round_leaves_a_run_that_resumes(tmp_path, capsy
     assert resumed.records == whole.records
 
 
+def test_ctrl_c_after_the_last_round_stops_the_program_once_the_results_are_written(tmp_path):
+    class Interrupt:
+        def on_end(self, end):
+            signal.raise_signal(signal.SIGINT)
+
+    run = {"key": jax.random.key(0), "num_rounds": 2, "out": tmp_path}
+    with pytest.raises(KeyboardInterrupt):
+        jfcl.simulate(STILL, CLIENTS, **run, callbacks=[Interrupt()])
+    assert (tmp_path / "summary.json").exists()
+    assert jfcl.simulate(STILL, CLIENTS, **run, resume=True).rounds == 2
+
+
 def test_a_handler_of_a_program_around_python_stays(monkeypatch):
     taken = []
     monkeypatch.setattr(signal, "getsignal", lambda _: None)

@@ -104,8 +104,8 @@ class Watch:
     """The clock of a run or sweep, its progress bar, its handler of Ctrl-C, and the schedule of its checkpoints.
 
     Attributes:
-      interrupted: whether Ctrl-C was pressed, which takes effect after the present rounds; a second one raises
-        `KeyboardInterrupt` as soon as jax returns.
+      interrupted: whether Ctrl-C was pressed, which takes effect after the present rounds, or at the end of the run; a
+        second one raises `KeyboardInterrupt` as soon as jax returns.
     """
 
     def __init__(self, num_rounds: int, *, description: str, progress: bool, checkpoint_seconds: float = math.inf):
@@ -123,11 +123,13 @@ class Watch:
         self._opened, self._compiled_before = time.perf_counter(), compile_seconds()
         return self
 
-    def __exit__(self, *_):
+    def __exit__(self, kind, *_):
         if self._bar.live.is_started:
             self._bar.stop()
         if self._handles:
             signal.signal(signal.SIGINT, self._former)
+        if self.interrupted and kind is None:  # after the last rounds, while their results were written
+            raise KeyboardInterrupt
 
     def _interrupt(self, *_):
         if self.interrupted:
