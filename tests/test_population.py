@@ -9,6 +9,7 @@ import time
 import tracemalloc
 import warnings
 from functools import partial
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -697,6 +698,19 @@ ZEROS = {"x": np.zeros((7, 2, 9), np.float32), "y": np.zeros((7, 2))}
 OTHER = ClientStore.from_clients(jfcl.Clients(ZEROS, np.full(7, 2)))
 UNTESTED = ClientStore.from_clients(CLIENTS._replace(size=np.where(np.arange(7) == 2, 0, CLIENTS.size)))
 RESTARTED = jfcl.ifca(TASK, TRAINING, num_clusters=2, restarts=2)
+
+
+class Keyed(NamedTuple):
+    params: Any
+    cluster: Any
+    keys: Any
+
+
+def keyed(key, clients):
+    state = METHODS["fedavg"].init(key, clients)
+    return Keyed(state.params, state.cluster, jfcl.core.client_keys(key, clients))
+
+
 ATTACKED = jfcl.fedavg(TASK, TRAINING, adversary=jfcl.Adversary(jfcl.attacks.zero(), np.arange(6) > 3))
 
 
@@ -751,6 +765,7 @@ ATTACKED = jfcl.fedavg(TASK, TRAINING, adversary=jfcl.Adversary(jfcl.attacks.zer
             {"algorithm": jfcl.oracle(TASK, TRAINING, cluster=CLUSTER[:6])},
             r"cluster must be one for each client, also for 6, got \(6,\)",
         ),
+        ({"algorithm": jfcl.Algorithm(keyed, METHODS["fedavg"].step, TASK)}, r"state.keys has random keys of clients"),
         ({"algorithm": ATTACKED}, "malicious must be one for each client, also for 6"),
     ],
 )

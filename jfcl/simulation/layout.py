@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax.interpreters.partial_eval import dce_jaxpr
 
 from jfcl.core import Algorithm, Clients, check, check_examples, check_served, serve_clusters
+from jfcl.core.parameters import is_key
 from jfcl.simulation.evaluation import check_step
 
 Start = Callable[[jax.Array, Clients], Any]
@@ -79,6 +80,9 @@ def layout_of(algorithm: Algorithm, init: Start, cohorts: Cohorts, count: int) -
                 f" them with each other: state{jax.tree_util.keystr(path)} has shape {leaf.shape} for {count} clients."
                 " Give it all clients on the device, as Clients"
             )
+        if grown and is_key(leaf):
+            what = f"state{jax.tree_util.keystr(path)} has random keys of clients, which a population does not keep"
+            raise ValueError(f"{what}: make them in step, by jfcl.core.client_keys(key, clients)")
         axes.append(grown[0] if grown else None)
     # Each client has a model of its own: row `i`, also where the default of `serve` finds it by `cluster`.
     grown = jax.tree.leaves(served.models)[0].shape[0] != jax.tree.leaves(of_more.models)[0].shape[0]
