@@ -85,6 +85,11 @@ PAIR = jfcl.models.task(
     kind="classification",
 )
 VECTOR = jfcl.models.task(lambda key: {"v": jnp.ones(D)}, lambda p, x: x @ p["v"], kind="regression")
+HALF = jfcl.models.task(
+    lambda key: {"a": jnp.ones((), jnp.float16), "b": jnp.ones((), jnp.float16)},
+    lambda p, x: p["a"] * x + p["b"],
+    kind="regression",
+)
 
 
 def pretrained(task, seed=1):
@@ -490,6 +495,7 @@ PARAMS = jax.tree.map(lambda x: np.ones(x.shape, x.dtype), jax.eval_shape(PLAIN.
             r"Dense_0/bias is \(1,\), where the task has \(5,\)",
         ),
         (lambda: jfcl.models.frozen(PLAIN, jax.tree.map(lambda x: x * np.nan, PARAMS), trainable=is_head), "finite"),
+        (lambda: jfcl.models.frozen(HALF, {"a": 1.0, "b": np.float32(70_000)}, trainable=lambda p: p == "a"), "finite"),
         (
             lambda: jfcl.models.cache_features(OF_NNX, pretrained(OF_NNX), data()),
             "task must be of a flax.linen module",

@@ -190,8 +190,10 @@ def fitting(task: Task, params: PyTree) -> PyTree:
         raise ValueError(f"params must have the structure and shapes of the task's parameters{hint}: {what}")
     narrows = jax.tree.map(lambda x, s: jnp.iscomplexobj(x) and jnp.issubdtype(s.dtype, jnp.floating), params, like)
     check(not any(jax.tree.leaves(narrows)), "params", "complex numbers", "real numbers, as the task's")
+    with np.errstate(over="ignore"):  # a number that the task's type does not hold becomes infinite
+        params = jax.tree.map(lambda x, s: jnp.asarray(x, s.dtype), params, like)
     check_finite(params, "params")
-    return jax.tree.map(lambda x, s: jnp.asarray(x, s.dtype), params, like)
+    return params
 
 
 def check_trainable(task: Task, params: PyTree, trainable: Any) -> None:
