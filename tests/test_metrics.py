@@ -251,6 +251,19 @@ def test_outputs_that_are_nan_are_never_right():
     assert IDENTITY.correct(logits, {"y": y}).tolist() == [0, 0, 1]
     assert jfcl.metrics.confusion_matrix(logits, {"y": y}, real).tolist() == [[1, 0], [0, 0]]
     assert np.isclose(jfcl.metrics.macro_f1(logits, {"y": y}, real), 1 / 2 * (2 / 3 + 0))
+    logits = jnp.array([[0.0, np.nan], [0.0, 1.0], [0.0, np.nan], [0.0, 0.0]])
+    assert jfcl.metrics.auc(logits, {"y": jnp.array([1, 1, 0, 0])}, jnp.ones(4, bool)) == 1 / 4  # one of four pairs
+
+
+def test_auc_takes_memory_for_examples_and_not_for_pairs():
+    m = 100_000  # 10 billion pairs
+    shapes = [
+        jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in [((m, 2), "float32"), ((m,), "int32"), ((m,), "bool")]
+    ]
+    program = jax.jit(lambda logits, y, real: jfcl.metrics.auc(logits, {"y": y}, real)).lower(*shapes).compile()
+    assert program.memory_analysis().temp_size_in_bytes < 100 * m
+    y = jnp.arange(m) % 2
+    assert program(jax.nn.one_hot(y, 2), y, jnp.ones(m, bool)) == 1.0
 
 
 @pytest.mark.parametrize("name", ["macro_f1", "calibration_error", "auc", "confusion_matrix"])
