@@ -139,6 +139,25 @@ def test_random_numbers_are_drawn_in_training_alone(module, argument):
     np.testing.assert_array_equal(task.loss(params, batch), np.full(8, task.loss(params, batch)[0]))
 
 
+class StackedNnx(nnx.Module):
+    """Two layers of dropout in one, as of a transformer."""
+
+    def __init__(self, *, rngs):
+        make = nnx.vmap(lambda rngs: nnx.Dropout(0.5, rngs=rngs), in_axes=0, out_axes=0)
+        self.layers = nnx.split_rngs(splits=2)(make)(rngs)
+
+    def __call__(self, x):
+        return nnx.scan(lambda x, layer: layer(x), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)(x, self.layers)
+
+
+def test_stacked_layers_of_nnx_draw_numbers_of_their_own():
+    task = jfcl.models.regression(StackedNnx, (D,))
+    batch = {"x": jnp.ones((400, D)), "y": jnp.zeros((400, D))}
+    losses, _ = task.train_loss(jax.random.key(1), task.init(jax.random.key(0)), batch, jnp.ones(400, bool))
+    remaining = losses.mean() / (2 * 2) ** 2 / D
+    assert 0.22 < remaining < 0.28
+
+
 def test_streams_of_other_names_draw_other_numbers_than_dropout():
     task = classification(linen(streams), (D,), C)
     params, batch = task.init(jax.random.key(0)), {"x": jnp.ones((8, D)), "y": jnp.zeros(8, jnp.int32)}

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from flax import nnx, traverse_util
 
 from jfcl.core import check
+from jfcl.core.parameters import is_key
 from jfcl.models.modules import FROZEN_LAYERS, Network, check_flag, in_types_of, module_name, row_mask, training_flag
 
 
@@ -70,14 +71,17 @@ def of_nnx(module: Any, input_shape: tuple[int, ...], dtype: Any, argument: str 
         nnx.replace_by_pure_dict(state, traverse_util.unflatten_dict(values))
         return state
 
+    def fresh(key, x):
+        """Returns new keys in the place of the keys `x`, which stacked layers have several of; zeros for a counter."""
+        if not is_key(x):
+            return jnp.zeros(x.shape, x.dtype)
+        return jax.random.split(key, x.shape) if x.shape else key
+
     def model(params, key):
         flat = traverse_util.flatten_dict(params)
         stats = {path: flat.pop(path) for path in statistics}
         leaves, structure = jax.tree.flatten(of_rngs)
-        rngs = [  # keys, and the counters of streams
-            jax.random.fold_in(key, i) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else jnp.zeros(x.shape, x.dtype)
-            for i, x in enumerate(leaves)
-        ]
+        rngs = [fresh(jax.random.fold_in(key, i), x) for i, x in enumerate(leaves)]
         states = filled(of_params, flat), filled(of_statistics, stats), jax.tree.unflatten(structure, rngs)
         return nnx.merge(graph, *states, other_state)
 
