@@ -42,7 +42,10 @@ def brightness(x, level, draws):
 
 
 def pixelate(x, level, draws):
-    """Replaces blocks of pixels by their mean: `int(level H)` rows of blocks, and `int(level W)` columns."""
+    """Replaces blocks of pixels by their mean: `int(level H)` rows of blocks, and `int(level W)` columns.
+
+    A pixel is in the block that has its upper left corner; in CIFAR-10-C, in the one that has its centre.
+    """
 
     def means(length):  # [length, length]: of the pixels in the same block
         block = np.arange(length) * max(int(level * length + 1e-9), 1) // length
