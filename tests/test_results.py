@@ -222,6 +222,15 @@ def test_a_loss_far_above_guessing_is_noted(loss, is_noted):
     ] == [True] * is_noted
 
 
+def test_notes_come_in_the_methods_order(recwarn):
+    """That of a set would change with the seed of Python's hashes."""
+    notes = {name: f"note {name}" for name in "hgfedcba"}
+    algorithm = ONE._replace(entries=jfcl.core.types.Entries(notes=lambda row, is_last: dict(notes)))
+    subjects = evaluation.Subjects(algorithm, [0], [], N, None, None, None, choices=1)
+    progress.warn_once({"f"}, [{"seed": 0, "round": 1}], subjects)
+    assert [str(w.message) for w in recwarn] == [f"round 1, seed 0: note {name}" for name in "hgedcba"]
+
+
 def test_a_run_that_diverges_says_how_to_repeat_it(tmp_path):
     def exploding(key, state, clients):
         state, metrics = ONE.step(key, state, clients)

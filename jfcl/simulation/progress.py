@@ -206,7 +206,7 @@ def warn_once(warned: set, rows: list[dict[str, Any]], subjects: Subjects, *, is
         if row.get("nonfinite") and not is_last:
             updates = f"{row['nonfinite']:.0f} client update(s)"
             texts["nonfinite"] = f"{updates} so far held NaN or infinity and were left out"
-        for kind in texts.keys() - warned:
+        for kind in [kind for kind in texts if kind not in warned]:
             warned.add(kind)
             warnings.warn(f"round {row['round']}, seed {row['seed']}: {texts[kind]}", stacklevel=5)
 
