@@ -351,11 +351,12 @@ def joules_since(began: list[tuple[float, float]]) -> float | None:
 
     Several processes at a time are measured together.
     """
+    ended = read_joules()
     used = [
         end - begin + (span if end < begin else 0)  # after its largest value a counter begins anew
-        for (begin, span), (end, _) in zip(began, read_joules(), strict=True)
+        for (begin, span), (end, _) in zip(began, ended, strict=False)
     ]
-    return sum(used) if used and min(used) >= 0 else None
+    return sum(used) if len(began) == len(ended) > 0 and min(used) >= 0 else None  # a counter may fail meanwhile
 
 
 def read_joules() -> list[tuple[float, float]]:
