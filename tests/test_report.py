@@ -825,7 +825,7 @@ def test_an_unfinished_run_has_agreement_with_clusters_where_there_are_any(copy)
 @pytest.mark.slow_cases("figures")
 @pytest.mark.parametrize("forms", [[], ["pdf", "svg"]], ids=["table", "figures"])
 def test_a_comparison_for_a_paper(forms, finished, tmp_path):
-    awkward = tmp_path / "[a_b] 50% & #1 $x$ {y} ~^\\"
+    awkward = tmp_path / "*[a_b] 50% & #1 $x$ {y} ~^\\"
     shutil.copytree(finished / "local", awkward)
     runs = [str(finished / "cfl"), str(awkward)]
     flags = [f"--{form}" for form in ("latex", *forms)]
@@ -838,7 +838,7 @@ def test_a_comparison_for_a_paper(forms, finished, tmp_path):
     ]
     head, cfl, local = ([cell.strip() for cell in re.split(r"(?<!\\)&", row)] for row in rows)
     assert len(head) == len(cfl) == len(local) == 9 and head[1] == r"client acc. \%"
-    assert local[0] == r"{[}a\_b] 50\% \& \#1 \$x\$ \{y\} \textasciitilde{}\textasciicircum{}\textbackslash{}"
+    assert local[0] == r"{*}{[}a\_b] 50\% \& \#1 \$x\$ \{y\} \textasciitilde{}\textasciicircum{}\textbackslash{}"
     with (tmp_path / "out/results.csv").open() as file:
         numbers = {row["run"]: row for row in csv.DictReader(file)}["cfl"]
     mean, std = (100 * float(numbers[name]) for name in ("accuracy", "accuracy_std"))

@@ -31,7 +31,8 @@ COLUMNS = {  # of tables: head, scale, digits
 MOST_DRAWN = 20  # runs in a picture, and with sections of their own in a report
 TEX = {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "±": r" $\pm$ ", "–": "--"}
 TEX |= {character: f"\\{character}" for character in "&%$#_{}"} | {"<": r"\textless{}", ">": r"\textgreater{}"}
-TEX |= {"[": "{[}", "|": r"\textbar{}"}  # after the end of a row, a bracket would begin an option
+# After the end of a row, a bracket would begin an option, and a star would be a part of that end.
+TEX |= {"[": "{[}", "*": "{*}", "|": r"\textbar{}"}
 
 
 def compare(
