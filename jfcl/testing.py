@@ -261,12 +261,15 @@ def _check_padding(trial: _Trial, of_examples: float, of_clients: float) -> None
 
 
 def _check_order(trial: _Trial) -> None:
-    """Checks that the order of the clients does not matter."""
-    order = np.random.default_rng(1).permutation(num_clients(trial.clients))
-    shuffled = _run(trial.compiled, trial.key, jax.tree.map(lambda x: x[order], trial.clients))
+    """Checks that the order of the clients does not matter, with padding clients among them."""
+    n = num_clients(trial.clients)
+    more = _pad_clients(trial.clients, 2 + n % 2)  # of the shapes of `_check_padding`, already compiled
+    order = np.random.default_rng(1).permutation(num_clients(more))
+    shuffled = _run(trial.compiled, trial.key, jax.tree.map(lambda x: x[order], more))
     first, second = (_of_clients(trial.compiled.serve(state, None)) for state in (trial.whole, shuffled))
-    first = jax.tree.map(lambda x: x[order], first)
-    _assert_equal(first, second, "clients in another order", tolerance=1e-4)
+    first = jax.tree.map(lambda x: x[order[order < n]], first)
+    second = jax.tree.map(lambda x: x[order < n], second)
+    _assert_equal(first, second, "clients in another order, with padding among them", tolerance=1e-4)
 
 
 def _of_clients(served: Served) -> tuple[PyTree, PyTree]:
@@ -316,8 +319,8 @@ def check_algorithm(
     These are: the signature; the state contract; a `step` that keeps the state's structure and reports `loss`,
     `bytes_up` and `bytes_down`; the same bits from the same key; no second compilation; equal results eager and
     compiled, in one `lax.scan` and in single rounds, chunked, sharded and vmapped; no effect of padding examples and
-    padding clients, whose rows in a state are zeros after a resumption; the same models for clients in another order;
-    exact resumption; several seeds under `vmap` equal to single runs.
+    padding clients, whose rows in a state are zeros after a resumption; the same models for clients in another order,
+    with padding clients among them; exact resumption; several seeds under `vmap` equal to single runs.
 
     Args:
       make_algorithm: `(task, training, client_axis=...) -> Algorithm`; use `functools.partial` for further options.

@@ -336,6 +336,12 @@ def looks_at_padding(good, key, state, clients):
     return state._replace(params=jax.tree.map(lambda p: p + everything, state.params)), metrics
 
 
+def looks_for_padding_before_others(good, key, state, clients):
+    before = (clients.size[:-1] == 0) & (clients.size[1:] > 0)
+    state, metrics = good.step(key, state, clients)
+    return state._replace(params=jax.tree.map(lambda p: p + before.any().astype(p.dtype), state.params)), metrics
+
+
 def changes_types(good, key, state, clients):
     state, metrics = good.step(key, state, clients)
     return state._replace(round=state.round.astype(jnp.float32)), metrics
@@ -345,6 +351,7 @@ def changes_types(good, key, state, clients):
     "changes_types-keep the state's shapes and types",
     "counts_padding-padding clients must not change a model",
     "looks_at_padding-padding (examples|clients) must not change",
+    "looks_for_padding_before_others-*",
 )
 @pytest.mark.parametrize(
     ("change", "words"),
@@ -352,6 +359,7 @@ def changes_types(good, key, state, clients):
         (forgets_bytes, "metrics must have loss"),
         (counts_padding, "padding clients must not change a model"),
         (looks_at_padding, "padding (examples|clients) must not change"),
+        (looks_for_padding_before_others, "clients in another order, with padding among them"),
         (changes_types, "keep the state's shapes and types"),
     ],
 )
