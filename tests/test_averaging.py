@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 import jfcl
 from jfcl.core import Clients, Task, client_keys
 from jfcl.mapping.axis import chunked
+from jfcl.methods.averaging import Averaging, averaging
 from jfcl.methods.round import select_cohort
 from jfcl.training.local import draw_batch
 from jfcl.training.losses import lowest_loss
@@ -238,6 +239,17 @@ def test_local_training_is_each_client_alone():
             w = w - 0.1 * b
         np.testing.assert_allclose(state.params["w"][i], w, rtol=1e-4, atol=1e-5)
     assert float(metrics["bytes_up"].sum()) == 0 and metrics["client_steps"].tolist() == [12, 12, 12]
+
+
+def test_a_client_without_a_model_changes_none_and_keeps_its_momentum():
+    """As one of StoCFL beyond the capacity: it trains a model that is not its own, and has the cluster -1."""
+    heavy, last = jfcl.local_training(optax.sgd(0.1, momentum=0.9), num_steps=1, keep="everything"), jnp.arange(6) - 1
+    rules = Averaging(LINEAR, heavy, 5, start=lambda *_: last, init_params={"w": np.zeros(D, np.float32)})
+    state, _ = rollout(averaging(rules), regression(5), key=jax.random.key(0), num_rounds=1)
+    (momentum,) = jax.tree.leaves(state.client)
+    assert not momentum[0].any() and momentum[1:].any(axis=1).all()
+    want = [local64(np.zeros(D), x, y, 0.1, 1) for x, y, _ in rows(regression(5))][1:]
+    np.testing.assert_allclose(state.params["w"], want, rtol=1e-4, atol=1e-5)
 
 
 def test_server_optimizer_steps_along_the_mean_update():

@@ -269,7 +269,8 @@ def step(rules: Averaging, key: jax.Array, state: AveragingState, clients: Clien
     params, server = phases.server_update(rules, cohort, state, mean, changed, loss)
     stayed = (report.cluster == last) & (state.round > 0)  # in the first round no cluster has changed since `start`
     unchanged = jnp.where(stayed, unchanged + real.astype(jnp.int32), jnp.zeros_like(unchanged))
-    local_state = where_rows(report.finite & real, (report.opt_state, report.personal), local_state)
+    trained = report.finite & real & (report.cluster >= 0)  # -1: the client has no model, and trained one for nothing
+    local_state = where_rows(trained, (report.opt_state, report.personal), local_state)
     after = report.cluster, unchanged, local_state
     cluster, unchanged, (opt_states, personal) = phases.put_rows(cohort, before, after)
     server = where_rows(weight > 0, server, state.server)
