@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from jfcl.core import is_finite, num_bytes
 from jfcl.mapping.axis import chunked
-from jfcl.robust.aggregate import cluster_mean, ravel_clients
+from jfcl.robust.aggregate import cluster_mean, ravel_clients, robust_cluster_mean
 
 
 def loop_cluster_mean(x, cluster, weights, k):
@@ -55,6 +55,17 @@ def test_rows_of_no_cluster_are_added_nowhere():
     for axis in (jax.vmap, chunked(1)):
         mean = jax.jit(cluster_mean, static_argnums=(3, 4))(x, cluster, np.ones(3, np.float32), 2, axis)
         assert mean.tolist() == [[1.0], [4.0]]
+
+
+def test_a_cluster_without_members_has_a_mean_of_zero_whatever_an_aggregator_returns():
+    """CFL adds it to the cluster's model, which is in use although a cohort has no client of it."""
+
+    def divided_by_the_members(x, mask):
+        return jnp.where(mask[:, None], x, 0.0).sum(axis=0) / mask.sum().astype(x.dtype)
+
+    x, cluster, usable = np.float32([[1.0], [3.0], [np.nan]]), np.int32([2, 2, 0]), np.array([True, True, False])
+    mean = jax.jit(partial(robust_cluster_mean, divided_by_the_members, num_clusters=3))
+    assert mean(x, cluster, usable).tolist() == [[0.0], [0.0], [2.0]]
 
 
 def test_ravel_puts_the_leaves_side_by_side():

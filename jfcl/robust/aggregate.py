@@ -225,12 +225,13 @@ def attacked_models(
 def robust_cluster_mean(
     aggregator: Callable[..., PyTree], updates: PyTree, cluster: jax.Array, usable: jax.Array, num_clusters: int
 ) -> PyTree:
-    """Returns `aggregator(updates, mask=members)` of each cluster, computed one after the other: `[K, ...]`."""
+    """Returns `aggregator(updates, mask=members)` of each cluster, in turn: `[K, ...]`, 0 for one without members."""
 
     def one(k):
-        mean = aggregator(updates, mask=usable & (cluster == k))
+        members = usable & (cluster == k)
+        mean = aggregator(updates, mask=members)
         check_returned("aggregator", mean, jax.tree.map(lambda x: x[0], updates), "one update,")
-        return mean
+        return jax.tree.map(lambda x: jnp.where(members.any(), x, jnp.zeros_like(x)), mean)
 
     return mapping.chunked(1)(one)(jnp.arange(num_clusters, dtype=jnp.int32))
 
