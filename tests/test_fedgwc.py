@@ -158,3 +158,9 @@ def test_without_models_or_a_cohort_it_is_fedavg(options):
 def test_what_has_no_meaning_is_refused(options, words):
     with pytest.raises(ValueError, match=words):
         jfcl.fedgwc(TASK, **({"training": TRAINING} | options))
+
+
+def test_all_models_start_as_one():
+    algorithm = jfcl.fedgwc(TASK, TRAINING, cohort=COHORT, max_clusters=2, init_params={"w": np.ones((2, F))})
+    with pytest.raises(ValueError, match=r"init_params\['w'\] must have shape \(1, 3\) or \(3,\), got \(2, 3\)"):
+        jax.eval_shape(algorithm.init, jax.random.key(0), clients_of())

@@ -114,9 +114,9 @@ def fedgwc(
     common = averaging(rules)
 
     def init(key: jax.Array, clients: Clients) -> AveragingState:
-        state, n = common.init(key, clients), num_clients(clients)
-        # All models start as the first.
-        params, server = jax.tree.map(lambda x: jnp.broadcast_to(x[:1], x.shape), (state.params, state.server))
+        state, n = inner.init(rules._replace(num_clusters=1), key, clients), num_clients(clients)
+        models = state.params, state.server  # all start as one
+        params, server = jax.tree.map(lambda x: jnp.broadcast_to(x, (max_clusters, *x.shape[1:])), models)
         change, calm = jnp.ones(max_clusters), jnp.zeros(max_clusters, jnp.int32)
         memory = Interactions(jnp.zeros((n, n)), change, calm, jnp.ones((), jnp.int32))
         return state._replace(params=params, server=server, memory=memory)
