@@ -338,6 +338,7 @@ def test_later_clients_are_not_rounded_to_the_firsts_type(tmp_path):
         [
             (np.int32([[1, 2]]), np.float32([[0.5, 1.7]]), "client 1: x must be of numbers that int32 holds"),
             (np.float32([[1, 2]]), np.float64([[1e300, 0]]), "client 1: x must be of numbers that float32 holds"),
+            (np.float32([[1, 2]]), np.int64([[2**24 + 1, 0]]), "client 1: x must be of numbers that float32 holds"),
         ]
     ):
         with pytest.raises(ValueError, match=words):

@@ -48,7 +48,8 @@ def encode(field: Field, values: np.ndarray, where: str) -> np.ndarray:
     with np.errstate(over="ignore", invalid="ignore"):
         for kind in kinds:
             converted = values.astype(kind)
-            fits = np.isfinite(converted) if converted.dtype.kind == "f" else converted == values
+            both_floats = converted.dtype.kind == values.dtype.kind == "f"
+            fits = np.isfinite(converted) if both_floats else converted == values
             if not fits.all():
                 accepted = f"of numbers that {kind} holds, the type that is stored or of the first client"
                 check(False, where, values[~fits][0].item(), accepted)
