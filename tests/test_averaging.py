@@ -253,22 +253,36 @@ def test_a_client_without_a_model_changes_none_and_keeps_its_momentum():
 
 
 def test_server_optimizer_steps_along_the_mean_update():
-    clients = regression(6)
-    start = np.ones(D, np.float32)
-    training = jfcl.local_training(optax.sgd(0.1), num_steps=2)
-    algorithm = jfcl.fedavg(LINEAR, training, server_optimizer=optax.sgd(0.5, momentum=0.9), init_params={"w": start})
-    state, _ = rollout(algorithm, clients, key=jax.random.key(0), num_rounds=3)
-    w, buffer = start.astype(np.float64), np.zeros(D)
-    for _ in range(3):
-        after, _ = algorithm2(w[None], clients, lr=0.1, steps=2, option="models", weights="size", rounds=1)
-        buffer = 0.9 * buffer - (after[0] - w)
-        w = w - 0.5 * buffer
-    np.testing.assert_allclose(state.params["w"][0], w, rtol=1e-4, atol=1e-5)
+    """Of the clusters in the cohort; the others keep their models and momenta."""
+    clients, cluster, start = regression(6), np.array([0, 1, 1, 0, 1, 0]), np.ones(D, np.float32)
+    training, server = jfcl.local_training(optax.sgd(0.1), num_steps=2), optax.sgd(0.5, momentum=0.9)
+    options = {"cluster": cluster, "server_optimizer": server, "cohort": 2, "init_params": {"w": start}}
+    algorithm = jfcl.oracle(LINEAR, training, **options)
+    state, step = jax.jit(algorithm.init)(jax.random.key(0), clients), jax.jit(algorithm.step)
+    w, buffer, rested = np.ones((2, D)), np.zeros((2, D)), 0
+    for t in range(6):
+        state, metrics = step(jax.random.key(t), state, clients)
+        present = np.flatnonzero(~np.isnan(metrics["loss"]))
+        for k in range(2):
+            mine = present[cluster[present] == k]
+            if len(mine) == 0:
+                rested += buffer[k].any()
+                continue
+            part = Clients(jax.tree.map(lambda x, m=mine: x[m], clients.examples), clients.size[mine])
+            after, _ = algorithm2(w[k][None], part, lr=0.1, steps=2, option="models", weights="size", rounds=1)
+            buffer[k] = 0.9 * buffer[k] - (after[0] - w[k])
+            w[k] = w[k] - 0.5 * buffer[k]
+        np.testing.assert_allclose(state.params["w"], w, rtol=1e-4, atol=1e-5)
+    assert rested, "each cluster has clients in every round"
 
 
 def test_optimisers_that_take_the_loss_get_it():
-    """Polyak's step `f / |g|^2` in float64: on a client with its proximal term, on the server with the round's loss."""
+    """Polyak's step `f / |g|^2` in float64: on a client with its proximal term, on the server with the round's loss.
+
+    That is of the clients with a finite update.
+    """
     clients, start = regression(6), np.ones(D, np.float32)
+    clients.examples["x"][2] = np.nan
     rule, sgd = optax.polyak_sgd(max_learning_rate=1e9), optax.sgd(0.1)
 
     def after(optimizer, prox, **options):
@@ -277,7 +291,7 @@ def test_optimisers_that_take_the_loss_get_it():
         return np.asarray(rollout(algorithm, clients, key=jax.random.key(0), num_rounds=1)[0].params["w"])[0]
 
     models, losses = [], []
-    for x, y, _ in rows(clients):
+    for x, y, _ in (data for i, data in enumerate(rows(clients)) if i != 2):
         w, moved = start.astype(np.float64), start.astype(np.float64)
         for _ in range(2):
             slope = x.T @ (x @ w - y) / len(y) + 0.3 * (w - start)
