@@ -180,7 +180,9 @@ def test_a_run_ends_with_a_page_of_its_results(finished, method):
     # Bytes and seconds.
     costs = {r[""]: r[method] for r in page.rows("costs")}
     assert (costs["rounds"], costs["clients"], costs["device"]) == ("4", "6", summary["device"])
-    assert sizes(costs["bytes down, all clients and rounds"]) == pytest.approx([summary["bytes_down"]], rel=0.05)
+    assert sizes(costs["bytes down, all clients and rounds of a seed"]) == pytest.approx(
+        [summary["bytes_down"]], rel=0.05
+    )
     assert float(costs["seconds, all seeds together"]) == pytest.approx(summary["seconds"], abs=0.051)
     speed = float(costs["rounds a second, each of all seeds"].replace(",", ""))
     assert speed == pytest.approx(ROUNDS / summary["seconds"], rel=0.01)
@@ -391,7 +393,9 @@ def test_an_unfinished_run_is_reported_up_to_its_last_round(copy, capsys):
     assert page.rows("results")[0]["client acc. %"] == f"{np.mean(accuracy):.1f}±{np.std(accuracy, ddof=1):.1f}"
     costs = {r[""]: r["cfl"] for r in page.rows("costs")}
     assert (costs["rounds"], costs["seconds, all seeds together"], costs["device"]) == ("2", "–", "–")
-    assert sizes(costs["bytes up, all clients and rounds"]) == pytest.approx([second[0]["bytes_up"]], rel=0.05)
+    assert sizes(costs["bytes up, all clients and rounds of a seed"]) == pytest.approx(
+        [second[0]["bytes_up"]], rel=0.05
+    )
     assert "Not finished: 2 of 4 rounds." in page.text and "summary.json is missing" in page.text
     assert "--resume continues from round 2." in page.text
     assert set(page.images) == {"accuracy", "loss", "clusters"} and "worst" not in page.tables

@@ -31,8 +31,8 @@ CURVES |= {"perplexity": "perplexity", "next_accuracy": "next_accuracy"}
 COSTS = {  # entries of a summary: head, text of a value
     "num_rounds": ("rounds", str),
     "num_clients": ("clients", "{:,.0f}".format),
-    "bytes_up": ("bytes up, all clients and rounds", size_text),
-    "bytes_down": ("bytes down, all clients and rounds", size_text),
+    "bytes_up": ("bytes up, all clients and rounds of a seed", size_text),
+    "bytes_down": ("bytes down, all clients and rounds of a seed", size_text),
     "seconds": ("seconds, all seeds together", "{:,.1f}".format),
     "compile_seconds": ("seconds of compilation", "{:,.1f}".format),
     "rounds_per_second": ("rounds a second, each of all seeds", "{:,.2f}".format),
