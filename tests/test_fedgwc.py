@@ -120,6 +120,16 @@ def test_the_rounds_are_those_of_the_loop(compare):
     assert divided, "a cluster was divided on the way"
 
 
+def test_a_client_that_sends_nan_gets_no_reward():
+    nan = jfcl.Adversary(jfcl.attacks.nan(), np.arange(N) == 3)
+    algorithm = jfcl.fedgwc(TASK, TRAINING, max_clusters=2, adversary=nan, client_axis=jax.vmap)
+    state = algorithm.init(jax.random.key(1), clients_of())
+    rewards = np.asarray(jax.jit(algorithm.step)(jax.random.key(2), state, clients_of())[0].memory.rewards)
+    assert not rewards[3].any() and not rewards[:, 3].any()
+    others = np.arange(N) != 3
+    assert (rewards[others][:, others] > 0).all()
+
+
 def recovered(clients, algorithm, truth, num_rounds):
     """Returns the adjusted Rand index after the round in which the first cluster is divided; None if none is."""
     state, step = jax.jit(algorithm.init)(jax.random.key(0), clients), jax.jit(algorithm.step)

@@ -109,7 +109,7 @@ class Averaging(NamedTuple):
       train: how a client trains its model, with the arguments and results of `round.train_scopes`, the default.
       anchor: the model that the proximal term of `training` pulls to; None: the one that a client starts from.
       learn: `(state, metrics, cohort, report, clients) -> (state, metrics)`, what the server does at the end of a round
-        with the `Report` of the cohort, besides the updates.
+        with the `Report` of the cohort, besides the updates; `finite` is then that of the updates after an attack.
       weights and the others: the common options of methods, `jfcl.methods.options.Options`.
     """
 
@@ -282,7 +282,7 @@ def step(rules: Averaging, key: jax.Array, state: AveragingState, clients: Clien
     if rules.dp is not None:
         metrics |= privacy.metrics(rules.dp, state.clip, weight, divisor)
     if rules.learn is not None:
-        new, metrics = rules.learn(new, metrics, cohort, report, clients)
+        new, metrics = rules.learn(new, metrics, cohort, report._replace(finite=usable), clients)
     return new, metrics | {"loss": phases.loss_of_all(cohort, metrics["loss"], num_clients(clients))}
 
 
