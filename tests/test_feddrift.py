@@ -321,6 +321,22 @@ def test_options_conform(options):
     check_algorithm(partial(jfcl.feddrift, **options), kind="classification")
 
 
+def test_a_hostile_client_counts_once_however_many_models_it_trains():
+    """Two of four clients send NaN for both models, which are as many updates as there are participants."""
+    task = jfcl.models.task(lambda key: {"b": jnp.zeros(())}, lambda p, x: x + p["b"], kind="regression")
+    nan = jfcl.Adversary(jfcl.attacks.nan(), np.arange(4) < 2)
+    options = {"drift_threshold": 1.0, "compare": "loss", "eager": True, "max_models": 2, "adversary": nan}
+    algorithm = jfcl.feddrift(task, jfcl.local_training(optax.sgd(0.5), num_steps=1), **options)
+    y = np.float32([[1, 5], [1, 5], [1, 5], [1, 1]])
+    clients = Clients({"x": 0 * y, "y": y, "step": np.tile(np.int32([0, 1]), (4, 1))}, np.ones(4, np.int32))
+    state, step = algorithm.init(jax.random.key(0), clients), jax.jit(algorithm.step)
+    for now in (clients, clients._replace(size=np.full(4, 2, np.int32))):
+        state, metrics = step(jax.random.key(1), state, now)
+        assert int(metrics["nonfinite"]) == 2 and int(metrics["participants"]) == 4
+    assert state.cluster.tolist() == [1, 1, 1, 0] and np.isfinite(state.params["b"]).all()
+    assert float(metrics["bytes_down"]) == 4 * (7 + 4)  # trainings, and models to compare
+
+
 def test_types_stay_with_64_bits_enabled_and_a_model_for_each_client():
     clients, _, task, training = problem("classification")
     algorithm = jfcl.feddrift(task, training, start="each")

@@ -11,7 +11,7 @@ import numpy as np
 
 from jfcl import mapping
 from jfcl.core.checks import INT32_MAX, check
-from jfcl.core.clients import client_ids, client_keys, drifts, mask, num_clients
+from jfcl.core.clients import Cohort, client_ids, client_keys, drifts, mask, num_clients
 from jfcl.core.options import Interval, OneOf, Range, Real, Search
 from jfcl.core.parameters import num_bytes
 from jfcl.core.platforms import at_most
@@ -21,7 +21,7 @@ from jfcl.kernels.base import if_rare
 from jfcl.mapping.columns import on_every_device
 from jfcl.methods import averaging as inner
 from jfcl.methods import round as phases
-from jfcl.methods.averaging import Averaging, AveragingState, checked, state_of
+from jfcl.methods.averaging import Averaging, AveragingState, Report, checked, state_of
 from jfcl.methods.options import AVERAGING, Options, factory
 from jfcl.robust.aggregate import cluster_mean, where_rows
 from jfcl.training import local
@@ -93,12 +93,12 @@ def feddrift(
     Returns:
       `Algorithm` with an `AveragingState`, whose `memory` has the cells, and the further metrics `models`, `drifted`
       (clients), `merged` (models that others have taken in) and `capacity_reached`; records have the sums of the last
-      three. A client that was not in training is served the model of lowest loss. The number of steps need not be
-      known: a step begins when clients have examples of a later one. Cost of a round: a local training for each client
-      of the cohort and model in use that has cells of it; on an accelerator, with `jax.vmap`, for each client and model
-      in use. Cost of a new step: a forward pass over all examples for each model. Memory: `O(K D + N M)`. Bytes: a
-      model down and up for each of these trainings; at a new step `K` models down to each client, and `K + K²` numbers
-      up.
+      three. `nonfinite` counts clients without a finite update of any model. A client that was not in training is
+      served the model of lowest loss. The number of steps need not be known: a step begins when clients have examples
+      of a later one. Cost of a round: a local training for each client of the cohort and model in use that has cells
+      of it; on an accelerator, with `jax.vmap`, for each client and model in use. Cost of a new step: a forward pass
+      over all examples for each model. Memory: `O(K D + N M)`. Bytes: a model down and up for each of these
+      trainings; at a new step `K` models down to each client, and `K + K²` numbers up.
 
     Raises:
       ValueError: `compare="accuracy"` for a task without one; `max_models` below the number of clients with
@@ -128,7 +128,7 @@ def feddrift(
     """
     accepted = "loss for a task without an accuracy"
     check(compare == "loss" or task.correct is not None, "compare", compare, accepted)
-    rules = checked(Averaging(task, training, 1, train=train_owned, **options))
+    rules = checked(Averaging(task, training, 1, train=train_owned, learn=_with_finite, **options))
     limits = drift_threshold, drift_threshold if merge_threshold is None else merge_threshold
     begin = partial(_begin, rules, limits, compare, eager, start == "each" and max_models is None)
 
@@ -322,7 +322,7 @@ def _train(rules: Averaging, count: int | None, key: jax.Array, state: Averaging
     order, none = jnp.argsort(~used, stable=True), jnp.zeros(c, jnp.int32)
 
     def train_model(j, carry):
-        models, opt_states, loss, totals = carry
+        models, opt_states, loss, silent, totals = carry
         row, owned = order[j], (model == order[j]) & mask(some)
         data = some._replace(examples={**some.examples, OWNED: owned}, size=owned.sum(axis=1, dtype=jnp.int32))
         params, server = jax.tree.map(lambda x: x[row][None], models)
@@ -331,16 +331,23 @@ def _train(rules: Averaging, count: int | None, key: jax.Array, state: Averaging
         models = jax.tree.map(lambda x, y: x.at[row].set(y[0]), models, (new.params, new.server))
         opt_states = jax.tree.map(lambda x, y: x.at[:, row].set(y), opt_states, new.client)
         loss = jnp.where(cluster == row, metrics["loss"], loss)
-        return models, opt_states, loss, {name: total + metrics[name] for name, total in totals.items()}
+        silent &= ~(metrics["finite"] & (data.size > 0))
+        return models, opt_states, loss, silent, {name: total + metrics[name] for name, total in totals.items()}
 
-    real, zero = jnp.asarray(some.size) > 0, jnp.zeros(())
-    totals = dict.fromkeys(("bytes_up", "bytes_down", "client_steps"), zero) | {"nonfinite": jnp.zeros((), jnp.int32)}
-    carry = (state.params, state.server), opt_states, jnp.full(c, jnp.nan), totals
+    real, totals = jnp.asarray(some.size) > 0, dict.fromkeys(("bytes_up", "bytes_down", "client_steps"), jnp.zeros(()))
+    carry = (state.params, state.server), opt_states, jnp.full(c, jnp.nan), real, totals
     with at_most(len(active)):
-        (params, server), opt_states, loss, metrics = jax.lax.fori_loop(0, used.sum(), train_model, carry)
-    metrics |= {"loss": phases.loss_of_all(cohort, loss, n), "participants": real.sum().astype(jnp.int32)}
+        (params, server), opt_states, loss, silent, metrics = jax.lax.fori_loop(0, used.sum(), train_model, carry)
+    counts = {"participants": real, "nonfinite": silent}
+    metrics |= {name: which.sum().astype(jnp.int32) for name, which in counts.items()}
+    metrics |= {"loss": phases.loss_of_all(cohort, loss, n)}
     opt_states = phases.put_rows(cohort, state.client, opt_states)
     return state._replace(params=params, server=server, client=opt_states, round=state.round + 1), metrics
+
+
+def _with_finite(state: AveragingState, metrics, cohort: Cohort, report: Report, clients: Clients):
+    """Adds the metric `finite` `[C]` bool, of the clients' updates of one model: `Averaging.learn`."""
+    return state, metrics | {"finite": report.finite}
 
 
 def train_owned(rules: Averaging, key, params, personal, examples, size, *args, **more):
