@@ -482,6 +482,11 @@ def test_numbers_written_as_texts_are_no_names(texts):
     assert from_frame(frame.astype({"c": "category"}), x=["c", "age"], y="y").train["x"].shape == (12, 3)
 
 
+def test_texts_of_many_spaces_are_read_at_once():
+    texts = [" " * 1000 + word for word in "abcd"]
+    assert from_frame(pd.DataFrame({"x": texts, "y": [0, 1, 0, 1]})).train["x"].tolist() == texts
+
+
 def test_the_text_that_keeps_a_column_from_being_numbers_is_named():
     frame = pd.DataFrame({"c": ["4", "?", "5.5"] * 4, "age": np.arange(12) % 5, "y": [0, 1] * 6})
     with pytest.raises(ValueError, match=r"column 'c' holds numbers or dates .* such as '4' beside '\?'; make them"):

@@ -13,8 +13,9 @@ from jfcl.data.values import array_of, as_type, plain
 
 KINDS = ("classification", "regression")
 MANY = 100  # from so large a label on, whole numbers of which most do not occur may be quantities
-# Numbers as people and programs write them ("1,5", "1e3", "0x1f", "$1'000", "5 %"), dates and times of day.
-_NUMBER = re.compile(r"\s*[$€£¥]?\s*[-+−]?\s*[$€£¥]?(0x[\da-f]+|[\d.,'’_\s]*\d\.?(e[-+]?\d+)?)\s*[%$€£¥]?\s*", re.I)
+# Numbers as people and programs write them ("1,5", "1e3", "0x1f", "$1'000", "5 %"), dates and times of day. Of many
+# spaces at the beginning of a text, `*+` tries one division only.
+_NUMBER = re.compile(r"\s*+[$€£¥]?\s*+[-+−]?\s*+[$€£¥]?(0x[\da-f]+|[\d.,'’_\s]*\d\.?(e[-+]?\d+)?)\s*+[%$€£¥]?\s*", re.I)
 _DATE = re.compile(r"\s*(\d{1,4}[-/.]\d{1,2}[-/.]\d{1,4}([T\s].*)?|\d{1,2}:\d{2}(:\d{2}.*)?)\s*")
 
 
