@@ -13,7 +13,7 @@ import numpy as np
 from flax.traverse_util import unflatten_dict
 
 from jfcl.core import PyTree, check, files, plain
-from jfcl.methods import METHODS
+from jfcl.methods import METHODS, Method
 from jfcl.simulation.folder import RunFolder, finite_or_none, read_json, read_verified, saved_config, verify_results
 from jfcl.simulation.results import summarize_records
 
@@ -83,7 +83,7 @@ class Results(NamedTuple):
     @property
     def tree(self) -> ModuleType | None:
         """The module that reads `tree.npz`, the splits of the first seed's clusters; None for a run without them."""
-        method = METHODS.get(self.config.get("method"))  # None: of a user
+        method = _method(self.config)
         return method.tree if method and self.is_finished and "tree.npz" in self.summary["files"] else None
 
 
@@ -177,6 +177,12 @@ def load_params(folder: str | Path, part: str = "params") -> PyTree:
     return params
 
 
+def _method(config: dict[str, Any]) -> Method | None:
+    """Returns the method of a run; None for one of a user, whose `config` may have anything in the place of a name."""
+    name = config.get("method")
+    return METHODS.get(name) if isinstance(name, str) else None
+
+
 def _instead(folder: Path) -> str:
     """Describes what a folder without `config.json` holds instead of a run."""
     if (folder / "settings.json").exists():
@@ -211,7 +217,7 @@ def _so_far(
     last = max((t for t, count in rounds.items() if count >= len(seeds)), default=0)
     clients = config.get("clients") if config.get("population") is None else config["population"]
     several = any(record.get("clusters_in_use") != 1 for record in records)
-    method = METHODS.get(config.get("method"))  # None: of a user
+    method = _method(config)
     summary = {
         "method": config.get("method"),
         "num_clients": clients if isinstance(clients, int) else None,
