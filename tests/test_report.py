@@ -413,12 +413,12 @@ def test_a_folder_of_simulate_is_reported(finished, tmp_path):
     records = (finished / "local" / "metrics.jsonl").read_text()
     (tmp_path / "run" / "metrics.jsonl").write_text(records)
     (tmp_path / "run" / "config.json").write_text(
-        json.dumps({"key": [0, 0], "versions": {"jfcl": jfcl.__version__, "jax": "1"}})
+        json.dumps({"key": [0, 0], "method": ["mine"], "versions": {"jfcl": jfcl.__version__, "jax": "1"}})
     )
     with pytest.warns(UserWarning, match=r"summary\.json is missing: the run is not finished"):
         report(tmp_path / "run")
     page = page_of(tmp_path / "run")
-    assert "resume=True" in page.text and "jfcl run" not in page.text and page.options == {}
+    assert "resume=True" in page.text and "jfcl run" not in page.text and page.options == {"method": "['mine']"}
     assert set(page.images) == {"accuracy", "loss", "clusters"}
     (tmp_path / "run" / "metrics.jsonl").write_text("")
     with pytest.warns(UserWarning, match=r"summary\.json is missing"):
@@ -501,7 +501,8 @@ def test_a_line_that_is_no_record_is_named(copy, capsys):
     file = copy / "local" / "metrics.jsonl"
     lines = file.read_text().splitlines()
     (copy / "local" / "summary.json").unlink()
-    for line in (lines[2][:50], json.dumps(json.loads(lines[2]) | {"seed": "0"})):
+    odd = [json.dumps(json.loads(lines[2]) | of) for of in ({"seed": "0"}, {"accuracy": "0.5"}, {"bytes_up": "x"})]
+    for line in (lines[2][:50], *odd):
         file.write_text("\n".join([*lines[:2], line, *lines[3:]]) + "\n")
         assert cli.main(["report", str(copy / "local")]) == 2
         assert re.search(r"metrics\.jsonl is damaged: line 3", " ".join(capsys.readouterr().err.split()))

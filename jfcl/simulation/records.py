@@ -59,6 +59,7 @@ def from_line(line: bytes) -> dict[str, Any] | None:
     except (ValueError, RecursionError):
         return None
     is_record = isinstance(record, dict) and all(type(record.get(name)) is int for name in ("round", "seed"))
-    if not is_record or not isinstance(record.get(EXACT, {}), dict):
+    has_text = is_record and any(isinstance(value, str) for value in record.values())
+    if not is_record or has_text or not isinstance(record.get(EXACT, {}), dict):
         return None
     return record | _numbers(record.pop(EXACT, {}))
