@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections import Counter
 from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
@@ -47,7 +48,7 @@ def frame_of(table: Any, argument: str, by: str | None = None) -> Any:
 
 
 def _check_names(names: list[Any], where: str) -> None:
-    twice = sorted({str(name) for name in names if names.count(name) > 1})
+    twice = sorted(str(name) for name, count in Counter(names).items() if count > 1)
     check(not twice, f"{where}: the names of columns", twice, "different: each of these occurs more than once")
 
 
