@@ -79,6 +79,7 @@ NAMES = {  # how the pages call what the files hold
     "fashion_mnist": "Fashion-MNIST",
     "cifar10": "CIFAR-10",
     "digits_conditions": "Digits with hostile clients, drift and wrong numbers",
+    "mnist_conditions": "MNIST with hostile clients, drift and wrong numbers",
     "byzantine": "Byzantine",
     "FL": "FedAvg",
     "fedavg": "global",
