@@ -115,3 +115,18 @@ def test_the_command_of_a_ranking_repeats_it(name, monkeypatch):
     assert ranking.command_of(setting, f"runs/{name}") == read(name)[0]["command"]
     hostile = ranking.command_of(setting | {"hostile": 0.25, "attack": "label_flip"}, "out")
     assert "--hostile 0.25" in hostile and "--attack label_flip" in hostile
+
+
+@pytest.mark.parametrize("name", [name for name in RANKINGS if name.endswith("_conditions")])
+def test_the_advice_on_drift_and_hostile_clients_holds(name):
+    """What docs/methods/index.md says of both rankings with these."""
+    result, runs = read(name)
+    drifting = means(result, runs, "auto", drift="sudden")
+    of_methods = {method: value for method, value in drifting.items() if method != "oracle"}
+    assert max(of_methods, key=of_methods.get) == "stocfl" and drifting["feddrift"] < drifting["fedavg"]
+    lost = {mode: means(result, runs, mode) for mode in ("auto", "known")}
+    for mode, values in lost.items():
+        under = means(result, runs, mode, hostile=0.3)
+        lost[mode] = {method: value - under[method] for method, value in values.items() if method in under}
+    assert max(lost["auto"][method] for method in ("one_shot", "fedgroup", "cfl")) < 0.04
+    assert min(lost["known"][method] for method in ("one_shot", "fedgroup")) > 0.09
