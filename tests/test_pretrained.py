@@ -206,6 +206,9 @@ def test_the_start_of_adapters():
     heads = [np.asarray(init(jax.random.key(k))["Dense_1"]["kernel"]) for k in (0, 1)]
     assert np.abs(heads[0] - heads[1]).max() > 1e-2
     np.testing.assert_array_equal(heads[0], jax.jit(PLAIN.init)(jax.random.key(0))["Dense_1"]["kernel"])
+    with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
+        adapted = jfcl.models.lora(PLAIN, params, rank=1, spread=np.float64(0.5))
+        assert {x.dtype for x in jax.tree.leaves(jax.eval_shape(adapted.init, jax.random.key(0)))} == {np.dtype("f4")}
 
 
 @pytest.mark.slow

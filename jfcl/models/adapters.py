@@ -78,6 +78,7 @@ def lora(
         check(not both, "targets, trainable", ", ".join(both), "true in one of them at most for a parameter")
     whole, fixed = parts(path_flags(trainable or (lambda path: False), params), params)
     scale = (rank if alpha is None else float(alpha)) / rank
+    spread = float(spread)  # a number of NumPy may be wider than the parameters, and so would be their product
 
     def init(key):
         """Returns adapters in the place of their kernels, and the parameters that are trained as they are."""
