@@ -100,6 +100,11 @@ def test_records_hold_a_number_for_each_of_as_many_models_as_the_cohort_has_clie
     assert len(mass) == 4 and np.isclose(sum(mass), 1)
 
 
+def test_a_hard_mixture_of_one_model_is_evaluated():
+    one = population(jfcl.fedem(TASK, TRAINING, num_clusters=1, hard=True), num_rounds=1)
+    assert one.clients["model"].tolist() == [[0] * len(CLUSTER)] and np.isfinite(one.records[0]["loss"])
+
+
 def test_means_of_a_methods_own_metrics_are_over_the_clients_that_answer():
     def step(key, state, clients):
         state, metrics = METHODS["fedavg"].step(key, state, clients)

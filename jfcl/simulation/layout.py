@@ -51,8 +51,8 @@ class Layout(NamedTuple):
 
 
 def _moved(x: Any, source: int, target: int) -> Any:
-    """Returns an array with one axis moved; a placeholder without axes as it is."""
-    return x if source == target or not hasattr(x, "shape") else jnp.moveaxis(x, source, target)
+    """Returns an array with one axis moved."""
+    return x if source == target else jnp.moveaxis(x, source, target)
 
 
 def layout_of(algorithm: Algorithm, init: Start, cohorts: Cohorts, count: int) -> tuple[Layout, Any]:

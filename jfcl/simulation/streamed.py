@@ -176,6 +176,8 @@ class Streamed:
         self._chooses = serve == "loss"
         learners = cohort if self._chooses else None
         self._needs_rows = self._several and serves_rows(algorithm, self._layout, self._shapes, learners)
+        of_clients = jax.eval_shape(self._layout.apart, self._shapes)[1]
+        self._unread = [np.zeros((1, *x.shape[1:]), x.dtype) for x in of_clients]  # in the place of rows
         self._test_clients = self._learners = true = sizes = None
         if self._is_tested:
             self._test_clients = jax.device_put(self._hold(self._tests.gather(evaluated)))
@@ -248,7 +250,7 @@ class Streamed:
             return Assessment(np.asarray(evaluation.found_clusters(served, (count,)))[None], values)
         # What the evaluated clients are served.
         layout, ids, learners, algorithm = self._layout, self._evaluated, self._learners, self._algorithm
-        rows = self._rows_of(ids, learners) if self._needs_rows else [0] * len(layout.axes)
+        rows = self._rows_of(ids, learners) if self._needs_rows else self._unread
         whole = layout.together(state, rows)
         if algorithm.refresh:
             whole = _called(whole, learners, function=algorithm.refresh)
