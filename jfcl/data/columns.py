@@ -54,7 +54,7 @@ def from_frame(
 
     Args:
       frame: a row per example, in a frame of pandas; a table of polars or pyarrow becomes one. Or the name of a file:
-        comma or tab separated values (`.csv`, `.tsv`, also packed as `.csv.gz`) or `.parquet`, of which the values of
+        `.parquet`, or comma or tab separated values (`.csv`, `.tsv`, also packed as `.csv.gz`), of which the values of
         `by` are read as texts.
       test: a further frame or file, the official test split.
       by: the column of the clients: strings, integers, or other keys. `None`: the data set has no writers.

@@ -58,7 +58,7 @@ def is_file(name: Any) -> bool:
 
 
 def read_file(path: str | os.PathLike, argument: str, by: str | None = None) -> Any:
-    """Returns the frame in a file of comma or tab separated values, or in a Parquet file; `by` is read as text."""
+    """Returns the frame in a Parquet file, or in one of comma or tab separated values, with the column `by` as text."""
     path = Path(path)
     check(path.is_file(), argument, str(path), "a file that exists")
     try:
