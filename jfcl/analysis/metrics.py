@@ -415,8 +415,8 @@ def macro_f1(logits: jax.Array, batch: Batch, real: jax.Array) -> jax.Array:
 def auc(logits: jax.Array, batch: Batch, real: jax.Array) -> jax.Array:
     """Returns the area under the ROC curve, `[]`, of two classes: the probability that a positive example ranks higher.
 
-    Ties count one half, and outputs of NaN are never higher. NaN for a client with examples of one class only; means
-    over clients leave it out. `ValueError` for other than two classes.
+    Ties count one half; outputs of NaN are never higher. NaN for a client with one class only, which means over clients
+    leave out. `ValueError` for other than two classes.
 
     Example:
       >>> logits = jnp.array([[0.0, 1.0], [0.0, 2.0], [0.0, 0.0]])  # doctest: +SLOW
@@ -428,10 +428,8 @@ def auc(logits: jax.Array, batch: Batch, real: jax.Array) -> jax.Array:
     score = logits[:, 1] - logits[:, 0]
     positive, negative = (((batch["y"] == k) & real).astype(score.dtype) for k in (1, 0))
     lower = jnp.sort(jnp.where(negative > 0, score, jnp.nan))  # NaN is behind all numbers
-    below, level_or_below = (jnp.searchsorted(lower, score, side=side) for side in ("left", "right"))
-    share = jnp.where(jnp.isnan(score), 0.0, (below + level_or_below).astype(score.dtype) / 2) * positive
-    pairs = positive.sum() * negative.sum()
-    return jnp.where(pairs > 0, (share / negative.sum()).sum() / positive.sum(), jnp.nan)
+    twice = sum(jnp.searchsorted(lower, score, side=side) for side in ("left", "right")).astype(score.dtype)
+    return (jnp.where(jnp.isnan(score), 0.0, twice) * positive / (2 * negative.sum())).sum() / positive.sum()
 
 
 def calibration_error(logits: jax.Array, batch: Batch, real: jax.Array) -> jax.Array:
