@@ -254,11 +254,11 @@ def test_without_a_free_model_clients_keep_the_best_and_newcomers_get_one_that_e
 
 def test_padding_clients_bring_no_further_models(monkeypatch):
     monkeypatch.setattr(sys.modules["jfcl.methods.feddrift"], "MODELS", 1)
-    phases = [padded(clients) for clients in two_steps([1, 5], [1, 9])]
-    algorithm = jfcl.feddrift(BIAS, EXACT, drift_threshold=1.0, compare="loss", start="each", client_axis=jax.vmap)
+    phases = [padded(clients) for clients in two_steps([1, 5], [1, 9], [1, 3])]  # the last has lost no more than 3
+    algorithm = jfcl.feddrift(BIAS, EXACT, drift_threshold=3.0, compare="loss", start="each", client_axis=jax.vmap)
     state, metrics = run(algorithm, phases, rounds=1)
-    assert [int(metrics[-1][name]) for name in ("drifted", "capacity_reached", "models")] == [2, 1, 3]
-    assert not state.memory.active[3:].any()
+    assert [int(metrics[-1][name]) for name in ("drifted", "capacity_reached", "merged")] == [2, 1, 1]
+    np.testing.assert_array_equal(np.flatnonzero(state.memory.active), [0, 1, 3])
 
 
 def test_a_resumed_run_with_padding_clients_begins_no_step():

@@ -28,7 +28,7 @@ def clients_of(seed=0, n=N, m=30, k=3, by_label=False):
     rng = np.random.default_rng(seed)
     size, of = rng.integers(20, m + 1, n).astype(np.int32), rng.integers(0, k, n)
     y = rng.integers(0, CLASSES, (n, m)).astype(np.int32)
-    y[0, : size[0]] = np.arange(size[0]) % 2  # a label that is missing
+    y[0, : size[0]] = np.r_[2, np.arange(size[0] - 1) % 2]  # a label that one example has, which has no deviation
     moves = np.random.default_rng(99).normal(size=(k, CLASSES if by_label else 1, F))
     x = 0.3 * rng.normal(size=(n, m, F)) + 2 * moves[of[:, None], y if by_label else 0]
     return Clients({"x": np.float32(x), "y": y}, size), of
