@@ -27,6 +27,8 @@ def ditto(
 ) -> Algorithm:
     """Trains a global model `w` by FedAvg, and each client's own `v_i` on `f_i(v) + λ/2 ‖v − w‖²`.
 
+    FedAvg weighs clients by size; the authors' code has equal weights, `weights="equal"`.
+
     Args:
       task: as in `jfcl.fedavg`.
       training: of both models; a proximal term in it is that of the global model.

@@ -149,7 +149,7 @@ def fedbn(task: Task, training: LocalTraining, **options: Unpack[Options]) -> Al
     """Runs FedAvg on all layers but those of batch normalisation, which each client keeps.
 
     Source: FedBN: Federated Learning on Non-IID Features via Local Batch Normalization (Li, Jiang, Zhang, Kamp, Dou
-    2021), Algorithm 1.
+    2021), Algorithm 1. The authors' code has equal weights, `weights="equal"`.
 
     Args:
       task, training: as in `jfcl.fedavg`.
