@@ -185,6 +185,10 @@ def test_passes_over_the_examples_and_defaults():
     made = make_training(Config("fedavg", local_steps=41, lr=1.0, lr_decay=0.5), 10).optimizer  # 41 * (1 / 41) < 1
     _, moved = jax.lax.scan(lambda state, one: made.update(one, state)[::-1], made.init(jnp.zeros(())), jnp.ones(83))
     np.testing.assert_array_equal(moved, -np.repeat(np.float32([1, 0.5, 0.25]), [41, 41, 1]))
+    few = {"validation": 0.05, "local_epochs": 1, "batch_size": 7}  # of 8 examples, one is set aside nonetheless
+    made = make_training(Config("knn_per", lr=1.0, lr_decay=0.5, **few), 8).optimizer
+    _, moved = jax.lax.scan(lambda state, one: made.update(one, state)[::-1], made.init(jnp.zeros(())), jnp.ones(3))
+    assert moved.tolist() == [-1, -0.5, -0.25]
     restarted = {"rounds": 3, "restarts": 2, "restart_rounds": 5}  # whose rounds count
     made = make_training(Config("ifca", local_steps=2, lr=1.0, schedule="cosine", **restarted), 10).optimizer
     _, moved = jax.lax.scan(lambda state, one: made.update(one, state)[::-1], made.init(jnp.zeros(())), jnp.ones(17))

@@ -94,8 +94,9 @@ def _learning_rate(config: Any, training: LocalTraining, largest: int) -> float 
     if schedule == "constant" and config.lr_decay == 1:
         return lr
     # The steps of the whole run.
-    if config.mixing is None:  # validation examples are not trained on
-        largest = max(largest - int(np.float32(config.validation or 0) * np.float32(largest)), 1)
+    if config.mixing is None:  # validation examples are not trained on; one at least where they choose the mixing
+        aside = int(np.float32(config.validation or 0) * np.float32(largest))
+        largest = max(largest - max(aside, "mixing" in config.values), 1)
     steps, before = most_steps(training, largest), config.restart_rounds if (config.restarts or 1) > 1 else 0
     total = (before + config.rounds) * steps
     accepted = f"such that the learning rate falls over at most {INT32_MAX} local steps, not {total}"
