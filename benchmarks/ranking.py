@@ -239,6 +239,7 @@ def who_loses_to_one_model(say: Evidence, ranks: Ranks, about: Row) -> tuple[str
     doubt = f"Each was tuned in {about['budget']} trials: one with more options is searched less closely."
     if not below[most]:
         return "**No method loses to one model for all (fedavg)** under any shift.", doubt
+    doubt = f"Under no other shift are they more. {doubt}"
     of_all = say.figure(ranks.mode, method="fedavg", shift=most)
     parts = []
     for m in below[most]:
