@@ -2,6 +2,7 @@
 
 import inspect
 from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +13,7 @@ from compiled import rollout
 
 import jfcl
 from jfcl import attacks, kernels
-from jfcl.core import Adversary, Clients, Task
+from jfcl.core import Adversary, Algorithm, Clients, Task
 from jfcl.methods import METHODS
 from jfcl.methods.restarts import mean_over_examples
 from jfcl.training.losses import lowest_loss, masked_mean
@@ -241,16 +242,23 @@ def test_a_client_that_comes_late_begins_its_momentum_with_its_first_gradient():
     np.testing.assert_allclose(state.momentum["b"][1], before[1] - 6.0)  # equation 29
 
 
-@pytest.mark.slow
-def test_restarts_do_not_take_a_model_that_has_failed_for_the_best():
-    def init(key):
-        return {"b": jnp.where(jax.random.bernoulli(key), 1e25, 1.0)}
+class Start(NamedTuple):
+    failed: jax.Array
+    round: jax.Array
 
-    task = Task(init, BIAS.apply, BIAS.cost)
-    algorithm = jfcl.ifca(task, ONE_STEP, num_clusters=2, restarts=8, restart_rounds=1)
-    for seed in range(3):
-        state = jax.device_get(jax.jit(algorithm.init)(jax.random.key(seed), people(0.0, 0.5, 1.0)))
-        assert np.abs(state.params["b"][state.cluster]).max() <= 1
+
+@pytest.mark.parametrize("lost", ["loss", "update"])
+def test_restarts_take_no_start_of_lower_loss_in_which_a_client_has_failed(lost):
+    def init(key, clients):
+        return Start(jax.random.bernoulli(key), jnp.zeros((), jnp.int32))
+
+    def step(key, state, clients):
+        broken = jnp.where(state.failed, jnp.float32([jnp.inf if lost == "loss" else 0, 0, 0]), 1.0)
+        metrics = {"loss": broken, "nonfinite": (state.failed & (lost == "update")).astype(jnp.int32)}
+        return state._replace(round=state.round + 1), metrics
+
+    best = jax.jit(jfcl.with_restarts(Algorithm(init, step), num_restarts=8, num_rounds=1).init)
+    assert not any(best(jax.random.key(seed), people(0.0, 0.5, 1.0)).failed for seed in range(3))
 
 
 @pytest.mark.slow
