@@ -135,6 +135,22 @@ def test_methods_are_their_loops(make, task, personal, head_steps):
     assert metrics["client_steps"] == N * (STEPS + (head_steps or 0))
 
 
+def test_models_are_compared_under_a_personal_first_dense_layer():
+    """The comparison multiplies the first layers of all models at once where they are not the client's own."""
+    clients, task = data(), jfcl.models.classification(jfcl.models.MLP(C), (D,), C)
+    options = {"num_clusters": 2, "personal": lambda path: path.startswith("Dense_0"), "client_axis": jax.vmap}
+    algorithm = jfcl.ifca(task, TRAINING, **options)
+    state = algorithm.init(jax.random.key(0), clients)
+    new, _ = jax.jit(algorithm.step)(jax.random.key(1), state, clients)
+    own, sent = flat(state.personal), flat(state.params)
+    for i, size in enumerate(clients.size):
+        x, y = clients.examples["x"][i, :size], clients.examples["y"][i, :size]
+        h = np.maximum(x @ own["Dense_0/kernel"][i] + own["Dense_0/bias"][i], 0)
+        outputs = [h @ sent["Dense_1/kernel"][k] + sent["Dense_1/bias"][k] for k in range(2)]
+        losses = [np.mean(np.log(np.exp(o).sum(1)) - o[np.arange(size), y]) for o in outputs]
+        assert new.cluster[i] == np.argmin(losses)
+
+
 @pytest.mark.slow
 def test_steps_of_personal_parts_count_in_first_updates_too():
     options = {"num_clusters": 2, "personal": is_head, "personal_steps": 3, "pretrain_steps": 4, "pretrain_clients": 2}

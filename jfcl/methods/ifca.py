@@ -115,10 +115,10 @@ def ifca(
     comparing = task._replace(dense_start=None) if mapping.platform_of(client_axis) == "tpu" else task
 
     def choose(params):
-        of_all = under_all(comparing, params)
+        of_all = under_all(comparing, params) if options["personal"] is None else None
 
         def choice(key, examples, size, cluster, unchanged, personal):
-            losses_of = under_all(with_fixed(task, personal), params) if jax.tree.leaves(personal) else of_all
+            losses_of = of_all or under_all(with_fixed(task, personal), params)
 
             def compare():
                 batch, count = examples, size
