@@ -1,5 +1,8 @@
 """Centered clipping and the robust aggregators against loops over their papers' equations in float64."""
 
+import os
+import subprocess
+import sys
 from functools import partial
 from itertools import combinations
 
@@ -211,6 +214,29 @@ def test_inside_jit_it_is_the_same(name):
     inside_jit = jax.jit(partial(AGGREGATORS[name], **options))
     np.testing.assert_allclose(call(name, z, inside_jit), call(name, z), atol=2e-5)
     np.testing.assert_allclose(AGGREGATORS[name](z, **options), call(name, z), atol=2e-5)  # and without a mask
+
+
+IN_ONE_PROGRAM = """
+import jax, jax.numpy as jnp, numpy as np
+from jfcl import kernels
+rng = np.random.default_rng(3)
+x, y, w = (rng.normal(size=shape).astype(np.float32) for shape in [(3, 20, 64), (3, 20, 10), (64, 10)])
+
+@jax.jit
+def updates_and_mean(x, y):
+    slope = jnp.einsum("nmd,nmh->ndh", x, jax.nn.softmax(x @ w) - y) / 20
+    updates = (-0.01 * slope / jnp.sqrt(0.1 + slope * slope) + w - w).reshape(3, -1)
+    return updates, kernels.mean_around_median(updates, num_malicious=0)
+
+updates, mean = updates_and_mean(x, y)
+np.testing.assert_allclose(mean, np.asarray(updates, np.float64).mean(axis=0), atol=1e-6)
+"""
+
+
+@pytest.mark.slow  # a process, since XLA reads its flags once
+def test_no_number_is_lost_where_a_distance_is_computed_twice():
+    environment = os.environ | {"XLA_FLAGS": "--xla_backend_optimization_level=0", "JAX_PLATFORMS": "cpu"}
+    subprocess.run([sys.executable, "-c", IN_ONE_PROGRAM], check=True, env=environment)
 
 
 @pytest.mark.slow_cases("bulyan", "geometric_median", "mean_around_median", "multi_krum", *FILTERS)

@@ -110,19 +110,23 @@ def sort_columns(x: jax.Array) -> jax.Array:
     return x[:count]
 
 
-def _column_trimmed_mean(part: jax.Array, usable: jax.Array, trimmed: jax.Array) -> jax.Array:
-    """Returns `[c]` from `[N, c]`: the mean of the usable numbers without the `trimmed` lowest and highest."""
-    ordered = sort_columns(jnp.where(usable[:, None], part, jnp.full((), jnp.inf, part.dtype)))
-    places = jnp.arange(len(usable))
-    keep = (places >= trimmed) & (places < usable.sum() - trimmed)
-    middle = jnp.where(keep[:, None], ordered, jnp.zeros((), part.dtype))
-    dtype = sum_dtype(part)
-    return (middle.sum(axis=0, dtype=dtype) / jnp.maximum(keep.sum(), 1).astype(dtype)).astype(part.dtype)
+def _ordered(part: jax.Array, usable: jax.Array) -> jax.Array:
+    """Returns `[N, c]` with the usable numbers of every column in ascending order, before infinities."""
+    return sort_columns(jnp.where(usable[:, None], part, jnp.full((), jnp.inf, part.dtype)))
+
+
+def _middle_mean(ordered: jax.Array, count: jax.Array, trimmed: jax.Array) -> jax.Array:
+    """Returns `[c]`: the mean of the first `count` ordered numbers without the `trimmed` lowest and highest."""
+    places = jnp.arange(len(ordered))
+    keep = (places >= trimmed) & (places < count - trimmed)
+    middle = jnp.where(keep[:, None], ordered, jnp.zeros((), ordered.dtype))
+    dtype = sum_dtype(ordered)
+    return (middle.sum(axis=0, dtype=dtype) / jnp.maximum(keep.sum(), 1).astype(dtype)).astype(ordered.dtype)
 
 
 @jax.jit
 def _trimmed_means(rows, usable, trimmed):
-    return by_columns(lambda part: _column_trimmed_mean(part, usable, trimmed), rows)
+    return by_columns(lambda part: _middle_mean(_ordered(part, usable), usable.sum(), trimmed), rows)
 
 
 def medians(rows: list[jax.Array], usable: jax.Array) -> list[jax.Array]:
@@ -161,25 +165,37 @@ def trimmed_mean(updates: PyTree, *, num_malicious: int, mask: jax.Array | None 
 
 @jax.jit
 def means_around_median(rows: list[jax.Array], usable: jax.Array, count: jax.Array) -> list[jax.Array]:
-    """Returns, for every column of every matrix, the mean of the `count` usable numbers nearest to their median."""
-    count = jnp.minimum(count, usable.sum())
+    """Returns, for every column of every matrix, the mean of the `count` usable numbers nearest to their median.
+
+    In order, these stand side by side. XLA may compute a distance twice and round it otherwise: that decides between
+    numbers at equal distance, and none is lost.
+    """
+    total = usable.sum()
+    count = jnp.minimum(count, total)
 
     def of_columns(part):
-        median = _column_trimmed_mean(part, usable, jnp.maximum(usable.sum() - 1, 0) // 2)
-        away = jnp.where(usable[:, None], jnp.abs(part - median[None, :]), jnp.full((), jnp.inf, part.dtype))
-        reach = sort_columns(away)[jnp.maximum(count - 1, 0)][None, :]
-        dtype = sum_dtype(part)
+        ordered, dtype = _ordered(part, usable), sum_dtype(part)
+        median = _middle_mean(ordered, total, jnp.maximum(total - 1, 0) // 2)[None, :]
+        places, zero = jnp.arange(len(ordered))[:, None], jnp.zeros((), part.dtype)
 
-        def sums(which):
-            numbers = jnp.where(which, part, jnp.zeros((), part.dtype))
-            return numbers.sum(axis=0, dtype=dtype), which.sum(axis=0).astype(dtype)
+        # From the lowest numbers on, one is exchanged for the next above as long as that is nearer.
+        after = jnp.roll(ordered, -count, axis=0)
+        is_next = places + count < total
+        farther, level = is_next & (median - ordered > after - median), is_next & (median - ordered == after - median)
+        first = farther.sum(axis=0, keepdims=True)
+        nearest, at_first = (places >= first) & (places < first + count), places == first
 
         # Numbers at exactly the largest distance that counts, on either side, share the remaining places.
-        inner, num_inner = sums((away < reach) & usable[:, None])
-        edge, num_edge = sums((away == reach) & usable[:, None])
-        places = count.astype(dtype)
-        total = inner + edge * (places - num_inner) / jnp.maximum(num_edge, 1.0)
-        return (total / jnp.maximum(places, 1.0)).astype(part.dtype)
+        low, high = (jnp.where(at_first, x, zero).sum(axis=0, keepdims=True) for x in (ordered, after))
+        edge = (at_first & level).any(axis=0, keepdims=True) & ((ordered == low) | (ordered == high))
+
+        def sums(which):
+            return jnp.where(which, ordered, zero).sum(axis=0, dtype=dtype), which.sum(axis=0).astype(dtype)
+
+        (inner, num_inner), (outer, num_outer) = sums(nearest & ~edge), sums(edge)
+        num = count.astype(dtype)
+        mean = inner + outer * (num - num_inner) / jnp.maximum(num_outer, 1.0)
+        return (mean / jnp.maximum(num, 1.0)).astype(part.dtype)
 
     return by_columns(of_columns, rows)
 
@@ -188,7 +204,7 @@ def mean_around_median(updates: PyTree, *, num_malicious: int, mask: jax.Array |
     """MeaMed: returns, in every coordinate, the mean of the `N - f` numbers nearest to the median (Xie et al. 2018).
 
     `f` is `num_malicious`, less than half of the clients; numbers at equal distance share the last places. For the
-    arguments see `jfcl.kernels`. Cost: sorts N numbers D times, twice.
+    arguments see `jfcl.kernels`. Cost: sorts N numbers D times.
 
     Example:
       >>> import jax.numpy as jnp
