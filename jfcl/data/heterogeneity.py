@@ -301,7 +301,7 @@ SELECTIVE = ("class", "topic")
 RENAMING = ("label_swap", "label_permutation", "swap_pairs", "private_label", "offset", "three_concepts", *CONCEPTS)
 OF_PLANE = ("rotation", "class_rotation")  # these move images, and the maps beside them
 # These depend on the number of classes.
-OF_CLASSES = (*SELECTIVE, "label_swap", "label_permutation", "swap_pairs", "private_label", "offset", "three_concepts")
+OF_CLASSES = (*SELECTIVE, *(name for name in RENAMING if name not in CONCEPTS))
 OF_CLASSES += ("class_rotation",)
 VARIANTS = {"three_concepts": 2}  # so many kinds of clients in a cluster, which differ otherwise than by it
 
