@@ -26,7 +26,7 @@ TABLES = {
     "kernels-convolution-cpu-2-cores": "kernel size what seconds times gflops",
     "precision-cpu-2-cores": "case products accuracy spread difference same_cluster",
     "cfl-round-cpu-2-cores": "clients parameters what seconds share_of_training gflops memory_mb updates_mb",
-    "bench-cpu-2-cores": "method model mapping clients seconds client_steps/s peak temporary_mb",
+    "bench-cpu-2-cores": "method model mapping clients seconds client_steps/s temporary_mb",
     "checkpoint-cpu-2-cores": "what gb seconds fastest slowest gb/s speed_of_plain_write",
     "gpu-nvidia-h200": "row what mapping ms times_best_peer compile_seconds temporaries_gb",
     "measured-nvidia-h100-80gb-hbm3": "case mapping measured_ms compile_seconds",
