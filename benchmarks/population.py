@@ -43,7 +43,7 @@ class AnonymousMemory(threading.Thread):
         while True:
             text = Path("/proc/self/status").read_text()
             now = next(line for line in text.splitlines() if line.startswith("RssAnon"))
-            self.peak_mb = max(self.peak_mb, int(now.split()[1]) / 1000)
+            self.peak_mb = max(self.peak_mb, 1.024e-3 * int(now.split()[1]))  # "kB" are 1,024 bytes
             time.sleep(0.02)
 
 

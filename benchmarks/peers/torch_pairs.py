@@ -50,7 +50,7 @@ def main(case: dict) -> dict:
         started = time.perf_counter()
         one_round()
         seconds.append(time.perf_counter() - started)
-    return {"seconds": seconds, "peak_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3}
+    return {"seconds": seconds, "peak_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1.024e-3}
 
 
 if __name__ == "__main__":
