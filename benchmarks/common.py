@@ -52,14 +52,25 @@ def report(
     print_table(title, columns, rows)
     if name is None:
         return
-    device = environment()["device"].split(" x ")[-1].replace(",", "").replace(" ", "-").lower()
     RESULTS.mkdir(exist_ok=True)
-    path, part = RESULTS / f"{name}-{device}.json", RESULTS / f"{name}-partial-{device}.json"
+    path, part = results_file(name), results_file(f"{name}-partial")
     part.unlink(missing_ok=True)
     command = command or f"python benchmarks/{Path(sys.argv[0]).name} {shlex.join(sys.argv[1:])}".rstrip()
     path = part if partial or is_of_another(path, command) else path
     path.write_text(json.dumps({"command": command, **environment(), "rows": rows}, indent=1) + "\n")
     print(f"written: {path}")
+
+
+def results_file(name: str) -> Path:
+    """Returns the file of results of this name that were measured on this device."""
+    device = environment()["device"].split(" x ")[-1].replace(",", "").replace(" ", "-").lower()
+    return RESULTS / f"{name}-{device}.json"
+
+
+def rows_there(name: str) -> list[dict[str, Any]]:
+    """Returns the rows of `results_file(name)`; none if it is not there."""
+    file = results_file(name)
+    return json.loads(file.read_text())["rows"] if file.exists() else []
 
 
 def is_of_another(path: Path, command: str) -> bool:

@@ -36,7 +36,7 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # PyTorch needs
 import jax
 import jax.numpy as jnp
 import numpy as np
-from common import RESULTS, ROOT, is_of_another, print_table
+from common import ROOT, is_of_another, print_table, results_file
 from peers import jax_plain
 
 import jfcl
@@ -331,10 +331,9 @@ def main() -> None:
         parser.error(f"the device is {place['device']}: this needs a GPU, or --small")
     out, command = args.out, " ".join(["python", *sys.argv])
     if out is None and not args.small:
-        kind = place["device"].split(" x ")[-1].replace(" ", "-").lower()
         name = "-".join(["gpu", *args.only.replace(",", "").split()])
-        out = RESULTS / f"{name}-{kind}.json"
-        out = RESULTS / f"{name}-partial-{kind}.json" if is_of_another(out, command) else out
+        out = results_file(name)
+        out = results_file(f"{name}-partial") if is_of_another(out, command) else out
     rows: list[dict[str, Any]] = []
     jobs = [job for job in JOBS if args.only in job.row]
     if not jobs:

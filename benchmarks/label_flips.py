@@ -15,14 +15,13 @@ results/label-flips-DEVICE.json.
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from common import RESULTS, report
+from common import report, rows_there
 
 import jfcl
 from benchmarks.papers.byzantine_cfl import OF_CODE
@@ -104,8 +103,7 @@ def main() -> None:
     if args.inputs == "resized" and args.init != "torch":
         parser.error("--inputs resized has --init torch")
     row = run(args)
-    kept = [r for file in RESULTS.glob("label-flips-*.json") for r in json.loads(file.read_text())["rows"] if write]
-    kept = [{"method": "FL"} | r for r in kept]
+    kept = rows_there("label-flips") if write else []
     others = [r for r in kept if any(r[name] != value for name, value in vars(args).items())]
     rows = sorted([*others, row], key=lambda r: [str(r.get(name)) for name in COLUMNS])
     name, command = "label-flips" if write else None, "python benchmarks/label_flips.py, with options"

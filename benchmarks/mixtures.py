@@ -11,7 +11,6 @@ With `--write`, a call replaces its rows in results/mixtures-DEVICE.json.
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -21,7 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from common import RESULTS, report
+from common import report, rows_there
 
 import jfcl
 from jfcl.core import Algorithm, Clients, Task
@@ -233,7 +232,7 @@ def main() -> None:
     part, default = PARTS[args.part]
     args.rounds = args.rounds or default
     rows = [{"part": args.part} | row for row in part(args)]
-    kept = [r for file in RESULTS.glob("mixtures-*.json") for r in json.loads(file.read_text())["rows"] if args.write]
+    kept = rows_there("mixtures") if args.write else []
     places = {(r["part"], r["method"], r["setting"]) for r in rows}
     kept = [r for r in kept if (r["part"], r["method"], r["setting"]) not in places]
     name = "mixtures" if args.write else None

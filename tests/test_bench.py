@@ -246,17 +246,18 @@ def test_a_result_has_the_command_that_made_it(peers_job, monkeypatch, tmp_path)
     assert json.loads(file.read_text())["rows"] == [{"seconds": 1.0}] and len(list(tmp_path.iterdir())) == 2
 
 
-@pytest.mark.parametrize("script", ["mixtures", "label_flips"])
-def test_a_trial_does_not_add_to_the_results(script, peers_job, monkeypatch):
+@pytest.mark.parametrize("script, new", [("mixtures", 0), ("label_flips", 1)])
+def test_a_trial_does_not_add_to_the_results_nor_rows_of_another_device(script, new, peers_job, monkeypatch):
     module, written = importlib.import_module(script), []
-    monkeypatch.setattr(module, "report", lambda name, *_: written.append(name))
+    monkeypatch.setattr(importlib.import_module("common"), "environment", lambda: {"device": "1 x NVIDIA H200"})
+    monkeypatch.setattr(module, "report", lambda name, _, columns, rows, command: written.append((name, len(rows))))
     monkeypatch.setattr(module, "run", lambda args: vars(args) | {"accuracy": 1.0}, raising=False)
     monkeypatch.setattr(module, "PARTS", {"fedem": (lambda args: [], 1)}, raising=False)
     arguments = ["fedem"] if script == "mixtures" else []
     for more in ([], ["--write"]):
         monkeypatch.setattr(sys, "argv", [script, *arguments, *more])
         module.main()
-    assert written == [None, script.replace("_", "-")]
+    assert written == [(None, new), (script.replace("_", "-"), new)]
 
 
 def test_every_script_answers_help():
