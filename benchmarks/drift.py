@@ -94,12 +94,12 @@ def main() -> None:
     parser.add_argument("--optimizer", default="paper", choices=("paper", "optax"), help="see above; default: paper")
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--data-dir", help="of MNIST")
-    parser.add_argument("--write", action="store_true", help="write results/drift-DEVICE.json")
     args = parser.parse_args()
     names = (args.only or "sine,circle").split(",")
     rows = [row for name in names for seed in range(args.seeds) for row in rows_of(name, seed, args)]
     title = f"accuracy on the next step's data, {args.rounds} rounds a step"
-    report("drift" if args.write else None, title, COLUMNS, rows)
+    of = args.only.split(",") if args.only else ["optax"] * (args.optimizer == "optax")
+    report("-".join(["drift", *of]), title, COLUMNS, rows)
 
 
 if __name__ == "__main__":
