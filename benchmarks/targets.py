@@ -20,10 +20,8 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 import optax
-from common import RESULTS, cell, report
+from common import RESULTS, print_table, report
 from matplotlib.figure import Figure
-from rich.console import Console
-from rich.table import Table
 
 import jfcl
 from jfcl.core import Clients
@@ -146,7 +144,6 @@ def measured(name: str, chip: str, largest: int | None, rounds: int = 10) -> lis
         except jax.errors.JaxRuntimeError as error:  # too little memory for this mapping
             print(f"{name}, {inner}: {str(error).splitlines()[0][:200]}")
             continue
-        stats = mesh.devices.flat[0].memory_stats() or {}
         most, least = (price(step.as_text(), targets.target(chip), rare=rare).seconds for rare in (True, False))
         row = {
             "case": name,
@@ -155,7 +152,6 @@ def measured(name: str, chip: str, largest: int | None, rounds: int = 10) -> lis
             "ms": 1000 * most,
             "ms_no_rare_branch": 1000 * least,
             "measured_ms": 1000 * float(np.median(seconds[1:])),
-            "peak_gb": stats.get("peak_bytes_in_use", 0) / 1e9,
             "compile_seconds": compiled - began,
         }
         rows.append(row | {"predicted_of_measured": row["ms_no_rare_branch"] / row["measured_ms"]})
@@ -203,21 +199,11 @@ def main() -> None:
         if chip is None:
             parser.error(f"no figures of {kind!r}; give --chip, one of {', '.join(targets.CHIPS)}")
         rows = []
-        columns = [
-            "case",
-            "target",
-            "mapping",
-            "ms",
-            "ms_no_rare_branch",
-            "measured_ms",
-            "predicted_of_measured",
-            "peak_gb",
-            "compile_seconds",
-        ]
+        columns = ["case", "target", "mapping", "ms", "ms_no_rare_branch", "measured_ms", "predicted_of_measured"]
         name = "-".join(["measured", *([] if args.cases == list(CASES) else args.cases)])  # a part never over the whole
         for case in args.cases:
             rows += measured(case, chip, args.largest)
-            report(name, f"rounds on {kind}", columns, rows, partial=case != args.cases[-1])
+            report(name, f"rounds on {kind}", [*columns, "compile_seconds"], rows, partial=case != args.cases[-1])
         return
     targets.only_compile()
     rows = json.loads(FILE.read_text())["rows"] if FILE.exists() else []
@@ -232,12 +218,7 @@ def main() -> None:
         versions = environment()["versions"]
         kept = {"command": "python benchmarks/targets.py --scaling", "predicted": True, "versions": versions}
         FILE.write_text(json.dumps(kept | {"rows": rows}, indent=1) + "\n")
-    table = Table(title="rounds compiled for accelerators (seconds are predictions)", title_justify="left")
-    for column in COLUMNS:
-        table.add_column(column.replace("_", " "))
-    for row in rows:
-        table.add_row(*[cell(row.get(column)) for column in COLUMNS])
-    Console(width=140).print(table)
+    print_table("rounds compiled for accelerators (seconds are predictions)", COLUMNS, rows, width=140)
     picture(rows).savefig(PICTURE, dpi=120)
 
 
