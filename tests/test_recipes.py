@@ -23,7 +23,7 @@ import jfcl
 from benchmarks.papers import RECIPES, cfl, cfla, ifca, method_tables, recipes, report, reproduce
 from benchmarks.papers import federated_clustering_cifar as fc_cifar
 from benchmarks.papers import federated_clustering_mnist as fc
-from benchmarks.papers.__main__ import main, parser
+from benchmarks.papers.__main__ import changes_of, main, parser
 from benchmarks.papers.byzantine_cfl import PAPER, SCENARIOS, of_paper
 from benchmarks.papers.networks import LeNet5
 from benchmarks.papers.recipes import Bench, Outcome, Recipe
@@ -248,13 +248,29 @@ def test_the_command_line(tmp_path, capsys):
     assert "python -m benchmarks.papers NAME" in capsys.readouterr().err
 
 
-def test_commands_in_the_documentation_name_recipes():
+def test_commands_in_the_documentation_fit_their_recipes(tmp_path, monkeypatch):
     root = Path(recipes.__file__).parents[2]
     pages = [root / "README.md", root / "benchmarks" / "README.md", *(root / "docs").rglob("*.md")]
     text = "\n".join(page.read_text() for page in pages).replace("\\\n", " ")
     commands = re.findall(r"python -m benchmarks\.papers ([^`\n#]*)", text)
-    names = {parser().parse_args(shlex.split(command)).name for command in commands if "[" not in command.split("'")[0]}
-    assert len(names) > 5 and names - {None, "NAME"} <= RECIPES.keys()
+    commands = [command for command in commands if "[" not in command.split("'")[0]]
+    inline = re.findall(r"`([a-z_]+\.\w+ --(?:full|seeds|set|rounds) [^`]*)`", text)
+    commands += [command.replace("\n", " ") for command in inline]
+    results = [json.loads(file.read_text()) for file in (root / "benchmarks/results/reproduce").glob("*.json")]
+    made = [r for r in results if (r.get("command") or "").startswith("python -m benchmarks.papers ")]
+    of_results = {r["command"].partition("papers ")[2]: r.get("setting") for r in made}
+    names = set()
+    for i, command in enumerate([*commands, *of_results]):
+        args = parser().parse_args(shlex.split(command))
+        if args.name in (None, "NAME"):
+            continue
+        recipe = RECIPES[args.name]._replace(make=lambda bench, setting: Outcome([], None))
+        monkeypatch.setitem(RECIPES, args.name, recipe)
+        setting = reproduce(args.name, full=args.full, out=tmp_path / str(i), **changes_of(args))["setting"]
+        names.add(args.name)
+        if of_results.get(command):
+            assert json.loads(json.dumps(setting)) == of_results[command], command
+    assert len(names) > 10
 
 
 def test_a_setting_holds_the_options_of_several_methods():

@@ -52,17 +52,21 @@ def entry(text: str) -> tuple[str, Any]:
     return name, value
 
 
+def changes_of(args: argparse.Namespace) -> dict[str, Any]:
+    """Returns the entries of the setting that `args` change."""
+    given = {name: getattr(args, name) for name in ("rounds", "seeds", "examples_per_client")}
+    return {name: value for name, value in given.items() if value is not None} | dict(args.set)
+
+
 def run(args: argparse.Namespace) -> None:
     """Runs the experiment that `args` name, and prints its table."""
-    given = {name: getattr(args, name) for name in ("rounds", "seeds", "examples_per_client")}
-    changes = {name: value for name, value in given.items() if value is not None} | dict(args.set)
     if args.jobs > 1:
         jobs.share_gpu()
     mapping.divide_cpu(mapping.num_cores())
     if cache_dir() is not None and jax.config.jax_compilation_cache_dir is None:
         jax.config.update("jax_compilation_cache_dir", str(cache_dir() / "xla"))
     options = {"full": args.full, "out": args.out, "data_dir": args.data_dir, "progress": not args.quiet}
-    result = reproduce(args.name, **options, jobs=args.jobs, **changes)
+    result = reproduce(args.name, **options, jobs=args.jobs, **changes_of(args))
     rows = result["rows"]
     print_table(result["title"], list(dict.fromkeys(name for row in rows for name in row)), rows)
     print(result["notes"], end="\n" if result["notes"] else "")
