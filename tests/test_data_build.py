@@ -245,6 +245,15 @@ def test_more_clients_than_test_examples_still_all_have_one():
     assert not set(tags(fed.test)) & set(tags(fed.train))
 
 
+def test_tests_are_divided_without_a_pass_over_all_for_each_client(monkeypatch):
+    sizes, isin, data = [], np.isin, tagged(n=240)
+    writers = data._replace(writer={"train": np.arange(240, dtype=np.int32) % 80})
+    monkeypatch.setattr(np, "isin", lambda a, b: sizes.append(np.size(a) + np.size(b)) or isin(a, b))
+    build(writers, partition="writer")
+    build(data, num_clients=200, test_fraction=0.1)
+    assert sum(sizes) < 10 * 240
+
+
 def test_writers_are_clients():
     data = tagged(n=240, n_test=70)
     fed = build(data, partition="writer", num_clusters=2, heterogeneity="rotation", newcomer_examples=8)

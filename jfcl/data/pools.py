@@ -291,7 +291,8 @@ def divide_test(pooled: Pooled, parts: list[np.ndarray], group: int) -> list[np.
     if rules.partition not in (*OF_LABELS, "writer"):
         train, test = np.zeros_like(train), np.zeros_like(test)
     tested = np.unique(test[pooled.test.rows])
-    untested = [i for i, part in enumerate(parts) if not np.isin(train[part], tested).any()]
+    has_tests = np.isin(train, tested)
+    untested = [i for i, part in enumerate(parts) if not has_tests[part].any()]
     if untested:
         lost = np.setdiff1d(train[np.concatenate(parts)], tested)
         listed = ", ".join(map(str, lost[:8].tolist())) + ", ..." * (len(lost) > 8)
@@ -338,9 +339,12 @@ def allot(pool, kind, train_kinds, *, seed) -> list[np.ndarray]:
         owed[clients] += share - whole
         owner[examples] = np.repeat(clients, whole)
     parts = parts_of(owner, range(len(train_kinds)))
-    for i, part in enumerate(parts):
-        if not len(part):
-            parts[i] = rng.choice(pool[np.isin(kind[pool], train_kinds[i])], 1)
+    for i in [i for i, part in enumerate(parts) if not len(part)]:
+        its_kinds = np.searchsorted(kinds, np.unique(train_kinds[i]))
+        counts = np.cumsum(end[its_kinds] - begin[its_kinds])
+        drawn = rng.integers(counts[-1], size=1)  # among the examples of these kinds, one kind after another
+        at = np.searchsorted(counts, drawn, side="right")
+        parts[i] = pool[end[its_kinds[at]] - (counts[at] - drawn)]
     return parts
 
 
