@@ -9,6 +9,7 @@ integers, for `np.random.default_rng`.
 
 from __future__ import annotations
 
+import heapq
 import inspect
 from collections.abc import Sequence
 from typing import Any
@@ -242,12 +243,12 @@ def dirichlet(labels, num_clients: int, *, alpha: float = 0.5, seed: Seed, min_s
         owner[of_label] = np.searchsorted(cuts, np.arange(len(of_label)), side="right")
     size = np.bincount(owner, minlength=num_clients)
     parts = [rng.permutation(part).tolist() for part in parts_of(owner, range(num_clients))]
+    heap = sorted(zip((-size).tolist(), range(num_clients), strict=True))
     for i in np.flatnonzero(size < min_size):
-        while size[i] < min_size:
-            largest = int(size.argmax())  # above min_size, because there are N * min_size examples in all
+        while len(parts[i]) < min_size:
+            count, largest = heap[0]  # above min_size, because there are N * min_size examples in all
             parts[i].append(parts[largest].pop())
-            size[i] += 1
-            size[largest] -= 1
+            heapq.heapreplace(heap, (count + 1, largest))
     return [np.sort(np.array(part, np.int64)) for part in parts]
 
 
