@@ -1,6 +1,7 @@
 """Shifts: what clusters differ by is what the equations say, strength 0 is no shift, bad input is named."""
 
 import itertools
+import tracemalloc
 
 import jax
 import numpy as np
@@ -269,6 +270,14 @@ def test_mixtures_are_compared_under_the_best_matching():
     np.testing.assert_allclose(result["mixture_correlation"], np.corrcoef(found[:, best].ravel(), padded.ravel())[0, 1])
     with pytest.raises(ValueError, match="found must be shares"):
         mixture_recovery(found=np.zeros(20, int), true=true)
+
+
+def test_mixtures_of_many_clients_are_compared_in_memory_for_their_weights():
+    shares = np.random.default_rng(0).dirichlet(np.ones(20), 2000)
+    tracemalloc.start()
+    mixture_recovery(found=shares, true=shares[:, ::-1])
+    assert tracemalloc.get_traced_memory()[1] < 12 * shares.nbytes  # and not for each pair of clusters
+    tracemalloc.stop()
 
 
 @pytest.mark.slow

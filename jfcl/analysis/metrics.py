@@ -272,7 +272,7 @@ def mixture_recovery(found: np.ndarray, true: np.ndarray) -> dict[str, float]:
     check(len(found) == len(true), "found", f"{len(found)} clients", f"of the {len(true)} clients of true")
     count = max(found.shape[1], true.shape[1])
     found, true = (np.pad(shares, ((0, 0), (0, count - shares.shape[1]))) for shares in (found, true))
-    rows, columns = linear_sum_assignment(np.abs(found[:, :, None] - true[:, None, :]).sum(axis=0))
+    rows, columns = linear_sum_assignment([np.abs(weights[:, None] - true).sum(axis=0) for weights in found.T])
     found, true = found[:, rows], true[:, columns]
     varies = min(found.std(), true.std()) > 1e-9
     return {
