@@ -16,6 +16,7 @@ from jfcl.core import Clients
 from jfcl.experiments import Config, setups
 from jfcl.experiments.lookup import find_attack
 from jfcl.methods import METHODS
+from jfcl.robust.aggregate import ravel_clients
 from jfcl.testing import problem
 
 KEY = jax.random.key(0)
@@ -384,6 +385,24 @@ def test_an_attack_changes_updates_of_hostile_clients_alone():
         algorithm = jfcl.fedavg(task, training, adversary=jfcl.Adversary(attack, malicious))
         states.append(rollout(algorithm, clients, key=KEY, num_rounds=2)[0])
     assert jax.tree.all(jax.tree.map(np.array_equal, *(state.params for state in states)))
+
+
+@pytest.mark.parametrize("method", [jfcl.fedavg, jfcl.cfl])
+def test_an_aggregator_draws_anew_in_every_round(method):
+    clients, _, task, training = problem()
+
+    def random_step(updates, *, mask, key):
+        return jax.tree.map(lambda x: jax.random.uniform(key, x.shape[1:], x.dtype), updates)
+
+    options = {"weights": "equal"} | ({"max_clusters": 1} if method is jfcl.cfl else {})
+    for aggregator, moves in (random_step, 2), (partial(random_step, key=KEY), 1):
+        algorithm = method(task, training, aggregator=aggregator, **options)
+        state, steps = algorithm.init(KEY, clients), []
+        for key in jax.random.split(KEY, 2):
+            new, _ = algorithm.step(key, state, clients)
+            steps.append(ravel_clients(new.params)[0] - ravel_clients(state.params)[0])
+            state = new
+        assert len(np.unique(np.round(steps, 4), axis=0)) == moves
 
 
 @pytest.mark.parametrize(

@@ -576,6 +576,10 @@ def test_byzantine_variant_is_its_algorithm():
     np.testing.assert_allclose(np.asarray(state.params["w"])[0], model, atol=1e-4)
     assert metrics["participants"].tolist() == [8 - sum(t < now for t in excluded.values()) for now in range(1, 9)]
     assert set(excluded) >= {3, 5}
+    halves = np.array([1, 0, 0, 1, 1, 0, 1, 0])
+    equal = regression([[1, -1, 2], [-1, 1, -2]], halves, noise=0.1)
+    state, _ = rollout(algorithm, equal, key=jax.random.key(0), num_rounds=8)
+    np.testing.assert_array_equal(np.asarray(state.excluded) > 0, halves == 0)  # the first client stays
 
 
 @pytest.mark.slow

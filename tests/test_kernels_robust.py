@@ -19,6 +19,7 @@ from jfcl import kernels
 from jfcl.kernels import AGGREGATORS, PRE_AGGREGATORS, centered_clip
 from jfcl.kernels.robust import sort_columns
 from jfcl.kernels.robust_vectors import products_are_cheaper
+from jfcl.robust import aggregate
 from jfcl.testing import count_compilations
 
 SEEDS = st.integers(0, 2**31)
@@ -514,6 +515,19 @@ def test_an_aggregator_by_name_is_its_parts_by_hand(name):
     result = made(z, mask=mask)
     np.testing.assert_array_equal(result, AGGREGATORS[last](by_hand, **OPTIONS.get(last, {}), mask=of_hand))
     assert set(options) <= set(kernels.aggregator_options(name))
+
+
+@pytest.mark.parametrize("name", ["bucketing+coordinate_median", "dnc"])
+def test_an_aggregator_draws_by_the_key_of_its_call_unless_one_is_given(name):
+    options = {"bucket_size": 3} if name != "dnc" else {"num_malicious": F, "num_draws": 1, "num_coordinates": 1}
+    free, bound = (kernels.make_aggregator(name, **options, **more) for more in ({}, {"key": jax.random.key(1)}))
+    z, keys = updates(0), [jax.random.key(seed) for seed in (1, 3)]
+    first, second = (free(z, key=key) for key in keys)
+    assert not np.allclose(first, second)
+    np.testing.assert_array_equal(bound(z), first)
+    np.testing.assert_array_equal(free(z), free(z, key=jax.random.key(0)))
+    rounds = [[aggregate.of_round(made, key)(z) for key in keys] for made in (free, bound)]
+    np.testing.assert_array_equal(rounds, [[first, second], [first, first]])
 
 
 def exact_median(z, weights):

@@ -117,7 +117,6 @@ def make_aggregator(config: Config) -> Callable:
         "num_malicious": round(config.malicious * (config.cohort or config.clients)),
         "radius": config.radius,
         "bucket_size": config.bucket_size,
-        "key": jax.random.key(config.data_seed),
         "trusted": int(np.argmin(malicious_clients(config))) if config.cohort is None else None,  # the first benign one
     }
     taken = kernels.aggregator_options(parts)

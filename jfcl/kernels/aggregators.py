@@ -106,12 +106,12 @@ def _nearest(squares, usable, count):
 
 
 def bucketing(
-    updates: PyTree, *, bucket_size: int, key: jax.Array, mask: jax.Array | None = None
+    updates: PyTree, *, bucket_size: int, key: jax.Array | None = None, mask: jax.Array | None = None
 ) -> tuple[PyTree, jax.Array]:
     """Returns the means of random buckets of `bucket_size` updates, from 1 to N (Karimireddy, He, Jaggi 2022).
 
-    The result is `(updates, mask)` of `⌈N / bucket_size⌉` buckets, drawn by `key`. The clients that count fill the
-    first ones, and empty ones are masked. For the arguments see `jfcl.kernels`. Cost: two passes.
+    The result is `(updates, mask)` of `⌈N / bucket_size⌉` buckets, drawn by `key` (default: a fixed one). The clients
+    that count fill the first ones, and empty ones are masked. For the arguments see `jfcl.kernels`. Cost: two passes.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -121,6 +121,7 @@ def bucketing(
     rows, usable = counted(updates, mask)
     count = len(usable)
     check_whole("bucket_size", bucket_size, 1, count, "N")
+    key = jax.random.key(0) if key is None else key
     draws = jax.random.uniform(key, (count,))  # of a client, the same with padding clients behind the others
     order = jnp.argsort(jnp.where(usable, draws, jnp.full_like(draws, 2)))
     bucket = jnp.zeros(count, jnp.int32).at[order].set(jnp.arange(count, dtype=jnp.int32) // bucket_size)
@@ -194,10 +195,11 @@ def make_aggregator(name: Parts, **options: Any) -> Callable[..., Any]:
         short for `nearest_neighbour_mixing`. Or a list of them, in which functions of your own may stand:
         `["nnm", my_aggregator]`. One before the end returns `(updates, mask)`.
       options: each goes to every part that has an option of that name: `num_malicious=2` to both parts of `"nnm+krum"`.
-        The `key` of `bucketing` is fixed, so that its buckets are the same in every call.
+        With a `key`, the draws of `bucketing` and `dnc` are the same in every round; without, each has its own.
 
     Returns:
-      `f(updates, *, mask=None)`, as the aggregators of `AGGREGATORS`.
+      `f(updates, *, mask=None, key=None)`, as the aggregators of `AGGREGATORS`; without `key` if that is an option, or
+      if it is one aggregator that draws nothing.
 
     Raises:
       ValueError: unknown parts or another order of them; an option that no part has, or that is missing.
@@ -212,7 +214,7 @@ def make_aggregator(name: Parts, **options: Any) -> Callable[..., Any]:
     for option in options:
         check(option in accepted, f"option of aggregator {shown!r}", option, f"one of {', '.join(accepted) or 'none'}")
     for option in aggregator_options(name, required=True):
-        check(option in options, option, None, f"given with aggregator {shown!r}")
+        check(option in options or option == "key", option, None, f"given with aggregator {shown!r}")
     *before, last = (
         partial(part, **{option: value for option, value in options.items() if option in _options(part)})
         for part in _parts(name)
@@ -220,14 +222,18 @@ def make_aggregator(name: Parts, **options: Any) -> Callable[..., Any]:
     if not before:
         return last
 
-    def aggregator(updates, *, mask=None):
+    def aggregator(updates, *, mask=None, key=None):
+        def call(part, updates, mask):
+            drawn = {} if key is None or "key" not in _options(part.func) else {"key": key}
+            return part(updates, mask=mask, **drawn)
+
         for pre_aggregator in before:
-            pair = pre_aggregator(updates, mask=mask)
+            pair = call(pre_aggregator, updates, mask)
             fits = isinstance(pair, tuple) and len(pair) == 2 and (pair[1] is None or hasattr(pair[1], "dtype"))
             returned = f"{_shown([pre_aggregator.func])}, which returned {type(pair).__name__}"
             before_last = "of functions that return (updates, mask) before the last one, which returns one update"
             check(fits, f"aggregator {shown!r}", returned, before_last)
             updates, mask = pair
-        return last(updates, mask=mask)
+        return call(last, updates, mask)
 
-    return aggregator
+    return partial(aggregator, key=options["key"]) if "key" in options else aggregator

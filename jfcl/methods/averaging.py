@@ -259,6 +259,8 @@ def step(rules: Averaging, key: jax.Array, state: AveragingState, clients: Clien
         arguments = rules.dp, server_key(cohort.key), clip
         clip = privacy.next_clip(*arguments, report.inside, usable & real, sent[0], expected)
         sent = privacy.release(*arguments, *sent, expected)
+    if rules.aggregator is not None:
+        rules = rules._replace(aggregator=aggregate.of_round(rules.aggregator, server_key(cohort.key)))
     mean, changed, weight, divisor = mean_updates(rules, state.params, sent, clients)
 
     # Update the server's models.

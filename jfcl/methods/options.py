@@ -45,8 +45,9 @@ class Options(TypedDict, total=False):
       cohort: clients per round, drawn without replacement. Default: all.
       init_params: a model to start from, or one for each cluster or client, stacked. Default: random.
       adversary: hostile clients: `Adversary(attack, malicious)` with an attack of `jfcl.attacks`.
-      aggregator: `(updates [N, ...], mask=[N]) -> [...]`, a robust one of `jfcl.kernels` in place of the mean. Clients
-        then have equal weights, statistics keep the mean, and a round holds all updates: `O(N D)` memory.
+      aggregator: `(updates [N, ...], mask=[N]) -> [...]`, a robust one of `jfcl.kernels` in place of the mean; one with
+        an argument `key` gets another key in every round. Clients then have equal weights, statistics keep the mean,
+        and a round holds all updates: `O(N D)` memory.
       dp: differential privacy of each client, such as `jfcl.privacy.GaussianDP(clip=1.0, noise=1.0)`, with
         `weights="equal"`: clipped updates and Gaussian noise on their sums.
       client_axis: `jax.vmap`, `jfcl.chunked(size)`, ... Default: `jfcl.mapping.auto()`.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -117,9 +118,15 @@ def check_aggregator(aggregator: Callable[..., PyTree] | None) -> None:
     check(aggregator is None or callable(aggregator), "aggregator", aggregator, accepted)
     if aggregator is not None:
         try:
-            inspect.signature(aggregator).bind(None, mask=None)
+            inspect.signature(aggregator).bind(None, mask=None, **taken_arguments(aggregator, key=None))
         except TypeError as error:
             raise ValueError(f"aggregator must be {accepted}; {error}") from None
+
+
+def of_round(aggregator: Callable[..., PyTree], key: jax.Array) -> Callable[..., PyTree]:
+    """Returns `aggregator` with the key of its random draws in a round, if it takes one and none is bound to it."""
+    bound = getattr(aggregator, "keywords", {})
+    return aggregator if "key" in bound else partial(aggregator, **taken_arguments(aggregator, key=key))
 
 
 def clients_check(adversary: Adversary | None, weights: str | jax.Array = "size") -> Callable[[Clients], None] | None:

@@ -33,7 +33,7 @@ from jfcl.core import PyTree, by_platform, check
 from jfcl.kernels.base import sum_dtype
 from jfcl.kernels.blocks import distances_from
 from jfcl.kernels.distances import squared_row_distances
-from jfcl.robust.aggregate import per_row, where_rows
+from jfcl.robust.aggregate import of_round, per_row, where_rows
 from jfcl.robust.data_attacks import DATA_ATTACKS, DataAttack, backdoor, label_reverse, label_zero, noisy_inputs, poison
 
 UpdateAttack = Callable[..., PyTree]
@@ -212,12 +212,13 @@ def _search(lie: Callable[[jax.Array, jax.Array, jax.Array], jax.Array], aggrega
 
     def attack(key, updates, malicious, usable):
         spreads = [_spread(x, usable & ~malicious) for x in _wide(updates)]
+        tried = of_round(aggregator, key)  # the server's draws are not known
 
         def sent(size):
             return _sent(updates, malicious, [lie(mean, spread, size) for mean, spread in spreads])
 
         def moved(size):
-            result = jax.tree.leaves(aggregator(sent(size), mask=usable))
+            result = jax.tree.leaves(tried(sent(size), mask=usable))
             squares = [jnp.square(a.astype(m.dtype) - m[0]).sum() for a, (m, _) in zip(result, spreads, strict=True)]
             return sum(square.astype(jnp.float32) for square in squares)
 

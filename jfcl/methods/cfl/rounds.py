@@ -16,7 +16,7 @@ import numpy as np
 from jax.flatten_util import ravel_pytree
 
 from jfcl.core.checks import check
-from jfcl.core.clients import attack_key, check_at_most_clients, client_ids, num_clients
+from jfcl.core.clients import attack_key, check_at_most_clients, client_ids, num_clients, server_key
 from jfcl.core.options import Needs, OneOf, Range
 from jfcl.core.parameters import is_finite, joined, num_bytes, path_flags
 from jfcl.core.types import Algorithm, Clients, Entries, PyTree, Served
@@ -27,7 +27,7 @@ from jfcl.methods.averaging import checked
 from jfcl.methods.cfl import server, splits
 from jfcl.methods.cfl.server import Rules, Sent
 from jfcl.methods.cfl.state import CFLState, ParameterTree, known_size, no_updates, remember_updates
-from jfcl.robust.aggregate import attacked, where_rows
+from jfcl.robust.aggregate import attacked, of_round, where_rows
 from jfcl.training import losses
 
 SIMILARITIES = ("updates", "gradients")
@@ -154,6 +154,9 @@ def step(rules: Rules, key: jax.Array, state: CFLState, clients: Clients):
     sent = Sent(updates, usable, present, counts, weight, *known, gradients_of, client_ids(clients))
 
     # The server decides and averages, without the models.
+    if common.aggregator is not None:
+        aggregator = of_round(common.aggregator, server_key(cohort.key))
+        rules = rules._replace(common=common._replace(aggregator=aggregator))
     record = state._replace(params=(), client=(), personal=(), heard=(), tree=state.tree._replace(model=()))
     record, into, means, decided = server.serve(rules, record, sent)
 
