@@ -177,6 +177,7 @@ def test_models_of_a_method_with_its_own_structure(tmp_path):
         ),
         (lambda f: f["ifca"].predictor(0)(np.zeros((2, 1, 8, 8))), r"x must be of shape \(B, \*\(8, 8, 1\)\), got"),
         (lambda f: f["ifca"].predictor(0)(np.zeros((8, 8, 1))), r"x must be of shape \(B, "),
+        (lambda f: f["ifca"].predictor(0)(np.zeros((0, 8, 8, 1))), r"x must be of shape \(B, "),
         (lambda f: f["ifca"].predictor(0)(BYTES), r"x must be floats in \[0, 1\], such as images / 255"),
         (lambda f: f["ifca"].choose({"x": BYTES}, by="inputs"), r"examples\['x'\] must be floats in \[0, 1\]"),
         (lambda f: f["ifca"].choose({"x": np.zeros((2, 3))}, by="inputs"), r"examples\['x'\] must be of shape \(B, "),

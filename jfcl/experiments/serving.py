@@ -80,7 +80,7 @@ class LoadedRun(NamedTuple):
         def outputs(x: Any) -> jax.Array:
             _check_no_bytes("x", x, trained)
             shape = np.shape(x)
-            fits = wanted is None or (len(shape) > 1 and shape[1:] in (wanted, (math.prod(wanted),)))
+            fits = wanted is None or (len(shape) > 1 and shape[0] and shape[1:] in (wanted, (math.prod(wanted),)))
             check(fits, "x", shape, f"of shape (B, *{wanted})")
             return predict(model, jnp.asarray(x))
 
