@@ -506,6 +506,12 @@ def test_a_line_that_is_no_record_is_named(copy, capsys):
         file.write_text("\n".join([*lines[:2], line, *lines[3:]]) + "\n")
         assert cli.main(["report", str(copy / "local")]) == 2
         assert re.search(r"metrics\.jsonl is damaged: line 3", " ".join(capsys.readouterr().err.split()))
+    # Records that are none of a run: out of order, or with other things in the place of numbers.
+    for of_last in ({}, {"loss": [{}]}, {"train_loss": {}}):
+        last = [json.dumps(json.loads(line) | of_last) for line in lines[-2:]]
+        file.write_text("\n".join([*lines[:-2], *last, *lines[: 2 * (not of_last)]]) + "\n")
+        assert cli.main(["report", str(copy / "local")]) == 2
+        assert "metrics.jsonl is damaged: its lines are not the" in " ".join(capsys.readouterr().err.split())
 
 
 @pytest.mark.slow

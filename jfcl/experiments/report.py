@@ -21,7 +21,7 @@ from jfcl.core import check, files, plain, shown, texts
 from jfcl.experiments import comparison
 from jfcl.experiments.comparison import is_configured, number, size_text
 from jfcl.experiments.privacy import privacy_text
-from jfcl.experiments.results import Results, read_results
+from jfcl.experiments.results import Results, odd_records, read_results
 from jfcl.simulation.loop import ALL_DONE
 
 NAME = "report.html"
@@ -133,14 +133,16 @@ def write_report(runs: dict[str, Results], file: Path) -> None:
     """
     detailed = runs if len(runs) <= comparison.MOST_DRAWN else {}  # runs with sections of their own
     several = f"{len(runs)} runs{': ' * bool(detailed)}{', '.join(detailed)}"
-    page = template("report.html").render(
-        command="report",
-        title=next(iter(runs)) if len(runs) == 1 else several,
-        version=__version__,
-        page=sys.modules[__name__],
-        runs=runs,
-        detailed=detailed,
-    )
+    unfinished = [run.folder for run in runs.values() if not run.is_finished]
+    with odd_records(unfinished[0]) if unfinished else contextlib.nullcontext():
+        page = template("report.html").render(
+            command="report",
+            title=next(iter(runs)) if len(runs) == 1 else several,
+            version=__version__,
+            page=sys.modules[__name__],
+            runs=runs,
+            detailed=detailed,
+        )
     is_of_run, lock = (file.parent / "config.json").exists(), file.parent / "lock"
     try:
         with files.lock(lock) if is_of_run else contextlib.nullcontext():

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import io
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -207,6 +209,16 @@ def _columns(folder: Path, summary: dict[str, Any]) -> dict[str, np.ndarray]:
     return columns
 
 
+@contextlib.contextmanager
+def odd_records(folder: Path) -> Iterator[None]:
+    """Names the records of an unfinished run, which nothing verifies, in the place of errors that they cause."""
+    try:
+        yield
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+        why = f"its lines are not the records of a run ({type(error).__name__}: {error})"
+        raise ValueError(f"{folder / 'metrics.jsonl'} is damaged: {why}") from error
+
+
 def _so_far(
     folder: Path, config: dict[str, Any], records: list[dict[str, Any]], checkpoints: list[int]
 ) -> dict[str, Any]:
@@ -229,5 +241,6 @@ def _so_far(
     }
     if not last:
         return summary | {"per_seed": [], "mean": {"clusters_in_use": None}}
-    summary |= finite_or_none(summarize_records(finite_or_none(records), last))
+    with odd_records(folder):
+        summary |= finite_or_none(summarize_records(finite_or_none(records), last))
     return summary | {name: summary["mean"].get(name) for name in ("bytes_up", "bytes_down")}
