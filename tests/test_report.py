@@ -675,7 +675,7 @@ def test_the_legend_of_a_busy_machine_is_no_warning(monkeypatch):
 
 def test_plots_show_unknown_clusters_large_values_and_single_clients():
     of_one = plots.assignments([{"seed": 0, "round": 1, "cluster": [2, 0, 2]}], np.zeros(3, int))  # own data
-    assert of_one.axes[0].get_ylabel() == "client, sorted by last cluster"
+    assert of_one.axes[0].get_ylabel() == "clients, sorted by last cluster"
     unknown = plots.assignments([{"seed": 0, "round": 1, "cluster": [0, 1]}], np.array([0, -1]))
     assert [panel.images[0].get_array().tolist() for panel in unknown.axes] == [[[0], [1]]] * 2
     assert plots.bars({"a": [{"seed": 0, "round": 1, "loss": 2.5}]}, ["loss"]).axes[0].get_ylim()[1] > 2.5
@@ -862,6 +862,21 @@ def test_a_comparison_for_a_paper(forms, finished, tmp_path):
 
 def test_numbers_near_zero_have_no_sign():
     assert comparison.number(-0.001, 0.002, 2) == "0.00±0.00"
+
+
+@pytest.mark.parametrize("losses", [(-2.0, -1.0), (3e-4, 1e-4), (3e9, 1e9)])
+def test_losses_of_any_size_are_shown(losses):
+    axes = plots.bars({str(x): [{"seed": 0, "round": 1, "loss": x}] for x in losses}, ["loss"]).axes[0]
+    low, high = axes.get_ylim()
+    assert low <= min(losses) and high >= max(losses) and high - low < 2 * max(map(abs, losses))
+    assert [float(text.get_text()) for text in axes.texts] == list(losses)
+    assert [float(comparison.number(x, None, 3)) for x in losses] == list(losses)
+
+
+def test_an_infinite_loss_is_a_loss():
+    summary = {"per_seed": [{"loss": None, "rounds_to_recovery": None}], "mean": {"loss": None, "clusters_in_use": 1.0}}
+    heads, [row] = comparison.results_rows({"diverged": summary})
+    assert heads[1] == "test\nloss" and row[1] == "–"
 
 
 def test_curves_of_a_metric_that_was_not_recorded_are_refused():

@@ -227,17 +227,18 @@ def bars(runs: Mapping[str, Records], metrics: Sequence[str] = ("accuracy", "wor
     """
     figure, axes = _axes(cycler(color=PALETTE), max(1.6 + 1.1 * len(runs), 4.4))  # the legend has its width
     width, is_narrow = 0.8 / len(metrics), len(runs) > MOST_NAMES
+    are_shares = all("accuracy" in metric for metric in metrics)  # others may be of any size and sign
+    form, space = ".3f" if are_shares else ".3g", 0.3 if is_narrow else 0.1  # the space is that of the numbers
     for j, metric in enumerate(metrics):
         last = [_by_round(records, metric)[1][-1] for records in runs.values()]
-        spread = [deviation(v) or np.nan for v in last]
+        means, spread = [v.mean() for v in last], [deviation(v) or np.nan for v in last]
         at = np.arange(len(runs)) + (j - (len(metrics) - 1) / 2) * width
-        means = [v.mean() for v in last]
         shown = axes.bar(at, means, width * 0.92, yerr=spread, label=metric.replace("_", " "), capsize=3)
-        axes.bar_label(shown, [f"{v:.3f}" for v in means], padding=2, fontsize=8, rotation=90 * is_narrow)
+        axes.bar_label(shown, [f"{v:{form}}" for v in means], padding=2, fontsize=8, rotation=90 * is_narrow)
     turned = {"rotation": 45, "ha": "right", "rotation_mode": "anchor"} if sum(map(len, runs)) > MOST_LETTERS else {}
     names = ["\n".join(textwrap.wrap(name, 24)) for name in runs]  # a path in one line can leave no room for the bars
     axes.set_xticks(np.arange(len(runs)), names, **turned)
-    axes.set_ylim(0, (1.3 if is_narrow else 1.1) * max([1.0, *(bar.get_height() for bar in axes.patches)]))
+    axes.set_ylim(0, 1 + space) if are_shares else axes.margins(y=space)
     axes.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=len(metrics), frameon=False)  # above the bars
     axes.grid(axis="y", alpha=0.3)
     return figure
@@ -289,7 +290,7 @@ def assignments(records: Records, true_cluster: np.ndarray | None = None, *, see
     strip.imshow(sorted_by[order][:, None], **style)
     kind = "true" if has_truth else "last"
     strip.yaxis.set_major_locator(_whole_numbers())
-    strip.set(xticks=[], ylabel=f"client, sorted by {kind} cluster", title=kind)
+    strip.set(xticks=[], ylabel=f"clients, sorted by {kind} cluster", title=kind)
     axes.imshow(renamed, **style)
     rounds = [r["round"] for r in chosen]
     ticks = np.arange(0, len(rounds), -(-len(rounds) // 8))  # at most 8, evenly spaced
@@ -324,7 +325,6 @@ def client_accuracies(runs: Mapping[str, np.ndarray]) -> Figure:
     """Plots the sorted final accuracies of clients, a line per run of `[N]` or `[R, N]` (seeds are pooled).
 
     Example:
-      >>> import numpy as np
       >>> figure = client_accuracies({"ifca": np.array([0.9, 0.7, 0.8])})
       >>> figure.axes[0].lines[0].get_ydata().tolist()
       [0.7, 0.8, 0.9]
@@ -376,9 +376,9 @@ def tree(nodes: Sequence[Any], true_cluster: np.ndarray | None = None) -> Figure
         below = {"xytext": (0, -3), "textcoords": "offset points", "ha": "center", "va": "top"}
         below["bbox"] = {"facecolor": "white", "edgecolor": "none", "pad": 1}  # over the lines
         axes.annotate(text, (middle, node.round + thick / 2), **below)
-    axes.set(ylim=(last * 1.15 + thick, -thick * 1.5), xlim=(-0.7, len(place) - 0.3), xticks=[])
+    limits = {"ylim": (last * 1.15 + thick, -thick * 1.5), "xlim": (-0.7, len(place) - 0.3)}
+    axes.set(**limits, xticks=[], ylabel="round of the split")
     axes.yaxis.set_major_locator(_whole_numbers())
-    axes.set_ylabel("round of the split")
     axes.set_title("clients in each cluster; α: largest similarity across its split", fontsize=9)
     return figure
 

@@ -197,10 +197,19 @@ def tex(text: str) -> str:
 
 
 def number(value: float | None, std: float | None, digits: int, scale: float = 1) -> str:
-    """Returns `value`, and the standard deviation where there is one, times `scale`, with so many decimals."""
+    """Returns `value`, and the standard deviation where there is one, times `scale`, with so many decimals.
+
+    A value without a scale of its own, such as a loss, has so many digits where its decimals would be 0, or too long.
+
+    Example:
+      >>> number(0.25, 0.0625, 3), number(0.25, None, 1, 100), number(1.2e-6, 3e-8, 3)
+      ('0.250±0.062', '25.0', '1.2e-06±3e-08')
+    """
     if value is None:
         return "–"
-    return f"{scale * value:z.{digits}f}" + ("" if std is None else f"±{scale * std:.{digits}f}")
+    fits = digits < 3 or not value or 10.0**-digits <= abs(value) < 1e7
+    form = f"z.{digits}{'f' if fits else 'g'}"
+    return f"{scale * value:{form}}" + ("" if std is None else f"±{scale * std:{form}}")
 
 
 def metric_text(name: str, value: float | None, std: float | None = None) -> str:
@@ -245,8 +254,7 @@ def recovered_seeds(summary: dict[str, Any]) -> int:
 
 def judged_by(results: Iterable[dict[str, Any]]) -> str:
     """Returns the metric that results are shown by: loss where no result has an accuracy, as with regressions."""
-    names = {name for result in results for name in ("accuracy", "loss") if result.get(name) is not None}
-    return "loss" if names == {"loss"} else "accuracy"
+    return "accuracy" if any(result.get("accuracy") is not None for result in results) else "loss"
 
 
 def compares_clusters(summary: dict[str, Any]) -> bool:
