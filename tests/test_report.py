@@ -871,6 +871,7 @@ def test_losses_of_any_size_are_shown(losses):
     assert low <= min(losses) and high >= max(losses) and high - low < 2 * max(map(abs, losses))
     assert [float(text.get_text()) for text in axes.texts] == list(losses)
     assert [float(comparison.number(x, None, 3)) for x in losses] == list(losses)
+    assert float(comparison.rate_text(abs(losses[0])).replace(",", "")) == abs(losses[0])
 
 
 def test_an_infinite_loss_is_a_loss():

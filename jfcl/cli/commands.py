@@ -216,9 +216,9 @@ def _print_summary(config: Config, summary: dict[str, Any], out: str | None, con
         console.print(f"note: columns left out, as they number the rows: {names}; those named in --inputs stay")
     start = f" (the first {summary['init_rounds']} to find a start)" if summary["init_rounds"] else ""
     precision = default_precision() if config.precision == "default" or platform() == "cpu" else config.precision
-    speeds = [f"{summary['rounds_per_second']:.2f} rounds/s"]
+    speeds = [f"{comparison.rate_text(summary['rounds_per_second'])} rounds/s"]
     if (steps := summary["client_steps_per_second"]) is not None:
-        speeds.append(f"{steps:,.0f} client-steps/s")
+        speeds.append(f"{comparison.rate_text(steps)} client-steps/s")
     seconds = f"{summary['seconds']:.1f} s + {summary['compile_seconds']:.1f} s compiling"
     ran = ", ".join([f"{summary['num_rounds']} rounds{start}", *speeds, seconds])
     console.print(f"{ran}, on {summary['device']}, products in {precision}")

@@ -13,7 +13,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from jfcl import data, kernels, models
-from jfcl.experiments.comparison import COLUMNS, number, results_rows, size_text
+from jfcl.experiments.comparison import COLUMNS, number, rate_text, results_rows, size_text
 from jfcl.experiments.config import Config
 from jfcl.experiments.optimizers import OPTIMIZERS, SCHEDULES
 from jfcl.methods import METHODS
@@ -73,7 +73,7 @@ def bench_table(benchmark: dict[str, Any]) -> Group:
         cells = ["–", row.get("left_out")]
         if "left_out" not in row:
             rounds, memory = row["rounds/s"], row["temporary_mb"]
-            cells = [f"{rounds:,.0f}" if rounds >= 100 else f"{rounds:.3g}", f"{row['client_steps/s']:,.0f}"]
+            cells = [rate_text(rounds), rate_text(row["client_steps/s"])]
             cells += ["–" if memory is None else f"{memory:,.1f}", f"{row['compile_seconds']:.1f}"]
         table.add_row(row["method"], row["model"], row["mapping"], f"{row['clients']:,}", *cells)
     return titled(title.format(**benchmark["settings"]), table)

@@ -246,6 +246,16 @@ def size_text(value: float | None) -> str:
     return f"{value / 1000**steps:.{min(steps, 1)}f} {units[steps]}"
 
 
+def rate_text(value: float) -> str:
+    """Returns a number of rounds or steps a second; those of slow ones have three digits.
+
+    Example:
+      >>> rate_text(1234.5), rate_text(0.00321)
+      ('1,234', '0.00321')
+    """
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
 def recovered_seeds(summary: dict[str, Any]) -> int:
     """Returns the number of seeds of a run that have found the true clusters; 0 where there are none to find."""
     count = sum(row["rounds_to_recovery"] is not None for row in summary["per_seed"])

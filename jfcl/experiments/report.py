@@ -19,7 +19,7 @@ from jfcl._version import __version__
 from jfcl.analysis import plots
 from jfcl.core import check, files, plain, shown, texts
 from jfcl.experiments import comparison
-from jfcl.experiments.comparison import is_configured, number, size_text
+from jfcl.experiments.comparison import is_configured, number, rate_text, size_text
 from jfcl.experiments.privacy import privacy_text
 from jfcl.experiments.results import Results, odd_records, read_results
 from jfcl.simulation.loop import ALL_DONE
@@ -35,8 +35,8 @@ COSTS = {  # entries of a summary: head, text of a value
     "bytes_down": ("bytes down, all clients and rounds of a seed", size_text),
     "seconds": ("seconds, all seeds together", "{:,.1f}".format),
     "compile_seconds": ("seconds of compilation", "{:,.1f}".format),
-    "rounds_per_second": ("rounds a second, each of all seeds", "{:,.2f}".format),
-    "client_steps_per_second": ("client-steps a second", "{:,.0f}".format),
+    "rounds_per_second": ("rounds a second, each of all seeds", rate_text),
+    "client_steps_per_second": ("client-steps a second", rate_text),
     "device": ("device", str),
 }
 Figure = dict[str, Any]  # a picture that is part of the page, as `figure` returns it
