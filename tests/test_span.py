@@ -295,6 +295,10 @@ def mix_inputs(updates, params):
     return jax.tree.map(lambda g: g - g.mean(axis=0, keepdims=True) if g.ndim == 2 else g, updates)
 
 
+def of_size(least):
+    return lambda params: jax.tree.map(lambda p: p.size > least, params)
+
+
 @pytest.mark.slow_cases(
     "adamw", "adaptive", "lars", "late decay", "masked decay", "noise", "norm 1e-3", "norm 1e3", "radam", "rmsprop"
 )
@@ -318,12 +322,15 @@ def mix_inputs(updates, params):
         optax.lars(0.1),
         optax.radam(0.1),  # linear for the first five steps
         optax.chain(optax.add_decayed_weights(optax.linear_schedule(0.0, 0.1, 9, 5000)), optax.sgd(0.1)),
+        optax.chain(optax.add_decayed_weights(0.1, mask=of_size(8)), optax.sgd(0.1)),
+        optax.chain(optax.masked(optax.clip(1.0), of_size(10**4)), optax.sgd(0.1)),  # of many examples alone
         optax.masked(optax.sgd(0.1), {"other": True}),  # cannot be tried
         optax.set_to_zero(),  # nothing to be seen
     ],
     ids=[
         *("adam", "adamw", "rmsprop", "sign", "decay", "masked decay", "norm 1e3", "norm 1e-3", "clip", "adaptive"),
-        *("mixed inputs", "noise", "lars", "radam", "late decay", "another tree", "zero"),
+        *("mixed inputs", "noise", "lars", "radam", "late decay", "decay by size", "clip by size"),
+        *("another tree", "zero"),
     ],
 )
 def test_optimizers_that_leave_the_span_are_refused(optimizer):
