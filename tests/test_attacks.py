@@ -376,13 +376,20 @@ def test_noisy_inputs_are_for_real_numbers():
         attacks.poison(clients, np.array([True, False]), "noisy_inputs", num_classes=2)
 
 
-def test_an_attack_changes_updates_of_hostile_clients_alone():
-    """Also where it forgets the mask."""
+def negated_in_place(key, updates, malicious, usable):
+    for name in updates:
+        updates[name] = -updates[name]
+    return updates
+
+
+@pytest.mark.parametrize("attack", [lambda key, u, malicious, usable: jax.tree.map(jnp.negative, u), negated_in_place])
+def test_an_attack_changes_updates_of_hostile_clients_alone(attack):
+    """Also where it forgets the mask, or writes into the dict that it is given."""
     clients, _, task, training = problem()
     malicious = np.arange(len(clients.size)) == 1
     states = []
-    for attack in (lambda key, u, malicious, usable: jax.tree.map(jnp.negative, u), attacks.sign_flip()):
-        algorithm = jfcl.fedavg(task, training, adversary=jfcl.Adversary(attack, malicious))
+    for one in (attack, attacks.sign_flip()):
+        algorithm = jfcl.fedavg(task, training, adversary=jfcl.Adversary(one, malicious))
         states.append(rollout(algorithm, clients, key=KEY, num_rounds=2)[0])
     assert jax.tree.all(jax.tree.map(np.array_equal, *(state.params for state in states)))
 

@@ -294,6 +294,23 @@ def test_outputs_of_a_few_examples_at_a_time_are_computed_once():
         np.testing.assert_allclose(whole[name], parts[name], rtol=1e-6)
 
 
+def test_functions_that_write_into_a_batch_change_no_other_result():
+    logits, y, size = outputs_of(3, 0)
+
+    def cost(outputs, batch):
+        batch["y"] = jax.nn.one_hot(batch["y"], 3)
+        return optax.softmax_cross_entropy(outputs, batch["y"])
+
+    def labels(outputs, batch, real):
+        return jnp.where(real, batch.pop("y"), 0).sum().astype(jnp.float32)
+
+    given = {"b": jnp.zeros(1)}, jfcl.Clients({"x": logits, "y": y}, size), np.zeros(5, int)
+    found = jfcl.evaluate(IDENTITY._replace(cost=cost), *given, metrics={"first": labels, "second": labels})
+    wanted = jfcl.evaluate(IDENTITY, *given)
+    np.testing.assert_array_equal(found["accuracy"], wanted["accuracy"])
+    np.testing.assert_array_equal(found["second"], [y[i, :n].sum() for i, n in enumerate(size)])
+
+
 @pytest.mark.parametrize("metric", [jfcl.metrics.calibration_error, jfcl.metrics.confusion_matrix])
 def test_metrics_of_classes_refuse_outputs_without_any(metric):
     with pytest.raises(ValueError, match=r"the outputs must be logits \[M, C\] of a classification"):

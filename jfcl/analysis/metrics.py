@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jfcl import mapping
-from jfcl.core import Batch, Clients, PyTree, Task, check, check_mixes, mixture_task, num_clients, with_fixed
+from jfcl.core import Batch, Clients, PyTree, Task, check, check_mixes, copied, mixture_task, num_clients, with_fixed
 from jfcl.core.clients import check_clients, check_examples, check_labels
 from jfcl.core.texts import first_line
 from jfcl.kernels.base import sum_dtype
@@ -136,7 +136,7 @@ def _evaluate(params, clients, cluster, personal, *, task, metrics, client_axis)
         scores = {"loss": task.cost} | ({} if task.correct is None else {"accuracy": task.correct})
 
         def score(outputs, batch):
-            return {name: function(outputs, batch) for name, function in scores.items()}, outputs if metrics else ()
+            return {n: f(*copied((outputs, batch))) for n, f in scores.items()}, outputs if metrics else ()
 
         by_example, outputs = task.scores(score, model, examples)  # the outputs are computed once, also in parts
         result = {name: masked_mean(values, real) for name, values in by_example.items()}
@@ -155,7 +155,7 @@ def _evaluate(params, clients, cluster, personal, *, task, metrics, client_axis)
 def _computed(name: str, function: Metric, outputs: jax.Array, examples: Batch, real: jax.Array) -> jax.Array:
     """Returns a metric of one client; `ValueError` for a function that asks for numbers while it is compiled."""
     try:
-        value = function(outputs, examples, real)
+        value = function(*copied((outputs, examples)), real)
         fits = hasattr(value, "dtype") or isinstance(value, (int, float))
         check(fits, f"metrics[{name!r}]", value, "a function that returns one number")
     except (jax.errors.JAXTypeError, jax.errors.JAXIndexError) as error:

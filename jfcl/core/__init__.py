@@ -37,6 +37,7 @@ from jfcl.core.clients import (
     take_clients,
 )
 from jfcl.core.parameters import (
+    copied,
     divided,
     get_parameter,
     in_head,

@@ -28,6 +28,11 @@ def named_leaves(tree: PyTree) -> dict[str, Any]:
     return {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
 
 
+def copied(tree: PyTree) -> PyTree:
+    """Returns `tree` in containers of its own, for a function of a user, which may write into them."""
+    return jax.tree.map(lambda x: x, tree)
+
+
 def is_key(x: Any) -> bool:
     """Returns whether an array, or its shape, is one of random keys, as `jax.random.key` makes them."""
     return hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)

@@ -14,7 +14,7 @@ import numpy as np
 from jfcl import mapping
 from jfcl.core.checks import check
 from jfcl.core.clients import attack_key, client_ids, num_clients
-from jfcl.core.parameters import divided, is_finite, joined, path_name
+from jfcl.core.parameters import copied, divided, is_finite, joined, path_name
 from jfcl.core.types import Adversary, Clients, PyTree
 
 
@@ -196,7 +196,7 @@ def attacked(
     malicious = by_id[jnp.minimum(ids, len(by_id) - 1)] & (ids < len(by_id)) & usable
     cluster = jnp.zeros(len(ids), jnp.int32) if cluster is None else cluster
     taken = taken_arguments(adversary.attack, cluster=cluster, ids=ids)  # `cluster` if it is aimed at clustering
-    sent = adversary.attack(key, updates, malicious, usable, **taken)
+    sent = adversary.attack(key, copied(updates), malicious, usable, **taken)
     check_returned("attack", sent, updates, "updates")
     updates = where_rows(malicious, sent, updates)  # hostile clients change no others' updates
     return updates, usable & jax.vmap(is_finite)(updates)
@@ -236,7 +236,7 @@ def robust_cluster_mean(
 
     def one(k):
         members = usable & (cluster == k)
-        mean = aggregator(updates, mask=members)
+        mean = aggregator(copied(updates), mask=members)
         check_returned("aggregator", mean, jax.tree.map(lambda x: x[0], updates), "one update,")
         return jax.tree.map(lambda x: jnp.where(members.any(), x, jnp.zeros_like(x)), mean)
 

@@ -13,7 +13,7 @@ import optax
 
 from jfcl.core.checks import check, is_concrete
 from jfcl.core.options import Interval, OneOf, Range, Real, check_options
-from jfcl.core.parameters import divided, joined, trained_part
+from jfcl.core.parameters import copied, divided, joined, named_parameters, trained_part
 from jfcl.core.platforms import at_most
 from jfcl.core.types import Batch, PyTree, Task, check_task, dense_start
 from jfcl.training import optimizer as optimizers
@@ -203,7 +203,9 @@ def augmented(task: Task, training: LocalTraining, key: jax.Array, batch: Batch)
         return batch
     if task.input_shape is not None:
         batch = {**batch, "x": batch["x"].reshape(len(batch["x"]), *task.input_shape)}
-    return training.augment(key, batch)
+    batch = training.augment(key, copied(batch))
+    check(batch is not None, "augment", None, "a function that returns the new batch")
+    return batch
 
 
 def draw_batch(
