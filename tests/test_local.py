@@ -219,6 +219,24 @@ def test_mean_loss_masks():
     np.testing.assert_allclose(got, want, rtol=1e-5)
 
 
+def test_what_has_no_gradient_is_refused():
+    """Integers among the parameters, and as losses: these would leave the model as it is."""
+    once = local_training(optax.sgd(0.1), num_steps=1)
+    with pytest.raises(ValueError, match=r"the parameter n must be of floating-point numbers; .* got 'int32'"):
+        do(LINEAR, once, {"w": jnp.ones(3), "n": jnp.int32(3)}, regression(), 2)
+    wrong = LINEAR._replace(cost=lambda outputs, batch: (outputs > batch["y"]).astype(jnp.int32))
+    with pytest.raises(ValueError, match=r"type of a task's losses must be floating-point numbers, .* got 'int32'"):
+        do(wrong, once, {"w": jnp.ones(3)}, regression(), 2)
+
+
+def test_an_augmentation_returns_a_batch():
+    def forgetful(key, batch):
+        batch["x"] = -batch["x"]
+
+    with pytest.raises(ValueError, match="augment must be a function that returns the new batch, got None"):
+        do(LINEAR, local_training(optax.sgd(0.1), num_steps=1, augment=forgetful), {"w": jnp.ones(3)}, regression(), 2)
+
+
 @pytest.mark.parametrize(("change", "shape"), [(jnp.mean, r"\(\)"), (lambda losses: losses[:, None], r"\(\d+, 1\)")])
 def test_losses_are_one_for_each_example(change, shape):
     task, data = LINEAR._replace(cost=lambda outputs, batch: change(LINEAR.cost(outputs, batch))), regression()
@@ -227,7 +245,7 @@ def test_losses_are_one_for_each_example(change, shape):
         lambda: mean_loss(task, params, data, size),
         lambda: do(task, local_training(optax.sgd(0.1), num_steps=1), params, data, 2),
     ):
-        with pytest.raises(ValueError, match=rf"a task's losses must be \(\d+,\), one number.*got {shape}"):
+        with pytest.raises(ValueError, match=rf"losses .or of correct. must be \(\d+,\), one number.*got {shape}"):
             call()
 
 

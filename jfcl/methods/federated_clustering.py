@@ -27,7 +27,7 @@ from jfcl.methods import round as phases
 from jfcl.methods.options import SENDING, Options, Rounds, factory
 from jfcl.methods.personal import PersonalState, initial_state, serve_personal
 from jfcl.robust.aggregate import attacked, where_rows
-from jfcl.training import local, losses
+from jfcl.training import local
 from jfcl.training.optimizer import optimizer_step
 
 CENTERS = ("densest", "carry")
@@ -81,7 +81,7 @@ def gradient(
 
     `key` is that of `model_keys`.
     """
-    return jax.value_and_grad(lambda p: losses.training_loss(task, key, p, batch, real)[0])(params)
+    return local.loss_and_gradient(task, key, params, (), batch, real)[:2]
 
 
 def model_keys(task: Task, keys: jax.Array) -> jax.Array | None:

@@ -291,6 +291,9 @@ def loss_and_gradient(
         loss, new = training_loss(task, key, joined(p, statistics), batch, real)
         return loss, divided(task.statistics, new)[1]
 
+    for name, p in named_parameters(params).items():
+        accepted = "of floating-point numbers; keep what is not trained outside the parameters"
+        check(jnp.issubdtype(p.dtype, jnp.inexact), f"the parameter {name}", p.dtype.name, accepted)
     (loss, statistics), grads = jax.value_and_grad(mean_loss, has_aux=True)(params)
     return loss, grads, statistics
 

@@ -23,7 +23,8 @@ def masked_mean(values: jax.Array, mask: jax.Array) -> jax.Array:
       2.0
     """
     accepted = f"{mask.shape}, one number for each example"
-    check(jnp.shape(values) == mask.shape, "the shape of a task's losses", jnp.shape(values), accepted)
+    shape = values.shape if hasattr(values, "shape") else type(values).__name__
+    check(shape == mask.shape, "the shape of a task's losses (or of correct)", shape, accepted)
     dtype = sum_dtype(values)
     masked = jnp.where(mask, values, jnp.zeros_like(values))
     return masked.sum(dtype=dtype) / jnp.maximum(mask.sum(), 1).astype(dtype)
@@ -104,9 +105,17 @@ def training_loss(
     `key` is for dropout and other randomness in training; `real` `[B]` bool marks the examples that are no padding.
     """
     if task.train_loss is None:
-        return masked_mean(task.loss(params, batch), real), params
+        return mean_to_train(task.loss(params, batch), real), params
     losses, params = task.train_loss(key, params, batch, real)
-    return masked_mean(losses, real), params
+    return mean_to_train(losses, real), params
+
+
+def mean_to_train(losses: jax.Array, real: jax.Array) -> jax.Array:
+    """Returns `masked_mean`; `ValueError` for losses that are integers, of which all gradients are 0."""
+    mean, kind = masked_mean(losses, real), losses.dtype
+    accepted = "floating-point numbers, as others have no gradient"
+    check(jnp.issubdtype(kind, jnp.floating), "the type of a task's losses", kind.name, accepted)
+    return mean
 
 
 def under_all(task: Task, params: PyTree) -> Callable[[Batch, jax.Array], tuple[jax.Array, jax.Array | None]]:

@@ -34,7 +34,7 @@ import numpy as np
 import optax
 
 from jfcl.core import Batch, DenseStart, PyTree, Task, get_parameter, is_concrete, set_parameter
-from jfcl.training.losses import masked_mean
+from jfcl.training.losses import mean_to_train
 
 # The cost of reading and writing one weight in a step, in multiply-adds. Measured on a CPU with a device per core, in
 # 13 cases (d 64 to 1,024, H 32 to 1,000, M 16 to 300, B 4 to 50): with it the costs below choose the faster way, or one
@@ -155,7 +155,7 @@ def loss_and_gradient(
     """Returns the mean loss `[]` of the examples at `rows` (None: all), and its gradient with that of the span."""
 
     def mean_loss(p, z):
-        return masked_mean(task.cost(start.apply(p, z, task.inputs_of(batch)), batch), real)
+        return mean_to_train(task.cost(start.apply(p, z, task.inputs_of(batch)), batch), real)
 
     z = products(start, span, params, rows)
     loss, (grads, d) = jax.value_and_grad(mean_loss, argnums=(0, 1))(params, z)
