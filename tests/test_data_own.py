@@ -8,7 +8,7 @@ import pytest
 from PIL import Image
 
 import jfcl
-from jfcl.core import check_clients
+from jfcl.core import check_clients, check_examples
 from jfcl.data import ClientStore, build, from_arrays, from_frame, from_huggingface, from_torch, tokenize
 
 rng = np.random.default_rng(0)
@@ -179,6 +179,26 @@ def test_a_simulation_names_what_it_cannot_read(clients, words, kind):
     for part in ("test_clients", "newcomers"):
         with pytest.raises(ValueError, match=words.replace("clients must", f"{part} must")):
             simulation(GOOD, kind, **{part: clients})
+
+
+def test_a_task_may_read_arrays_of_other_names():
+    line = jfcl.models.task(lambda key: np.ones(3, np.float32), lambda w, left: left @ w, kind="regression")
+    task = line._replace(inputs=lambda batch: batch["left"], reads=("left", "y"))
+    check_examples(jfcl.stack_clients([{"left": X, "y": Y}]), task)
+    with pytest.raises(ValueError, match=r"must be a dict with 'left' and 'y', got .*rename 'x' to 'left'"):
+        check_examples(GOOD, task)
+
+
+@pytest.mark.parametrize("shape", [(3,), (2, 2, 1)])
+def test_bytes_are_no_tests_of_a_model_of_floats(shape):
+    """The models would read numbers that are 255 times as large."""
+    x = np.full((4, *shape), 255, np.uint8)
+    floats, whole = (jfcl.stack_clients([{"x": images, "y": Y}]) for images in (x.astype(np.float32) / 255, x))
+    for part in ("test_clients", "newcomers"):
+        with pytest.raises(
+            ValueError, match=rf"{part}.examples\['x'\] must be of float32, as in training, got 'uint8'"
+        ):
+            simulation(floats, **{part: whole})
 
 
 def test_a_population_names_what_it_cannot_read():

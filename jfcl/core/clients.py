@@ -177,8 +177,11 @@ def check_examples(clients: Clients, task: Task, *, name: str = "clients") -> No
         rename = " and ".join(f"{old!r} to {new!r}" for old, new in zip(unread, missing, strict=False))
         hint = f"; rename {rename}" if len(unread) == len(missing) else ""
         raise ValueError(f"{name}.examples must be a dict with {names}, got {list(examples)}{hint}")
-    shape, wanted = np.shape(examples["x"])[2:], task.input_shape if task.inputs is None else None
-    if wanted is None or shape in (wanted, (math.prod(wanted),)):
+    wanted = task.input_shape if task.inputs is None else None
+    if wanted is None:
+        return
+    shape = np.shape(examples["x"])[2:]
+    if shape in (wanted, (math.prod(wanted),)):
         return
     try:
         params = jax.eval_shape(task.init, jax.random.key(0))
