@@ -315,6 +315,8 @@ def test_functions_that_write_into_a_batch_change_no_other_result():
 def test_metrics_of_classes_refuse_outputs_without_any(metric):
     with pytest.raises(ValueError, match=r"the outputs must be logits \[M, C\] of a classification"):
         metric(np.zeros(3, np.float32), {"y": np.zeros(3, np.int32)}, np.ones(3, bool))
+    with pytest.raises(ValueError, match=r"the outputs must be logits .* got \{'logits': \(3, 2\)\}"):
+        metric({"logits": np.zeros((3, 2))}, {"y": np.zeros(3, np.int32)}, np.ones(3, bool))
 
 
 @pytest.mark.parametrize("metric", [jfcl.metrics.calibration_error, jfcl.metrics.auc])

@@ -517,6 +517,14 @@ def test_a_model_in_bfloat16_is_close_and_its_parameters_are_float32(kind):
     assert "xbf16>" in next(line for line in text.splitlines() if "dot_general" in line)
 
 
+def test_several_outputs_in_bfloat16():
+    task = jfcl.Task(None, lambda w, x: {"sum": x @ w, "x": x}, lambda outputs, batch: outputs["sum"])
+    outputs = jax.eval_shape(
+        in_bfloat16(task._replace(init=lambda key: jnp.ones(3))).apply, np.ones(3), np.ones((2, 3))
+    )
+    assert {name: x.dtype for name, x in outputs.items()} == {"sum": jnp.float32, "x": jnp.float32}
+
+
 @pytest.mark.slow
 def test_training_in_bfloat16_ends_near_that_in_float32():
     """Also in the span of the examples; the trained model is float32, and no bfloat16 number stays in it."""

@@ -543,7 +543,7 @@ ATTACKED = ["fedavg", "--clients", "8", "--malicious", "0.25", "--examples-per-c
         (["fedavg", "--dataset", "mine_models:maps", "--heterogeneity", "none", "--model", "linear", "--clients", "4"],
          "model must be MODULE:NAME, a function that returns a jfcl.Task: 'mine_models:maps' has neither labels nor n"),
         ([*LINE, "--patience", "2"], "monitor must be loss or train_loss with a model that has no accuracy, got 'acc"),
-        ([*LINE, "--metrics", "macro_f1"], "must be logits [M, C] of a classification, for this metric, got [8, 1]"),
+        ([*LINE, "--metrics", "macro_f1"], "must be logits [M, C] of a classification, for this metric, got (8, 1)"),
         ([*ATTACKED, "--attack", "mine_hostile:too_few"], "attack must be the name of a function with the arguments"
          " (key, updates, malicious, usable), or (rng, x, y, num_classes) for an attack on data, got 'mine_hostile:t"),
         ([*ATTACKED, "--attack", "mine_models:VALUE"], "attack must be the name of a function with the arguments"),

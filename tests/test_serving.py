@@ -206,6 +206,13 @@ def test_scalars_keep_their_shape_in_safetensors(tmp_path):
     assert read["scale"].shape == () and read["w"].shape == (3, 2)
 
 
+def test_outputs_of_several_arrays_are_exported(tmp_path):
+    task = jfcl.Task(None, lambda w, x: {"sum": x @ w, "x": x}, None)
+    export_model(task, jnp.ones(3), tmp_path / "m.jax", input_shape=(3,))
+    again, x = export.deserialize(bytearray((tmp_path / "m.jax").read_bytes())), np.ones((2, 3), np.float32)
+    assert jax.tree.map(np.shape, again.call(x)) == {"sum": (2,), "x": (2, 3)}
+
+
 @pytest.mark.slow
 def test_a_language_model_is_exported_for_whole_numbers(tmp_path):
     task = jfcl.models.language_model(jfcl.models.LSTMLanguageModel(12, features=3, hidden=4), 5, 12)

@@ -377,8 +377,8 @@ def drift_results(records: Sequence[dict]) -> dict[str, list]:
 
 def _logits(outputs: jax.Array, batch: Batch) -> jax.Array:
     """Returns logits `[M, C]`, float32 at least; `ValueError` for other outputs, such as those of a regression."""
-    fits = outputs.ndim == 2 and jnp.issubdtype(jnp.result_type(batch["y"]), jnp.integer)
-    check(fits, "the outputs", list(outputs.shape), "logits [M, C] of a classification, for this metric")
+    fits = jnp.issubdtype(jnp.result_type(batch["y"]), jnp.integer) and getattr(outputs, "ndim", 0) == 2
+    check(fits, "the outputs", jax.tree.map(jnp.shape, outputs), "logits [M, C] of a classification, for this metric")
     return outputs.astype(sum_dtype(outputs))  # 16 bits do not hold numbers of pairs
 
 

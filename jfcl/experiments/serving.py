@@ -6,6 +6,7 @@ import dataclasses
 import importlib.util
 import math
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -273,6 +274,7 @@ def export_model(
         dtype = (np.int32 if task.perplexity else np.float32) if dtype is None else dtype
         x = jax.ShapeDtypeStruct((*export.symbolic_shape("b"), *shape), dtype)
         # One example mapped over a batch of symbolic size: modules may use `len(x)`, which must be a number.
-        predict = jax.jit(jax.vmap(lambda example: task.apply(model, example[None])[0]))
+        first = partial(jax.tree.map, lambda outputs: outputs[0])
+        predict = jax.jit(jax.vmap(lambda example: first(task.apply(model, example[None]))))
         content = bytes(export.export(predict, platforms=("cpu", "cuda", "tpu"))(x).serialize())
     write_whole(file, content)

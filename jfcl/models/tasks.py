@@ -328,7 +328,7 @@ def in_bfloat16(task: Task) -> Task:
         return jax.tree.map(lambda x: x.astype(jnp.bfloat16) if floats(x) else x, tree)
 
     def of_inputs(function):
-        return None if function is None else lambda params, x: _wide(function(narrow(params), narrow(x)))
+        return None if function is None else lambda params, x: jax.tree.map(_wide, function(narrow(params), narrow(x)))
 
     def train_loss(key, params, batch, real):
         weights, statistics = divided(task.statistics, params)
