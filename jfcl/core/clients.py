@@ -144,6 +144,14 @@ def check_clients(clients: Clients, *, name: str = "clients", allow_empty: bool 
         if leaf.dtype == np.float64 and jax.dtypes.canonicalize_dtype(np.float64) == np.float32 and leaf.ndim <= 3:
             check_apart(here, rows[real])
 
+def check_no_bytes(clients: Clients, trained: Clients, name: str) -> None:
+    """Raises `ValueError` for images of integers, where those of the clients in training are floats, such as / 255."""
+    inputs = [part.examples.get("x") if isinstance(part.examples, dict) else None for part in (clients, trained)]
+    x, like = (np.dtype(getattr(x, "dtype", bool)) for x in inputs)
+    images = x.kind in "iu" and (x == np.uint8 or np.ndim(inputs[0]) > 3)
+    check(not (images and like.kind == "f"), f"{name}.examples['x']", x.name, f"of {like.name}, as in training")
+
+
 
 def check_at_most_clients(argument: str, value: int | None, count: int) -> None:
     """Raises `ValueError` for a number of clusters or clients above the number `count` of clients; None passes."""

@@ -14,7 +14,7 @@ import numpy as np
 from jfcl import mapping
 from jfcl.analysis.metrics import Metric
 from jfcl.core import Algorithm, Clients, check, check_key, num_clients
-from jfcl.core.clients import check_clients, check_examples, check_labels, check_stacked
+from jfcl.core.clients import check_clients, check_examples, check_labels, check_no_bytes, check_stacked
 from jfcl.core.options import Interval, OneOf, Range, check_options
 from jfcl.data.build import Federation
 from jfcl.data.population import Population
@@ -270,6 +270,7 @@ def check_data(client_axis: mapping.Mapping, parts: dict[str, Clients], true_clu
             check(fits, name, f"{here} clients in process {jax.process_index()}", f"those of {rows}")
         if here or not hosts.several():  # one of several may hold none
             check_clients(part, name=name, allow_empty=name != "clients")
+            check_no_bytes(part, parts["clients"], name)
     ids, tests = parts["clients"].id, parts.get("test_clients")
     if tests is not None and tests.id is not None:  # without ids, clients are numbered by their rows
         ids = np.arange(rows.start, rows.stop) if ids is None else ids
