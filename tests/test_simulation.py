@@ -697,6 +697,8 @@ def test_a_thread_counts_what_it_compiles_itself():
     from jfcl.simulation import progress as watch
 
     opened, compiled, found = threading.Event(), threading.Event(), []
+    with pytest.raises(ValueError, match=r"num_clusters must be a value .* and none of hyperparams"):
+        sim(algorithm=lambda k: jfcl.ifca(TASK, TRAINING, num_clusters=k), hyperparams={"k": 2})
 
     def idle():
         found.append(watch.compile_seconds())

@@ -232,6 +232,9 @@ def check_options(function: Callable, arguments: Mapping[str, Any]) -> None:
                 option.check(float(extreme(np.asarray(value))))
         elif is_concrete(value):
             option.check(value)
+        else:
+            accepted = "a value that the compiled program may depend on, and none of hyperparams"
+            check(option.kind is float or jax.Array in option.members, name, "a tracer", accepted)
 
 
 @functools.cache

@@ -96,7 +96,9 @@ def _prepare(population, sampler, words, client_axis, hold, t: int) -> DrawnCoho
     ids = sampler(rng)
     chosen, answered, dropped = who_answers(rng, asked, size, population.dropout)
     clients = population.clients.gather(ids[chosen])
-    clients = clients if population.change is None else population.change(clients)
+    if population.change is not None:
+        clients = population.change(clients)
+        check(isinstance(clients, Clients), "change", type(clients).__name__, "a function that returns Clients")
     sizes = np.where(answered, clients.size, 0).astype(np.int32)
     even = mapping.num_rows(client_axis, size) == size
     send = partial(mapping.place, client_axis) if even else jax.device_put
