@@ -527,7 +527,10 @@ class Bare(NamedTuple):
             "step must be a function that returns .state, metrics., .*, got 'Still'",
         ),
         (lambda state, metrics: (metrics, state), r"step must be .* with metrics in a dict, got \['dict', 'Still"),
-        (lambda state, metrics: (state, {"loss": metrics}), "metrics must be a flat dict of arrays, got 'loss'"),
+        (
+            lambda state, metrics: (state, {"loss": metrics}),
+            "metrics must be a flat dict of arrays of real numbers, got 'loss'",
+        ),
         (
             lambda state, metrics: (state, {"bytes_up": metrics["loss"]}),
             r"no 'loss', .* of each client: \['bytes_up'\]",
@@ -539,6 +542,18 @@ class Bare(NamedTuple):
         (
             lambda state, metrics: (state._replace(cluster=state.cluster.astype(jnp.float32)), metrics),
             r"keeps shapes and types of the state, got .\.cluster is float32 \[7\], not int32 \[7\]",
+        ),
+        (
+            lambda state, metrics: (state, metrics | {"bytes_up": metrics["loss"]}),
+            r"the metric bytes_up must be of shape \[\], as records have its sum over rounds, got \[7\]",
+        ),
+        (
+            lambda state, metrics: (state, metrics | {"own": jax.random.key(0)}),
+            "dict of arrays of real numbers, got 'own",
+        ),
+        (
+            lambda state, metrics: (state, metrics | {"time": jnp.int32(0)}),
+            "metrics must be other names: .* got 'time'",
         ),
         (
             lambda state, metrics: (state._replace(cluster=state.cluster + 2), metrics),
@@ -605,6 +620,24 @@ def test_a_state_has_any_fields_where_a_method_says_what_it_serves():
     assert sim(algorithm=Algorithm(init, step, TASK, serve=serve)).records == sim(algorithm=STILL).records
 
 
+@pytest.mark.parametrize("part", ["found", "excluded"])
+def test_clusters_and_rounds_that_are_served_are_integers(part):
+    def serve(state, clients):
+        return Served(state.params, state.cluster, **{part: state.cluster > 0})
+
+    with pytest.raises(ValueError, match=rf"served {part} must be int32 \[7\], or None, got 'bool \[7\]'"):
+        sim(algorithm=STILL._replace(serve=serve))
+
+
+@pytest.mark.parametrize("part", ["test_clients", "newcomers"])
+def test_an_algorithm_without_its_task_evaluates_nothing(part):
+    """The results would be missing without a word."""
+    without = STILL._replace(task=None)
+    sim(algorithm=without, num_rounds=1, test_clients=None)
+    with pytest.raises(ValueError, match=rf"with its task, Algorithm\(init, step, task\), which evaluates {part}, got"):
+        sim(algorithm=without, **({"test_clients": None} | {part: CLIENTS}))
+
+
 def test_folders_are_never_overwritten(tmp_path):
     sim(out=tmp_path, config={"lr": 0.1}, algorithm=STILL)
     before = (tmp_path / "metrics.jsonl").read_text()
@@ -622,22 +655,39 @@ def test_folders_are_never_overwritten(tmp_path):
         sim(out=tmp_path, config={"lr": 0.1}, resume=True, algorithm=STILL)
 
 
+@pytest.mark.parametrize(
+    ("entries", "words"),
+    [
+        ({"sums": "twos"}, r"sums and largest of Entries must be tuples of names, .* got 'twos'"),
+        ({"sums": ("pair",)}, r"the metric pair must be of shape \[\], .* got \[2\]"),
+        ({"largest": ("half",)}, "the metric half must be of integers, .* got 'float32'"),
+    ],
+)
+def test_entries_that_records_cannot_hold_are_refused(entries, words):
+    def step(key, state, clients):
+        new, metrics = STILL.step(key, state, clients)
+        return new, metrics | {"twos": jnp.int32(2), "pair": jnp.ones(2), "half": jnp.float32(0.5)}
+
+    with pytest.raises(ValueError, match=words):
+        sim(algorithm=Algorithm(STILL.init, step, TASK, entries=jfcl.Entries(**entries)))
+
+
 def test_a_method_says_what_records_hold_and_why_it_ends():
     def notes(record, is_last):
-        return {"last": "the end"} if is_last else {"far": "far"} if record["far"] >= 4 else {}
+        return {"last": "the end"} if is_last else {"far": "far"} if record.pop("far") >= 4 else None
 
     def step(key, state, clients):
         new, metrics = STILL.step(key, state, clients)
-        own = {"twos": jnp.int32(2), "far": new.round % 5, "ended": new.round >= 7}
+        own = {"twos": jnp.int32(2), "far": new.round % 5, "below": new.round - 50, "ended": new.round >= 7}
         return new, metrics | own
 
-    entries = jfcl.Entries(sums=("twos",), largest=("far",), ended="seven are enough", notes=notes)
+    entries = jfcl.Entries(sums=("twos",), largest=("far", "below"), ended="seven are enough", notes=notes)
     with pytest.warns(UserWarning) as caught:
         history = sim(algorithm=Algorithm(STILL.init, step, TASK, entries=entries), num_rounds=20, eval_every=3)
     said = [str(w.message) for w in caught]
     assert said == ["round 6, seed 0: far", "round 9, seed 0: the end"]
     assert [(r["round"], r["twos"], r["far"]) for r in history.records] == [(3, 6.0, 3), (6, 12.0, 4), (9, 18.0, 4)]
-    assert (history.rounds, history.ended) == (9, "seven are enough")
+    assert (history.rounds, history.ended, history.records[-1]["below"]) == (9, "seven are enough", -41)
 
 
 def test_a_function_is_no_algorithm():
@@ -647,6 +697,8 @@ def test_a_function_is_no_algorithm():
         sim(hyperparams={"lr": 0.1})
     with pytest.raises(ValueError, match=r"hyperparams\['lr'\] must be a number"):
         sim(algorithm=lambda lr: IFCA, hyperparams={"lr": "fast"})
+    with pytest.raises(ValueError, match=r"num_clusters must be a value .* and none of hyperparams"):
+        sim(algorithm=lambda k: jfcl.ifca(TASK, TRAINING, num_clusters=k), hyperparams={"k": 2})
 
 
 def test_a_configuration_may_hold_what_json_spells_otherwise(tmp_path):
@@ -697,8 +749,6 @@ def test_a_thread_counts_what_it_compiles_itself():
     from jfcl.simulation import progress as watch
 
     opened, compiled, found = threading.Event(), threading.Event(), []
-    with pytest.raises(ValueError, match=r"num_clusters must be a value .* and none of hyperparams"):
-        sim(algorithm=lambda k: jfcl.ifca(TASK, TRAINING, num_clusters=k), hyperparams={"k": 2})
 
     def idle():
         found.append(watch.compile_seconds())

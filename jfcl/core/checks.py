@@ -163,6 +163,12 @@ def check_held(name: str, array: np.ndarray, real: np.ndarray | None = None, *, 
             check(limits.min <= value <= limits.max, name, value.item(), accepted)
 
 
+def is_real(values: Any) -> bool:
+    """Returns whether `values` are an array (or its shape) of real numbers or booleans."""
+    kinds = (jnp.bool_, jnp.integer, jnp.floating)
+    return hasattr(values, "dtype") and any(jnp.issubdtype(values.dtype, kind) for kind in kinds)
+
+
 def check_unmasked(name: str, values: Any) -> None:
     """Raises `ValueError` for a masked array of NumPy with missing values: its numbers there are no data."""
     if np.ma.is_masked(values):

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jfcl.core.checks import INT32_MAX, check, check_apart, check_held, check_unmasked, held_type, is_concrete
+from jfcl.core.checks import INT32_MAX, check, check_apart, check_held, check_unmasked, held_type, is_concrete, is_real
 from jfcl.core.parameters import named_leaves
 from jfcl.core.types import Algorithm, Clients, Served, Task, serve_clusters
 
@@ -107,9 +107,8 @@ def check_clients(clients: Clients, *, name: str = "clients", allow_empty: bool 
     leaves = jax.tree.leaves(clients.examples)
     check(len(leaves) > 0, f"{name}.examples", clients.examples, "a pytree with at least one array")
     for where, leaf in named_leaves(clients.examples).items():
-        dtype = getattr(leaf, "dtype", None)
-        if dtype is None or not any(jnp.issubdtype(dtype, real) for real in (jnp.bool_, jnp.integer, jnp.floating)):
-            actual = type(leaf).__name__ if dtype is None else f"{dtype}"
+        if not is_real(leaf):
+            actual = f"{leaf.dtype}" if hasattr(leaf, "dtype") else type(leaf).__name__
             advice = "give real and imaginary parts as two features, or see jfcl.data.from_arrays"
             raise ValueError(f"{name}.examples{where} must be an array of real numbers ({advice}), got {actual}")
     shapes = [np.shape(leaf) for leaf in leaves]
@@ -144,13 +143,13 @@ def check_clients(clients: Clients, *, name: str = "clients", allow_empty: bool 
         if leaf.dtype == np.float64 and jax.dtypes.canonicalize_dtype(np.float64) == np.float32 and leaf.ndim <= 3:
             check_apart(here, rows[real])
 
+
 def check_no_bytes(clients: Clients, trained: Clients, name: str) -> None:
     """Raises `ValueError` for images of integers, where those of the clients in training are floats, such as / 255."""
     inputs = [part.examples.get("x") if isinstance(part.examples, dict) else None for part in (clients, trained)]
     x, like = (np.dtype(getattr(x, "dtype", bool)) for x in inputs)
     images = x.kind in "iu" and (x == np.uint8 or np.ndim(inputs[0]) > 3)
     check(not (images and like.kind == "f"), f"{name}.examples['x']", x.name, f"of {like.name}, as in training")
-
 
 
 def check_at_most_clients(argument: str, value: int | None, count: int) -> None:
@@ -223,6 +222,8 @@ def check_served_to(name: str, served: Any, n: int) -> None:
     for name, part in rows.items():
         lengths = {x.shape[:1] for x in jax.tree.leaves(part)}
         check(lengths <= {(n,)}, f"served {name}", sorted(lengths), f"rows of {n} clients")
+        kind = f"{part.dtype} {list(part.shape)}" if name in ("found", "excluded") and part is not None else None
+        check(kind in (None, f"int32 [{n}]"), f"served {name}", kind, f"int32 [{n}], or None")
     active = None if served.active is None else served.active.shape
     check(active in (None, (k,)), "served active", active, f"of shape [{k}]")
 

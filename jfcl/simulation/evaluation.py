@@ -11,7 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jfcl.analysis import metrics
-from jfcl.core import Algorithm, Clients, Served, Task, check, check_served_to, named_leaves, num_clients
+from jfcl.core import Algorithm, Clients, Entries, Served, Task, check, check_served_to, named_leaves, num_clients
+from jfcl.core.checks import is_real
+from jfcl.core.types import check_task
 from jfcl.mapping.jitted import jitted
 from jfcl.mapping.memory import in_lots
 
@@ -23,16 +25,17 @@ OF_RECORDS = ("seed", "round", "train_loss", "clusters_in_use", "cluster", "excl
 OF_RECORDS += ("pooled_accuracy", "worst_client_accuracy", "worst_decile_accuracy")
 OF_RECORDS += ("cluster_accuracy", "adjusted_rand", "nmi", "purity", "clients", "step", "changed")
 OF_RECORDS += ("asked", "dropped", "cut", "seen")  # of a population
+OF_RECORDS += ("time", "silence", "init_rounds", "not_finite")  # of checkpoints, and of lines of metrics.jsonl
 OF_NEWCOMERS, OF_NEXT = "newcomer_", "next_"
 OF_TABLES = ("client", "true_cluster", "malicious", "excluded_in_round")  # columns of clients.csv
 MOST_LISTED = 1000  # more would make metrics.jsonl unwieldy
 
 
-def check_step(returned: Any, state: Any, clients: Clients) -> tuple[Any, dict[str, Any]]:
+def check_step(returned: Any, state: Any, clients: Clients, entries: Entries) -> tuple[Any, dict[str, Any]]:
     """Returns the `(state, metrics)` that a step has returned, arrays or their shapes; `ValueError` for other results.
 
     The state must keep the shapes and types of the `state` before. Metrics are a flat dict of arrays with `loss` `[N]`,
-    and without names that a record has for something else.
+    without names that a record has for something else, and such that records can hold the `entries`.
     """
     several = isinstance(returned, tuple | list) and not hasattr(returned, "_fields")
     pair = several and len(returned) == 2 and isinstance(returned[1], dict)
@@ -42,15 +45,21 @@ def check_step(returned: Any, state: Any, clients: Clients) -> tuple[Any, dict[s
     new, values = returned
     differ = unlike(new, state)
     check(not differ, "step", differ, "a function that keeps shapes and types of the state")
-    nested = [name for name, value in values.items() if not hasattr(value, "dtype")]
-    check(not nested, "metrics", ", ".join(map(str, nested)), "a flat dict of arrays")
+    odd = [name for name, value in values.items() if not is_real(value)]
+    check(not odd, "metrics", ", ".join(map(str, odd)), "a flat dict of arrays of real numbers")
     if "loss" not in values:
         raise ValueError(f"the metrics of step have no 'loss', the training loss of each client: {sorted(values)}")
     shape, n = jnp.shape(values["loss"]), len(clients.size)
     check(shape == (n,), "the metric loss", list(shape), f"of shape [{n}], a training loss for each client")
-    for name in values:
+    for names in (entries.sums, entries.largest):  # of a text, each letter would be a name
+        check(not isinstance(names, str), "sums and largest of Entries", names, "tuples of names, such as ('splits',)")
+    for name, value in values.items():
         taken = name in OF_RECORDS or name.startswith((OF_NEWCOMERS, OF_NEXT))
         check(not taken, "metrics", name, "other names: the records of a run have this one for a result of their own")
+        is_number = name not in (*SUMMED, *entries.sums) or not value.shape
+        check(is_number, f"the metric {name}", list(value.shape), "of shape [], as records have its sum over rounds")
+        is_whole = name not in entries.largest or value.dtype.kind in "biu"
+        check(is_whole, f"the metric {name}", value.dtype.name, "of integers, as records have its largest value")
     return new, values
 
 
@@ -72,6 +81,14 @@ def check_further(functions: Mapping[str, metrics.Metric] | None) -> tuple[tuple
         taken = name in (*OF_RECORDS, *OF_TABLES) or name.startswith((OF_NEWCOMERS, OF_NEXT))
         check(not taken, "metrics", name, "other names than those of entries of records and of columns of clients.csv")
     return further
+
+
+def check_evaluated(task: Any, evaluated: Sequence[str]) -> None:
+    """Raises `ValueError` unless there is a task for the `evaluated` clients, as the results would be missing."""
+    accepted = f"an algorithm with its task, Algorithm(init, step, task), which evaluates {' and '.join(evaluated)}"
+    check(task is not None or not evaluated, "algorithm", "one without", accepted)
+    if task is not None:
+        check_task(task)
 
 
 def check_names(further: tuple[tuple[str, metrics.Metric], ...], own: Mapping[str, Any]) -> None:

@@ -120,7 +120,8 @@ def metrics_of_clients(algorithm: Algorithm, cohorts: Cohorts, count: int, state
     def lengths(count, state=None):
         clients, key = cohorts(count), jax.eval_shape(lambda: jax.random.key(0))
         state = jax.eval_shape(algorithm.init, key, clients) if state is None else state
-        values = check_step(jax.eval_shape(algorithm.step, key, state, clients), state, clients)[1]
+        returned = jax.eval_shape(algorithm.step, key, state, clients)
+        values = check_step(returned, state, clients, algorithm.entries)[1]
         return {name: v.shape[0] for name, v in values.items() if v.ndim}
 
     found = {name for name, length in lengths(count, state).items() if length == count}

@@ -272,7 +272,7 @@ def rounds_at_once(count: int, seconds: float) -> int:
 def _add(totals: dict[str, Any], block: Block) -> dict[str, Any]:
     """Returns `totals` with the sums and the largest values of `block`."""
     sums = {name: np.add(totals.get(name, 0.0), added).tolist() for name, added in block.sums.items()}
-    return totals | sums | {name: np.maximum(x, totals.get(name, -1)).tolist() for name, x in block.largest.items()}
+    return totals | sums | {name: np.maximum(x, totals.get(name, x)).tolist() for name, x in block.largest.items()}
 
 
 def read_checkpoint(folder: RunFolder | None, like: PyTree, num_rounds: int) -> Restored | None:

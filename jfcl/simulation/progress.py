@@ -197,7 +197,7 @@ def warn_once(warned: set, rows: list[dict[str, Any]], subjects: Subjects, *, is
     """Warns, once for each kind in `warned`, of collapsed models, excluded updates, and what the method notes."""
     notes = subjects.algorithm.entries.notes or (lambda row, is_last: {})
     for row in rows:
-        texts = notes(row, is_last)
+        texts = dict(notes(dict(row), is_last) or {})
         if subjects.choices > 1 and not is_last and row["clusters_in_use"] == 1:
             texts["collapse"] = (
                 f"all clients use one of the {subjects.choices} models; restarts or a warm start (init_params,"

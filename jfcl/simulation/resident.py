@@ -96,11 +96,12 @@ def _advance(keys, hyperparams, state, silence, first, count, clients, *, algori
 
         put = partial(jax.lax.dynamic_update_index_in_dim, axis=0)
         step = jax.jit(method.step, inline=True)  # traced once, for the carry and in the loop
-        _, like = evaluation.check_step(step.eval_shape(key, state, clients), state, clients)
+        _, like = evaluation.check_step(step.eval_shape(key, state, clients), state, clients, method.entries)
         last = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), like)
         summed = [name for name in (*evaluation.SUMMED, *method.entries.sums) if name in like]
         sums = dict.fromkeys(summed, jnp.zeros(MOST_ROUNDS, jnp.float32))
-        largest = {name: jnp.full(like[name].shape, -1, jnp.int32) for name in method.entries.largest if name in like}
+        least = jnp.iinfo(jnp.int32).min
+        largest = {name: jnp.full_like(like[name], least, jnp.int32) for name in method.entries.largest if name in like}
         carry = state, last, sums, largest, silence, silence.count
         state, last, sums, largest, silence, most = jax.lax.fori_loop(first, first + count, one_round, carry)
         finite = is_finite(method.serve(state, None).models)
@@ -255,7 +256,7 @@ class Resident:
         self._serve = _selection(jax.vmap(lambda state: method.serve(state, None)), self.like)
         self._served = jax.eval_shape(self._serve, self.like)
         self._num_models = jax.tree.leaves(self._served.models)[0].shape[1]
-        self._learns = serve == "loss" and tests is not None and method.task is not None
+        self._learns = serve == "loss" and tests is not None
         choices = evaluation.choices_among(self._served, self._num_models, n, true_cluster)
         self.subjects = Subjects(method, self._seeds, self._ids, n, test_size, new_size, true_cluster, choices)
         if self._drift is not None:
@@ -370,8 +371,8 @@ class Resident:
         return jax.tree.map(lambda x: x[:, : self._n], jax.device_get(self._losses(state, self._tests)))
 
     def _losses(self, state: Any, data: Clients | None, call: Callable = evaluate_rows) -> Any:
-        """Returns the results `[R, ...]` of the test clients or of the newcomers; None without these, or a task."""
-        if data is None or self.method.task is None:
+        """Returns the results `[R, ...]` of the test clients or of the newcomers; None without these."""
+        if data is None:
             return None
         self._compiled()
         is_new = data is self._newcomers

@@ -22,7 +22,7 @@ from jfcl.data.store import ClientStore
 from jfcl.mapping import hosts, memory
 from jfcl.mapping.jitted import make_room_for_programs
 from jfcl.simulation.callbacks import Callbacks, check_callbacks
-from jfcl.simulation.evaluation import SERVE, check_further
+from jfcl.simulation.evaluation import SERVE, check_evaluated, check_further
 from jfcl.simulation.folder import RunFolder, check_folder
 from jfcl.simulation.loop import History, Schedule, run_rounds
 from jfcl.simulation.progress import Watch, warn_if_cores_are_idle
@@ -285,6 +285,7 @@ def check_data(client_axis: mapping.Mapping, parts: dict[str, Clients], true_clu
 
 def check_method(method: Algorithm, parts: dict[str, Clients]) -> None:
     """Raises `ValueError` for examples that the task cannot read, and for clients that the method does not support."""
+    check_evaluated(method.task, [name for name in parts if name != "clients"])
     for name, part in parts.items() if method.task is not None else ():
         check_examples(part, method.task, name=name)
         if method.task.num_classes is not None and not hosts.several():

@@ -148,7 +148,7 @@ class Streamed:
         self._num_models = 1 if self._layout.personal else jax.tree.leaves(served.models)[0].shape[0]
         self._several = self._layout.personal or self._num_models > 1 or bool(jax.tree.leaves(served.personal))
         self._choices = evaluation.choices_among(served, self._num_models, size, store.cluster)
-        self._is_tested = tests is not None and algorithm.task is not None
+        self._is_tested = tests is not None
         judged = ([tests, store] if self._several else [tests]) if self._is_tested else []
         judged_shapes = [hold(example_shapes(part, len(evaluated))) for part in judged]
         with_seed = jax.tree.map(lambda x: jax.ShapeDtypeStruct((1, *x.shape), x.dtype), self._shapes)
@@ -340,6 +340,7 @@ def _check_population(population: Population, algorithm: Algorithm) -> None:
     check(asked <= len(store), "stragglers", population.stragglers, accepted.format(asked, len(store)))
     if tests is not None:
         check_fits(store, tests, "test_clients")
+    evaluation.check_evaluated(algorithm.task, [] if tests is None else ["test_clients"])
     classes = None if algorithm.task is None else algorithm.task.num_classes
     for name, part in {"clients": store, "test_clients": tests}.items():
         if part is not None and "y" in part.fields and classes is not None:
