@@ -181,6 +181,15 @@ def test_a_simulation_names_what_it_cannot_read(clients, words, kind):
             simulation(GOOD, kind, **{part: clients})
 
 
+@pytest.mark.parametrize("examples", [{"x": X, "label": Y}, (X, Y)])
+def test_labels_of_a_known_number_of_classes_are_y(examples):
+    task = jfcl.Task(
+        lambda key: np.ones(3, np.float32), lambda w, x: x @ w, lambda outputs, batch: outputs, num_classes=2
+    )
+    with pytest.raises(ValueError, match="examples must be a dict with labels 'y', for a task with num_classes, got"):
+        jfcl.evaluate(task, np.ones((1, 3), np.float32), jfcl.stack_clients([examples]))
+
+
 def test_a_task_may_read_arrays_of_other_names():
     line = jfcl.models.task(lambda key: np.ones(3, np.float32), lambda w, left: left @ w, kind="regression")
     task = line._replace(inputs=lambda batch: batch["left"], reads=("left", "y"))

@@ -280,6 +280,7 @@ def test_every_other_entry_of_a_record_is_such_a_name():
     others = {name for name in history.records[-1] if not name.startswith(evaluation.OF_NEWCOMERS)} - set(shape)
     names = set(evaluation.OF_RECORDS) | {"loss"}  # that of the test examples, in the place of the method's
     elsewhere = {"excluded", "perplexity", "loss", "clients", "step", "changed", "asked", "dropped", "cut", "seen"}
+    elsewhere |= {"time", "silence", "init_rounds", "not_finite"}
     assert others <= names and names - others == elsewhere
 
 

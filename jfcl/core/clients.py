@@ -159,7 +159,10 @@ def check_at_most_clients(argument: str, value: int | None, count: int) -> None:
 
 def check_labels(clients: Clients, num_classes: int, *, name: str = "clients") -> None:
     """Raises `ValueError` unless the labels `examples["y"]` of real examples are integers in `0..num_classes-1`."""
-    y = np.asarray(clients.examples["y"])
+    examples = clients.examples if isinstance(clients.examples, dict) else {}
+    accepted = "a dict with labels 'y', for a task with num_classes"
+    check("y" in examples, f"{name}.examples", list(examples) or type(clients.examples).__name__, accepted)
+    y = np.asarray(examples["y"])
     accepted = f"labels of an integer type, as y.{'astype(np.int32)' if y.ndim == 2 else 'argmax(-1) of one-hot rows'}"
     check(np.issubdtype(y.dtype, np.integer), f'{name}.examples["y"]', y.dtype, accepted)
     real = np.arange(y.shape[1]) < np.asarray(clients.size)[:, None]
