@@ -883,3 +883,9 @@ def test_an_infinite_loss_is_a_loss():
 def test_curves_of_a_metric_that_was_not_recorded_are_refused():
     with pytest.raises(ValueError, match="'accuracy'"):
         plots.curves({"ifca": [{"seed": 0, "round": 1, "accuracy": 0.5}]}, "acuracy")
+
+
+def test_pictures_of_no_records_are_refused():
+    for draw in (lambda: plots.curves({"a": []}), lambda: plots.bars({"a": []}), lambda: plots.assignments([])):
+        with pytest.raises(ValueError, match="records must be at least one"):
+            draw()

@@ -175,6 +175,7 @@ def _by_round(records: Records, metric: str, over: str = "round") -> tuple[np.nd
 
 def _spaced(values: Sequence[Any]) -> list[Any]:
     """Returns all of `values`, or `MOST_POINTS` evenly spaced ones, the first and the last among them."""
+    check(len(values) > 0, "records", [], "at least one")
     count = min(len(values), MOST_POINTS)
     return [values[i] for i in np.rint(np.linspace(0, len(values) - 1, count)).astype(int)]
 
@@ -274,7 +275,7 @@ def assignments(records: Records, true_cluster: np.ndarray | None = None, *, see
       >>> assignments(records, np.array([0, 1])).axes[1].get_xlabel()
       'round'
     """
-    seed = records[0]["seed"] if seed is None else seed
+    seed = records[0]["seed"] if seed is None and records else seed
     chosen = _spaced([r for r in records if r["seed"] == seed])
     clusters = np.array([r["cluster"] for r in chosen]).T  # [N, E]
     has_truth = true_cluster is not None and len(np.unique(true_cluster)) > 1
@@ -376,8 +377,7 @@ def tree(nodes: Sequence[Any], true_cluster: np.ndarray | None = None) -> Figure
         below = {"xytext": (0, -3), "textcoords": "offset points", "ha": "center", "va": "top"}
         below["bbox"] = {"facecolor": "white", "edgecolor": "none", "pad": 1}  # over the lines
         axes.annotate(text, (middle, node.round + thick / 2), **below)
-    limits = {"ylim": (last * 1.15 + thick, -thick * 1.5), "xlim": (-0.7, len(place) - 0.3)}
-    axes.set(**limits, xticks=[], ylabel="round of the split")
+    axes.set(ylim=(1.21 * last, -0.09 * last), xlim=(-0.7, len(place) - 0.3), xticks=[], ylabel="round of the split")
     axes.yaxis.set_major_locator(_whole_numbers())
     axes.set_title("clients in each cluster; α: largest similarity across its split", fontsize=9)
     return figure
