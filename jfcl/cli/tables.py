@@ -178,10 +178,15 @@ def _facts(planned: Plan, config: Config) -> Iterator[tuple[str, str]]:
 
 
 def _duration(seconds: float | None) -> str:
-    """Returns a duration in a fitting unit."""
+    """Returns a duration in a fitting unit.
+
+    Example:
+      >>> _duration(0.9999), _duration(1e7)
+      ('1 s', '116 d')
+    """
     if seconds is None or seconds != seconds:
         return "–"
-    for size, unit in ((3600, "h"), (60, "min")):
+    for size, unit in ((86_400, "d"), (3600, "h"), (60, "min")):
         if seconds >= 2 * size:
             return f"{seconds / size:.3g} {unit}"
-    return f"{seconds:.3g} s" if seconds >= 1 else f"{1000 * seconds:.3g} ms"
+    return f"{seconds:.3g} s" if seconds >= 0.9995 else f"{1000 * seconds:.3g} ms"
