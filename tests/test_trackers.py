@@ -81,11 +81,12 @@ def test_tensorboard_continues_its_curves(tmp_path):
 def test_tensorboard_shows_seeds_and_their_means(tmp_path):
     pytest.importorskip("tensorboardX", reason="pip install 'jfcl[tensorboard]'")
     tracker = trackers.TensorBoard(tmp_path / "events")
-    tracker.on_start(RUN)
+    tracker.on_start(RUN._replace(config={"by": "a|b"}))
     for t in (1, 2):
         tracker.on_records([{"seed": s, "round": t, "loss": t + s / 4, "cluster": [0]} for s in (0, 1)])
     tracker.on_end(End("finished", "all rounds are done", 2))
-    found, _ = curves(tmp_path / "events")
+    found, texts = curves(tmp_path / "events")
+    assert r"| by | a\|b |" in texts["config"]  # a bar would begin another cell
     assert found == {
         "loss": {1: 1.125, 2: 2.125},
         "seed_0/loss": {1: 1.0, 2: 2.0},

@@ -98,7 +98,8 @@ class TensorBoard(Callback):
         part = {"purge_step": run.round + 1, "filename_suffix": f".{run.round}"}
         self._writer = self._library.SummaryWriter(str(folder), **part)
         _tell(f"{folder}; to see them: tensorboard --logdir {shlex.quote(str(folder))}")
-        lines = [f"| {name} | {value} |" for name, value in run.config.items() if value is not None]
+        texts = {name: str(v).replace("|", r"\|") for name, v in run.config.items() if v is not None}
+        lines = [f"| {name} | {text} |" for name, text in texts.items()]
         self._writer.add_text("config", "\n".join(["| option | value |", "|---|---|", *lines]), run.round)
 
     def on_records(self, records: list[dict[str, Any]]) -> None:
