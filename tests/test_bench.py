@@ -4,6 +4,7 @@ import dataclasses
 import importlib
 import json
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -258,6 +259,17 @@ def test_a_trial_does_not_add_to_the_results_nor_rows_of_another_device(script, 
         monkeypatch.setattr(sys, "argv", [script, *arguments, *more])
         module.main()
     assert written == [(None, new), (script.replace("_", "-"), new)]
+
+
+def test_the_commands_of_drift_write_the_files_that_hold_them(peers_job, monkeypatch):
+    module, written = importlib.import_module("drift"), []
+    monkeypatch.setattr(module, "rows_of", lambda *_: [])
+    monkeypatch.setattr(module, "report", lambda name, *_: written.append(name))
+    for file in (BENCHMARKS / "results").glob("drift*-cpu-2-cores.json"):
+        monkeypatch.setattr(sys, "argv", shlex.split(json.loads(file.read_text())["command"])[1:])
+        module.main()
+        assert file.name == f"{written[-1]}-cpu-2-cores.json"
+    assert len(written) > 3
 
 
 def test_every_script_answers_help():
