@@ -160,3 +160,13 @@ def test_a_task_without_classes_has_no_labels():
     _, _, task, training = problem()
     with pytest.raises(ValueError, match="by_label must be False for a task without"):
         jfcl.flux(task, training, num_clusters=2)
+
+
+def test_features_are_one_array():
+    several = TASK._replace(
+        apply=lambda params, x: {"logits": TASK.apply(params, x)},
+        cost=lambda outputs, batch: TASK.cost(outputs["logits"], batch),
+    )
+    algorithm = jfcl.flux(several, ONE, num_clusters=2)
+    with pytest.raises(ValueError, match="task must be one with represent, the features of inputs, got"):
+        jax.eval_shape(algorithm.init, jax.random.key(0), jax.tree.map(jnp.asarray, clients_of()[0]))

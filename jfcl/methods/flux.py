@@ -173,6 +173,7 @@ def flux(
 def _features(task: Task, model: PyTree, examples: PyTree) -> jax.Array:
     """Returns the features `[M, H]` of one client's examples."""
     features = (task.represent or task.apply)(indexable(model), task.inputs_of(examples))
+    check(hasattr(features, "shape"), "task", "one with several outputs", "one with represent, the features of inputs")
     return features.reshape(len(features), -1).astype(jnp.float32)
 
 
