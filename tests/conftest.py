@@ -103,8 +103,8 @@ def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
     def of_platform(*args, cpu, accelerator, tpu=None):
         return {"cpu": cpu, "gpu": accelerator, "tpu": tpu or accelerator}[request.param](*args)
 
-    for module in ("jfcl.core.parameters", "jfcl.models.conv", "jfcl.models.tasks", "jfcl.training.losses"):
-        monkeypatch.setattr(sys.modules[module], "by_platform", of_platform)
+    for module in ("core.parameters", "models.conv", "models.tasks", "training.losses", "training.span"):
+        monkeypatch.setattr(sys.modules[f"jfcl.{module}"], "by_platform", of_platform)
     return request.param
 
 

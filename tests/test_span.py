@@ -243,6 +243,15 @@ def test_products_may_be_given():
 # ---------------------------------------------------------------------------------------------------------------
 
 
+def test_the_first_layer_that_training_leaves(form):
+    x, a = data()["x"], np.random.default_rng(1).normal(size=(M, H)).astype(np.float32)
+    begin, start = MLP.init(jax.random.key(0)), dense_start(MLP)
+    inside = span.Span(jnp.asarray(x), jnp.zeros((M, H)), None)
+    left = span.leave(start, inside, jax.tree.map(jnp.zeros_like, begin) | {"Dense_0": {"kernel": a, "bias": 0}}, begin)
+    want = {"kernel": x.astype(np.float64).T @ a, "bias": a.astype(np.float64).sum(axis=0)}
+    assert_close(left["Dense_0"], jax.tree.map(np.add, begin["Dense_0"], want))
+
+
 def test_costs():
     """Counted by hand: products and gradient each step, against X W_0, X X^T, G A each step, and X^T A; and passes."""
     one_pass = span.PASS * 784 * 200

@@ -33,7 +33,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jfcl.core import Batch, DenseStart, PyTree, Task, get_parameter, is_concrete, set_parameter
+from jfcl.core import Batch, DenseStart, PyTree, Task, by_platform, get_parameter, is_concrete, set_parameter
 from jfcl.training.losses import mean_to_train
 
 # The cost of reading and writing one weight in a step, in multiply-adds. Measured on a CPU with a device per core, in
@@ -178,8 +178,20 @@ def leave(start: DenseStart, span: Span, params: PyTree, begin: PyTree) -> PyTre
         kernel, bias = kernel + c * span.away[0], None if bias is None else bias + c[0] * span.away[1]
     moved = jnp.tensordot(x, a.astype(x.dtype), ((0,), (0,)), preferred_element_type=kernel.dtype)
     if bias is not None:
-        params = set_parameter(params, start.bias, bias + a.sum(axis=0).astype(bias.dtype))
+        params = set_parameter(params, start.bias, bias + _column_sums(a).astype(bias.dtype))
     return set_parameter(params, start.kernel, kernel + moved)
+
+
+def _column_sums(a: jax.Array) -> jax.Array:
+    """Returns the sums `[H]` of the columns of `a` `[M, H]`."""
+
+    def reduced(a):
+        return a.sum(axis=0)
+
+    def product(a):  # a fifteenth of the reduction's time by XLA's estimate, which makes one of a single row of ones
+        return (jnp.ones((2, len(a)), a.dtype) @ a)[0]
+
+    return by_platform(a, cpu=reduced, accelerator=reduced, tpu=product)
 
 
 def start_optimizer(optimizer: optax.GradientTransformation, opt_state: PyTree, params: PyTree) -> PyTree:
