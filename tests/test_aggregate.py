@@ -44,6 +44,12 @@ def test_mean_ignores_order_and_scale_of_weights(n, seed):
     np.testing.assert_allclose(mean, cluster_mean(x[order], one, jnp.asarray(3 * w[order]), 1), rtol=1e-4, atol=1e-5)
 
 
+def test_the_mean_of_many_equal_rows_is_one_of_them():
+    rows, zeros = np.full((100_000, 3), 0.1, np.float32), np.zeros(100_000, np.int32)
+    mean = cluster_mean(rows, zeros, jnp.full(100_000, 0.3), 1)
+    np.testing.assert_allclose(mean[0], rows[0], rtol=2e-5)
+
+
 def test_rows_without_weight_may_hold_anything():
     x, mean = np.float32([[1.0], [np.nan], [np.inf]]), jax.jit(partial(cluster_mean, num_clusters=1))
     assert mean(x, np.zeros(3, np.int32), np.float32([2.0, 0.0, 0.0])).tolist() == [[1.0]]

@@ -269,7 +269,7 @@ def _clip(rows, usable, start, radius, weights, *, num_iters):
                     here = jax.lax.dynamic_slice_in_dim(clean, begin, length)
                     away = [blocks.usable_rows(d, here) for d in away]
                 share *= _pull(jnp.sqrt(blocks.squared_norms(away)), radius)
-                moves = [blocks.matmul(share, d) for d in away]
+                moves = [blocks.product_over_rows(blocks.matmul, share, d) for d in away]
                 return [s + move for s, move in zip(step, moves, strict=True)]
 
             step = blocks.fold_rows(add, [jnp.zeros(v.shape, wide) for v in center], rows)

@@ -16,6 +16,7 @@ from jfcl.core.checks import check
 from jfcl.core.clients import attack_key, client_ids, num_clients
 from jfcl.core.parameters import copied, divided, is_finite, joined, path_name
 from jfcl.core.types import Adversary, Clients, PyTree
+from jfcl.kernels.blocks import product_over_rows
 
 
 def per_row(scale: jax.Array, x: jax.Array) -> jax.Array:
@@ -46,8 +47,9 @@ def add_to_clusters(sums: PyTree, tree: PyTree, cluster: jax.Array, weights: jax
         if len(x) == 1:
             return total.at[cluster[0]].add(counted[0] * scale[0], mode="drop", wrap_negative_indices=False)
         one_hot = jax.nn.one_hot(cluster, len(total), dtype=total.dtype, axis=0) * scale[None, :]
-        return total + jnp.tensordot(one_hot, counted, axes=1, precision=jax.lax.Precision.HIGHEST)
+        return total + product_over_rows(product, one_hot, counted)
 
+    product = partial(jnp.tensordot, axes=1, precision=jax.lax.Precision.HIGHEST)
     return jax.tree.map(add, sums, tree)
 
 
