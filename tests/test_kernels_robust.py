@@ -476,6 +476,19 @@ def test_padding_clients_change_no_bucket_of_many_clients():
     assert mask.sum() == 425
 
 
+def test_buckets_take_memory_for_the_clients():
+    z = jax.ShapeDtypeStruct((10_000, 1), np.float32)
+    program = jax.jit(partial(kernels.bucketing, bucket_size=2, key=jax.random.key(0))).lower(z).compile()
+    assert program.memory_analysis().temp_size_in_bytes < 100 * z.size  # and not for each client and bucket
+
+
+@pytest.mark.parametrize("name", ["mean", "centered_clip"])
+def test_many_equal_updates_are_their_mean(name):
+    z = np.full((100_000, 2), 0.1, np.float32)
+    options = {"radius": 1e6} if name == "centered_clip" else {}
+    np.testing.assert_allclose(kernels.AGGREGATORS[name](z, **options), z[0], rtol=2e-5)
+
+
 @pytest.mark.slow_cases("nearest_neighbour_mixing")
 @pytest.mark.parametrize("name", PRE_AGGREGATORS)
 def test_what_comes_before_masks_broken_clients_and_keeps_shapes(name):

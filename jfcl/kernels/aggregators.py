@@ -124,11 +124,24 @@ def bucketing(
     key = jax.random.key(0) if key is None else key
     draws = jax.random.uniform(key, (count,))  # of a client, the same with padding clients behind the others
     order = jnp.argsort(jnp.where(usable, draws, jnp.full_like(draws, 2)))
-    bucket = jnp.zeros(count, jnp.int32).at[order].set(jnp.arange(count, dtype=jnp.int32) // bucket_size)
     num_buckets = -(-count // bucket_size)
-    members = bucket[None, :] == jnp.arange(num_buckets, dtype=jnp.int32)[:, None]
-    mixing = jax.vmap(shares, (0, None))(members.astype(sum_dtype(*rows)), usable)
-    return like(updates, combine(rows, mixing, usable)), (mixing > 0).any(axis=1)
+    places = jnp.arange(num_buckets * bucket_size, dtype=jnp.int32)
+    members = (places < usable.sum()).reshape(num_buckets, bucket_size)
+    mixing = jax.vmap(shares)(members.astype(sum_dtype(*rows)), members)
+    of_buckets = order[jnp.minimum(places, count - 1)].reshape(num_buckets, bucket_size)
+    return like(updates, _bucket_means(rows, of_buckets, mixing)), members.any(axis=1)
+
+
+@jax.jit
+def _bucket_means(rows, of_buckets, mixing):
+    """Returns `[B, d]` for every matrix: the sums of its rows `of_buckets` `[B, S]` with the weights `mixing`."""
+
+    def means(x):
+        dtype = sum_dtype(x)
+        members = jnp.where((mixing > 0)[:, :, None], x[of_buckets].astype(dtype), jnp.zeros((), dtype))
+        return (members * mixing.astype(dtype)[:, :, None]).sum(axis=1).astype(x.dtype)
+
+    return list(map(means, rows))
 
 
 # All have the signature `f(updates, *, mask=None, ...)`.
