@@ -476,6 +476,15 @@ def test_padding_clients_change_no_bucket_of_many_clients():
     assert mask.sum() == 425
 
 
+@pytest.mark.parametrize("unit", [2.0**-100, 1.0, 2.0**100])
+def test_updates_of_any_unit_are_shortened_and_never_lengthened(unit):
+    z = np.float32([[3, 4], [0.3, 0.4], [0, 0]])
+    short = kernels.clip_norms(z * np.float32(unit), radius=unit)[0] / np.float32(unit)
+    np.testing.assert_allclose(short, [[0.6, 0.8], [0.3, 0.4], [0, 0]], rtol=1e-6)
+    short = kernels.adaptive_clip(z * np.float32(unit), num_malicious=1)[0] / np.float32(unit)
+    np.testing.assert_allclose(short, [[0.3, 0.4], [0.3, 0.4], [0, 0]], rtol=1e-6)
+
+
 def test_buckets_take_memory_for_the_clients():
     z = jax.ShapeDtypeStruct((10_000, 1), np.float32)
     program = jax.jit(partial(kernels.bucketing, bucket_size=2, key=jax.random.key(0))).lower(z).compile()

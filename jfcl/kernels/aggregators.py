@@ -21,11 +21,17 @@ from jfcl.kernels.robust_vectors import bulyan, centered_clip, geometric_median,
 from jfcl.kernels.similarity import scaled_rows, unit_scale
 
 
+def _norms(rows, usable):
+    """Returns the norms `[N]`, also where squares over- or underflow, and the factors of `unit_scale`."""
+    norms, (power, inverse) = jnp.sqrt(squared_norms(rows)), unit_scale(rows, usable)
+    known = jnp.isfinite(norms) & (norms > 1e-15)
+    return jnp.where(known | (inverse == 0), norms, 1 / inverse / power), power, inverse
+
+
 @jax.jit
 def _shorten(rows, usable, radius):
-    norms = jnp.sqrt(squared_norms(rows))
-    power, inverse = unit_scale(rows, usable)
-    longer = norms > radius  # also where the square overflows
+    norms, power, inverse = _norms(rows, usable)
+    longer = norms > radius
     power, inverse = jnp.where(longer, power, 1.0), jnp.where(longer, inverse * radius, 1.0)
     # In the type of the norms: rounded to 16 bits, the factor of a long update can be 0.
     return [usable_rows(scaled_rows(x, usable, (power, inverse)), usable) for x in rows]
@@ -73,7 +79,7 @@ def _arc_radius(rows, usable, f):
     n = jnp.maximum(count, 1)
     estimate = (2 * f.astype(jnp.float32) * ((n - f) / n)).astype(jnp.int32)
     num_clipped = estimate + (2 * f * (n - f) - estimate * n) // n
-    norms = jnp.where(usable, jnp.sqrt(squared_norms(rows)), -jnp.inf)
+    norms = jnp.where(usable, _norms(rows, usable)[0], -jnp.inf)
     longest_first = jnp.sort(norms, descending=True)
     return jnp.maximum(longest_first[jnp.minimum(num_clipped, len(usable) - 1)], 0.0)
 
