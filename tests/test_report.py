@@ -2,6 +2,7 @@
 
 import base64
 import csv
+import hashlib
 import html.parser
 import io
 import itertools
@@ -375,7 +376,10 @@ def stop(folder: Path) -> None:
     *earlier, last = sorted((folder / "checkpoints").iterdir(), key=lambda place: int(place.name))
     for place in earlier:  # of a slow machine, which makes several
         shutil.rmtree(place)
-    last.rename(last.with_name("2"))
+    last = last.rename(last.with_name("2"))
+    before, about = b"".join(lines[:4]), json.loads((last / "about.json").read_text())
+    about["records"] = {"count": 4, "bytes": len(before), "sha256": hashlib.sha256(before).hexdigest()}
+    files.write_json(last / "about.json", files.seal(about))
 
 
 @pytest.mark.usefixtures("undrawn")
@@ -506,6 +510,11 @@ def test_a_line_that_is_no_record_is_named(copy, capsys):
         file.write_text("\n".join([*lines[:2], line, *lines[3:]]) + "\n")
         assert cli.main(["report", str(copy / "local")]) == 2
         assert re.search(r"metrics\.jsonl is damaged: line 3", " ".join(capsys.readouterr().err.split()))
+    # A number that is another than before the checkpoint.
+    file.write_text("\n".join([*lines[:2], json.dumps(json.loads(lines[2]) | {"accuracy": 1.0}), *lines[3:]]) + "\n")
+    assert cli.main(["report", str(copy / "local")]) == 2
+    assert "metrics.jsonl is damaged: its first 8 lines" in " ".join(capsys.readouterr().err.split())
+    shutil.rmtree(copy / "local" / "checkpoints")
     # Records that are none of a run: out of order, or with other things in the place of numbers.
     for of_last in ({}, {"loss": [{}]}, {"train_loss": {}}):
         last = [json.dumps(json.loads(line) | of_last) for line in lines[-2:]]

@@ -211,7 +211,7 @@ def _columns(folder: Path, summary: dict[str, Any]) -> dict[str, np.ndarray]:
 
 @contextlib.contextmanager
 def odd_records(folder: Path) -> Iterator[None]:
-    """Names the records of an unfinished run, which nothing verifies, in the place of errors that they cause."""
+    """Names the records of an unfinished run, not all of which are verified, in the place of errors that they cause."""
     try:
         yield
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
@@ -223,8 +223,10 @@ def _so_far(
     folder: Path, config: dict[str, Any], records: list[dict[str, Any]], checkpoints: list[int]
 ) -> dict[str, Any]:
     """Returns the entries of a summary, of the last round that all seeds have reached."""
-    # A checkpoint has the rounds of the method's start.
-    about = read_json(folder / "checkpoints" / str(checkpoints[0]) / "about.json") if checkpoints else {}
+    about: dict[str, Any] = {}
+    if checkpoints:  # the last has the rounds of the method's start, and the digest of the lines before it
+        about = read_json(folder / "checkpoints" / str(checkpoints[0]) / "about.json")
+        RunFolder(folder).verified(checkpoints[0], about["records"])
     seeds, rounds = {record["seed"] for record in records}, Counter(record["round"] for record in records)
     last = max((t for t, count in rounds.items() if count >= len(seeds)), default=0)
     clients = config.get("clients") if config.get("population") is None else config["population"]

@@ -289,9 +289,9 @@ class RunFolder:
                 f"{place} is damaged ({type(error).__name__}: {str(error)[:200]}): remove it, and the run continues"
                 f" from the checkpoint before it, or from the beginning; {UNCHANGED}"
             ) from None
-        return Restored(round_, state, metadata["totals"], self._verified(round_, metadata["records"]))
+        return Restored(round_, state, metadata["totals"], self.verified(round_, metadata["records"]))
 
-    def _verified(self, round_: int, expected: dict[str, Any]) -> list[dict[str, Any]]:
+    def verified(self, round_: int, expected: dict[str, Any]) -> list[dict[str, Any]]:
         """Returns the records before a checkpoint; `ValueError` if their lines differ from its digest."""
         data = plain.read_bytes(self.metrics_path)[: expected["bytes"]] if self.metrics_path.exists() else b""
         chain = hashlib.sha256(data)
