@@ -11,7 +11,7 @@ from jax import export
 import jfcl
 from jfcl.core.files import npz_bytes
 from jfcl.core.parameters import named_parameters
-from jfcl.experiments import Config, export_model, load_params, load_run, run
+from jfcl.experiments import Config, export_model, load_params, load_run, run, setups
 from jfcl.experiments.serving import LoadedRun, structured
 
 BYTES = np.full((2, 8, 8, 1), 255, np.uint8)
@@ -204,6 +204,14 @@ def test_scalars_keep_their_shape_in_safetensors(tmp_path):
     export_model(None, {"scale": np.float32(2.0), "w": np.ones((2, 3), np.float32).T}, tmp_path / "m.safetensors")
     read = safetensors.load_file(tmp_path / "m.safetensors")
     assert read["scale"].shape == () and read["w"].shape == (3, 2)
+
+
+def test_a_warm_start_has_the_structure_of_the_model(tmp_path):
+    task = jfcl.Task(lambda key: [jnp.ones(3), {"b": jnp.zeros(())}], lambda p, x: x, lambda outputs, batch: outputs)
+    file = npz_bytes({"0": np.full((1, 3), 2, np.float32), "1/b": np.ones(1, np.float32)})
+    (tmp_path / "params.npz").write_bytes(file)
+    start = setups._warm_start(Config("fedavg", init_from=str(tmp_path)), task)
+    assert jax.tree.map(lambda x: np.asarray(x).tolist(), start) == [[2, 2, 2], {"b": 1}]
 
 
 def test_outputs_of_several_arrays_are_exported(tmp_path):

@@ -11,10 +11,12 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 from flax.traverse_util import unflatten_dict
 
 from jfcl.core import PyTree, check, files, plain
+from jfcl.core.parameters import named_parameters
 from jfcl.methods import METHODS, Method
 from jfcl.simulation.folder import RunFolder, finite_or_none, read_json, read_verified, saved_config, verify_results
 from jfcl.simulation.results import summarize_records
@@ -177,6 +179,17 @@ def load_params(folder: str | Path, part: str = "params") -> PyTree:
     if (saved.parent / "summary.json").exists():
         verify_results(saved.parent, [saved.name])
     return params
+
+
+def structured(arrays: PyTree, like: PyTree) -> PyTree:
+    """Returns the arrays of a file in the structure and types of `like`; `()` where `like` has no leaves."""
+    if not jax.tree.leaves(like):
+        return ()
+    rows, wanted = named_parameters(arrays), named_parameters(like)
+    accepted = f"those of the run: {list(wanted)}"
+    check(sorted(rows) == sorted(wanted), "the models of the folder", sorted(rows), accepted)
+    leaves = [np.asarray(rows[name], leaf.dtype) for name, leaf in wanted.items()]
+    return jax.tree.unflatten(jax.tree.structure(like), leaves)
 
 
 def _method(config: dict[str, Any]) -> Method | None:

@@ -23,7 +23,7 @@ from jfcl.core.parameters import named_leaves, named_parameters
 from jfcl.data import read_rows
 from jfcl.experiments.comparison import is_configured
 from jfcl.experiments.config import Config, from_saved
-from jfcl.experiments.results import load_params, read_finished
+from jfcl.experiments.results import load_params, read_finished, structured
 from jfcl.experiments.setups import Setup, setup
 
 BY = ("loss", "inputs")
@@ -209,17 +209,6 @@ def load_run(folder: str | Path, *, data_dir: str | None = None) -> LoadedRun:
     weights = loaded["mixture"]["weights"] if is_mixture else None
     adds_models = like.active is not None
     return LoadedRun(config, parts, loaded["params"], cluster, loaded["personal"], weights, adds_models)
-
-
-def structured(arrays: PyTree, like: PyTree) -> PyTree:
-    """Returns the arrays of a file in the structure and types of `like`; `()` where `like` has no leaves."""
-    if not jax.tree.leaves(like):
-        return ()
-    rows, wanted = named_parameters(arrays), named_parameters(like)
-    accepted = f"those of the run: {list(wanted)}"
-    check(sorted(rows) == sorted(wanted), "the models of the folder", sorted(rows), accepted)
-    leaves = [np.asarray(rows[name], leaf.dtype) for name, leaf in wanted.items()]
-    return jax.tree.unflatten(jax.tree.structure(like), leaves)
 
 
 def _check_no_bytes(name: str, x: Any, trained: Any) -> None:

@@ -126,8 +126,9 @@ def make_aggregator(config: Config) -> Callable:
 
 def _warm_start(config: Config, task: Task) -> PyTree:
     """Returns the models of `--init-from`: `[K, ...]`, or one without that axis, from which all clients start."""
-    params = results.load_params(config.init_from)
+    params, like = results.load_params(config.init_from), jax.eval_shape(task.init, jax.random.key(0))
     try:
+        params = results.structured(params, like)
         models.pretrained.fitting(task, jax.tree.map(lambda leaf: leaf[0], params))
     except ValueError as error:
         accepted = f"a run that ended with models {config.model!r} of these sizes ({error})"
