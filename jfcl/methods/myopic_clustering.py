@@ -84,8 +84,8 @@ def myopic_clustering(
 
     Returns:
       `Algorithm` with a `CentersState`. Cost of a round: `N` gradients, `min(N, 1024) N D` operations for the densest
-      starts of the centres (none to carry them over); memory `O(N D)`. Bytes: each client sends a gradient and gets a
-      centre.
+      starts of the centres (none to carry them over); memory `O(N D)`, and for these starts `3 min(N, 1024) N` numbers.
+      Bytes: each client sends a gradient and gets a centre.
 
     Raises:
       ValueError: as `jfcl.federated_clustering`; `K` larger than the number of clients; more than one local step.
