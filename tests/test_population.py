@@ -1,4 +1,3 @@
-import gc
 import json
 import os
 import shutil
@@ -67,17 +66,6 @@ def same(a, b, **tolerance):
             np.testing.assert_allclose(x, y, **tolerance)
         else:
             np.testing.assert_array_equal(np.asarray(x), np.asarray(y))
-
-
-def test_a_call_leaves_no_objects_in_the_caches_of_jax():
-    def count():
-        population(num_rounds=2)
-        gc.collect()
-        return len(gc.get_objects())
-
-    count()  # compiles
-    before = count()
-    assert [count() for _ in range(4)][-1] - before < 4 * 20  # each left 58, as long as the algorithm lived
 
 
 # ---- Everyone, every round: the same as `simulate` -----------------------------------------------------------------

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jfcl.core.checks import INT32_MAX, check, check_apart, check_held, check_unmasked, held_type, is_concrete, is_real
-from jfcl.core.parameters import named_leaves, shapes_of
+from jfcl.core.parameters import named_leaves
 from jfcl.core.types import Algorithm, Clients, Served, Task, serve_clusters
 
 
@@ -194,8 +194,8 @@ def check_examples(clients: Clients, task: Task, *, name: str = "clients") -> No
     if shape in (wanted, (math.prod(wanted),)):
         return
     try:
-        params = shapes_of(task.init, jax.random.key(0))
-        shapes_of(task.apply, params, shape_struct(examples["x"], (1, *shape)))
+        params = jax.eval_shape(task.init, jax.random.key(0))
+        jax.eval_shape(task.apply, params, shape_struct(examples["x"], (1, *shape)))
     except Exception:  # of any package that models are written in
         raise ValueError(f"{name}: inputs have shape {shape}, but the model is made for {wanted}") from None
 

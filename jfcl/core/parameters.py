@@ -82,11 +82,6 @@ def is_finite(tree: PyTree) -> jax.Array:
     return by_platform(jax.tree.leaves(tree), cpu=entries, accelerator=entries, tpu=of_all(by_maximum))
 
 
-def shapes_of(function: Callable[..., PyTree], *arguments: Any) -> PyTree:
-    """Returns `jax.eval_shape` of a function that lives on: JAX keeps the program of each call as long as that."""
-    return jax.eval_shape(lambda *arguments: function(*arguments), *arguments)
-
-
 def num_bytes(tree: PyTree) -> int:
     """Returns the bytes of a pytree of arrays (or of their shapes): the cost of sending it once."""
     return sum(int(np.prod(np.shape(leaf))) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
@@ -143,7 +138,7 @@ def in_head(task: Task) -> Callable[[str], bool]:
     """Returns the predicate of the last dense layer's parameters; `ValueError` if it is unknown, or the only layer."""
     accepted = "given: the last dense layer of this task's model is not known (that of flax.linen modules is)"
     check(task.head is not None, "personal", None, accepted)
-    names = parameter_names(shapes_of(task.init, jax.random.key(0)))
+    names = parameter_names(jax.eval_shape(task.init, jax.random.key(0)))
     has_body = not all(name.startswith(f"{task.head}/") for name in names)
     check(has_body, "task", f"a model of one layer, {task.head}", "a model with a body before its last dense layer")
     return lambda path: path.startswith(f"{task.head}/")
@@ -152,7 +147,7 @@ def in_head(task: Task) -> Callable[[str], bool]:
 def check_part(argument: str, predicate: Callable[[str], bool] | None, task: Task, *, whole: bool = False) -> None:
     """Raises `ValueError` unless `predicate` holds for some parameters, and, unless `whole`, not for all trained."""
     if predicate is not None:
-        shapes = shapes_of(task.init, jax.random.key(0))
+        shapes = jax.eval_shape(task.init, jax.random.key(0))
         names, trained = parameter_names(shapes), parameter_names(trained_part(task, shapes))
         check_predicate(argument, predicate, names, some=names, not_all=None if whole else trained)
 

@@ -28,7 +28,6 @@ from jfcl.core import (
     num_clients,
     shape_struct,
 )
-from jfcl.core.parameters import shapes_of
 from jfcl.mapping import hosts
 from jfcl.mapping.jitted import jitted
 
@@ -125,7 +124,7 @@ def needed_memory(algorithm: Algorithm, clients: Clients, client_axis: mapping.M
     rows = mapping.num_rows(client_axis, num_clients(clients))
     shapes = on_mesh(client_shapes(clients, rows), mesh, rows)
     key = on_mesh(jax.eval_shape(lambda: jax.random.key(0)), mesh, rows)
-    state = on_mesh(shapes_of(algorithm.init, key, shapes), mesh, rows)
+    state = on_mesh(jax.eval_shape(algorithm.init, key, shapes), mesh, rows)
     data = num_bytes(shapes) // (1 if mesh is None else mesh.size)
     try:
         compiled = jitted(algorithm.step).lower(key, state, shapes).compile()

@@ -11,7 +11,6 @@ from typing import Unpack
 import jax
 
 from jfcl.core import Algorithm, Task, check, in_head, parameter_names
-from jfcl.core.parameters import shapes_of
 from jfcl.methods.averaging import Averaging, averaging
 from jfcl.methods.options import AVERAGING, Options, Rounds, factory
 from jfcl.training.local import LocalTraining
@@ -175,7 +174,7 @@ def fedbn(task: Task, training: LocalTraining, **options: Unpack[Options]) -> Al
 
 def in_batch_normalisation(task: Task) -> Callable[[str], bool]:
     """Returns the choice, by a path, of the parameters in layers with batch statistics."""
-    names = parameter_names(shapes_of(task.init, jax.random.key(0)))
+    names = parameter_names(jax.eval_shape(task.init, jax.random.key(0)))
     layers = {name.rpartition("/")[0] for name in names if task.statistics is not None and task.statistics(name)}
     check(bool(layers), "task", "a model without batch statistics", "one with batch normalisation")
     return lambda path: path.rpartition("/")[0] in layers

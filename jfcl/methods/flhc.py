@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from jfcl.core import Algorithm, Clients, Task, attack_key, client_ids, is_finite
 from jfcl.core.options import MOST_REPEATED, Interval, OneOf, Range, Real, Search
-from jfcl.core.parameters import check_predicate, divided, num_bytes, parameter_names, shapes_of, trained_part
+from jfcl.core.parameters import check_predicate, divided, num_bytes, parameter_names, trained_part
 from jfcl.kernels import LINKAGES, cut, linkage_tree, pairwise_cosine, squared_distances
 from jfcl.mapping.columns import over_columns
 from jfcl.methods import round as phases
@@ -70,7 +70,7 @@ def flhc(
     """
     rules = Averaging(task, training, num_clusters, at_most_clients=True, **options)
     if layers is not None:
-        shapes = shapes_of(task.init, jax.random.key(0))
+        shapes = jax.eval_shape(task.init, jax.random.key(0))
         compared = parameter_names(divided(options["personal"], trained_part(task, shapes))[0])
         check_predicate("layers", layers, compared, some=compared, not_all=None)
     common = averaging(rules._replace(num_clusters=1, shared=None, cohort=None))

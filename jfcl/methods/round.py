@@ -18,16 +18,7 @@ import optax
 from jfcl import mapping
 from jfcl.core.checks import check, check_choice, check_finite, is_concrete
 from jfcl.core.clients import Cohort, client_ids, client_keys, random_order, server_key, take_clients
-from jfcl.core.parameters import (
-    check_part,
-    divided,
-    joined,
-    parameter_names,
-    part_like,
-    shapes_of,
-    trained_part,
-    with_fixed,
-)
+from jfcl.core.parameters import check_part, divided, joined, parameter_names, part_like, trained_part, with_fixed
 from jfcl.core.types import Clients, PyTree, Task
 from jfcl.kernels.base import if_rare
 from jfcl.robust.aggregate import add_sent, nothing_sent, where_rows
@@ -49,7 +40,7 @@ def check_scopes(rules: Any) -> None:
     check_part("personal", personal, task)
     check_part("shared", shared, task, whole=True)
     if shared is not None and personal is not None:
-        names = parameter_names(shapes_of(task.init, jax.random.key(0)))
+        names = parameter_names(jax.eval_shape(task.init, jax.random.key(0)))
         both = [name for name in names if personal(name) and shared(name)]
         check(not both, "shared and personal", ", ".join(both), "in one of them at most")
     if rules.personal_steps is not None:
@@ -274,7 +265,7 @@ def server_update(
     weights, statistics = divided(task.statistics, state.params)
     mean, of_statistics = divided(task.statistics, mean)
     direction = jax.tree.map(jnp.negative, mean)
-    opt_state, like = state.server, shapes_of(optimizer.init, jax.tree.map(lambda p: p[0], weights))
+    opt_state, like = state.server, jax.eval_shape(optimizer.init, jax.tree.map(lambda p: p[0], weights))
     if jax.tree.leaves(like):
         keys = jax.random.split(server_key(cohort.key), len(jax.tree.leaves(weights)[0]))
         opt_state = jax.vmap(partial(rekeyed, like=like))(keys, opt_state)

@@ -13,16 +13,7 @@ from flax.core import unfreeze
 
 from jfcl.core.checks import check, check_count, check_finite
 from jfcl.core.clients import check_clients, check_examples, mask
-from jfcl.core.parameters import (
-    check_predicate,
-    joined,
-    named_parameters,
-    parts,
-    path_flags,
-    shapes_of,
-    trained_part,
-    with_fixed,
-)
+from jfcl.core.parameters import check_predicate, joined, named_parameters, parts, path_flags, trained_part, with_fixed
 from jfcl.core.types import Clients, PyTree, Task, check_task, with_train_loss
 from jfcl.mapping.jitted import jitted
 from jfcl.models.modules import FROZEN_LAYERS
@@ -188,7 +179,7 @@ def fitting(task: Task, params: PyTree) -> PyTree:
     """Returns `params` as JAX arrays of the task's types; raises `ValueError` for others than the task's, and NaN."""
     check_task(task)
     params = unfreeze(params)
-    like = shapes_of(task.init, jax.random.key(0))
+    like = jax.eval_shape(task.init, jax.random.key(0))
     wanted, shapes = ({n: np.shape(x) for n, x in named_parameters(tree).items()} for tree in (like, params))
     wrong = [n for n in {**wanted, **shapes} if shapes.get(n) != wanted.get(n)]
     if wrong or jax.tree.structure(like) != jax.tree.structure(params):
@@ -215,7 +206,7 @@ def with_frozen_statistics(task: Task, trained: PyTree) -> Task:
     """Returns `task` with running statistics, in training too, in the layers whose statistics are not in `trained`."""
     if task.statistics is None:
         return task
-    moving, names = (named_parameters(tree) for tree in (trained, shapes_of(task.init, jax.random.key(0))))
+    moving, names = (named_parameters(tree) for tree in (trained, jax.eval_shape(task.init, jax.random.key(0))))
     layers = frozenset(n.rpartition("/")[0] for n in names if task.statistics(n) and n not in moving)
     remain = any(map(task.statistics, moving))
 

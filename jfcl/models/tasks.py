@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import optax
 
 from jfcl.core.checks import check, check_choice, check_count, check_shape
-from jfcl.core.parameters import divided, joined, parameter_names, shapes_of
+from jfcl.core.parameters import divided, joined, parameter_names
 from jfcl.core.platforms import by_platform
 from jfcl.core.types import Batch, DenseStart, PyTree, Task, check_task, dense_start, with_train_loss
 from jfcl.models.modules import Network, at_layers, module_name, of_linen
@@ -357,4 +357,4 @@ def parameter_paths(task: Task) -> list[str]:
       ['Dense_0/bias', 'Dense_0/kernel']
     """
     check_task(task)
-    return parameter_names(shapes_of(task.init, jax.random.key(0)))
+    return parameter_names(jax.eval_shape(task.init, jax.random.key(0)))

@@ -36,7 +36,7 @@ from jfcl.core.checks import check, check_count
 from jfcl.core.clients import Cohort, client_keys, random_order, take_clients
 from jfcl.core.names import renamed
 from jfcl.core.options import Interval, OneOf, Range, Real, check_options
-from jfcl.core.parameters import divided, parameter_names, shapes_of
+from jfcl.core.parameters import divided, parameter_names
 from jfcl.core.types import Clients, PyTree
 
 __all__ = ["SAMPLING", "GaussianDP", "default_delta", "epsilon", "noise_of_sums"]
@@ -109,7 +109,7 @@ def check_private(rules: Any) -> None:
     for name in ("adversary", "aggregator"):
         check(getattr(rules, name) is None, name, getattr(rules, name), "left out with dp: no guarantee would hold")
     if task.statistics is not None:
-        sent = parameter_names(divided(rules.personal, shapes_of(task.init, jax.random.key(0)))[0])
+        sent = parameter_names(divided(rules.personal, jax.eval_shape(task.init, jax.random.key(0)))[0])
         sent = [name for name in sent if task.statistics(name)]
         accepted = "personal with dp (as in jfcl.fedbn), or absent: noise makes variances negative; use group norm"
         check(not sent, "batch statistics", ", ".join(sent), accepted)

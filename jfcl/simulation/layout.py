@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.interpreters.partial_eval import dce_jaxpr
 
 from jfcl.core import Algorithm, Clients, check, check_examples, check_served, serve_clusters
-from jfcl.core.parameters import is_key, shapes_of
+from jfcl.core.parameters import is_key
 from jfcl.simulation.evaluation import check_step
 
 Start = Callable[[jax.Array, Clients], Any]
@@ -63,7 +63,7 @@ def layout_of(algorithm: Algorithm, init: Start, cohorts: Cohorts, count: int) -
         that serves what `Served` cannot be, or a choice of its clients' own models.
     """
     key = jax.eval_shape(lambda: jax.random.key(0))
-    state, more = (shapes_of(init, key, cohorts(c)) for c in (count, count + 1))
+    state, more = (jax.eval_shape(init, key, cohorts(c)) for c in (count, count + 1))
     jax.eval_shape(partial(check_served, algorithm), state, cohorts(count))
     served, of_more = (jax.eval_shape(lambda state: algorithm.serve(state, None), s) for s in (state, more))
     if served.active is not None:  # numbers of models that a population cannot have
@@ -119,8 +119,8 @@ def metrics_of_clients(algorithm: Algorithm, cohorts: Cohorts, count: int, state
 
     def lengths(count, state=None):
         clients, key = cohorts(count), jax.eval_shape(lambda: jax.random.key(0))
-        state = shapes_of(algorithm.init, key, clients) if state is None else state
-        returned = shapes_of(algorithm.step, key, state, clients)
+        state = jax.eval_shape(algorithm.init, key, clients) if state is None else state
+        returned = jax.eval_shape(algorithm.step, key, state, clients)
         values = check_step(returned, state, clients, algorithm.entries)[1]
         return {name: v.shape[0] for name, v in values.items() if v.ndim}
 
@@ -164,7 +164,7 @@ def check_cohorts(
                 " before the first round need them all on the device, as Clients"
             )
     else:
-        joined = shapes_of(join, key, clients)
+        joined = jax.eval_shape(join, key, clients)
         shapes = [jax.tree.map(lambda x: (x.shape, x.dtype), s) for s in (state, joined)]
         fits = shapes[0] == shapes[1] and layout_of(algorithm, join, cohorts, cohort + remember)[0] == layout
         check(fits, "join", join, "an init with states of the same shapes")

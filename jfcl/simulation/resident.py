@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jfcl import mapping
 from jfcl.core import Algorithm, Clients, Served, check, check_served, client_shapes, is_finite, num_clients
-from jfcl.core.parameters import is_key, key_data, shapes_of, with_keys
+from jfcl.core.parameters import is_key, key_data, with_keys
 from jfcl.data.drift import Drift
 from jfcl.mapping import hosts, memory
 from jfcl.mapping.jitted import RUNS_ONCE, jitted, strong
@@ -364,7 +364,7 @@ class Resident:
         """The shapes of the method's metrics without padding clients."""
         state = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), self.like)
         clients, key = client_shapes(self._clients, self._n), jax.eval_shape(lambda: jax.random.key(0))
-        return shapes_of(self.method.step, key, state, clients)[1]
+        return jax.eval_shape(self.method.step, key, state, clients)[1]
 
     def held_out(self, state: Any) -> dict[str, np.ndarray]:
         """Returns the results of the test clients, `[R, N]` each, also of rows that have diverged."""

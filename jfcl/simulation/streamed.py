@@ -19,7 +19,6 @@ import numpy as np
 from jfcl import mapping
 from jfcl.core import Algorithm, Clients, Served, check, check_count, check_integers, check_served, is_finite
 from jfcl.core.options import check_options
-from jfcl.core.parameters import shapes_of
 from jfcl.data.population import Population
 from jfcl.data.store import ClientStore, check_fits, check_store_labels, example_shapes
 from jfcl.mapping import memory
@@ -175,7 +174,7 @@ class Streamed:
         cohort = example_shapes(store, self._population.cohort + self._remember)
         if further:
             key = jax.eval_shape(lambda: jax.random.key(0))
-            evaluation.check_names(further, shapes_of(algorithm.step, key, self._shapes, cohort)[1])
+            evaluation.check_names(further, jax.eval_shape(algorithm.step, key, self._shapes, cohort)[1])
         self._chooses = serve == "loss"
         learners = cohort if self._chooses else None
         self._needs_rows = self._several and serves_rows(algorithm, self._layout, self._shapes, learners)

@@ -13,7 +13,7 @@ import optax
 
 from jfcl.core.checks import check, is_concrete
 from jfcl.core.options import Interval, OneOf, Range, Real, check_options
-from jfcl.core.parameters import copied, divided, joined, named_parameters, shapes_of, trained_part
+from jfcl.core.parameters import copied, divided, joined, named_parameters, trained_part
 from jfcl.core.platforms import at_most
 from jfcl.core.types import Batch, PyTree, Task, check_task, dense_start
 from jfcl.training import optimizer as optimizers
@@ -132,7 +132,7 @@ def local_training(
 def _has_state(optimizer: optax.GradientTransformation, kind: Callable[[Any], bool]) -> bool:
     """Returns whether the state of `optimizer`, for a small model, has a part for which `kind(part)` is true."""
     try:
-        state = shapes_of(optimizer.init, {"w": jax.ShapeDtypeStruct((1,), jnp.float32)})
+        state = jax.eval_shape(optimizer.init, {"w": jax.ShapeDtypeStruct((1,), jnp.float32)})
     except Exception:  # an optimiser for the parameters of one model, as those with a mask may be
         return False
     return any(map(kind, jax.tree.leaves(state, is_leaf=kind)))
@@ -240,7 +240,7 @@ def carried(training: LocalTraining, opt_state: PyTree) -> PyTree:
 
 def rekeyed(training: LocalTraining, key: jax.Array, params: PyTree, opt_state: PyTree) -> PyTree:
     """Returns `opt_state` with all random keys replaced by those of one client and round, derived from `key`."""
-    return optimizers.rekeyed(key, opt_state, shapes_of(training.optimizer.init, params))
+    return optimizers.rekeyed(key, opt_state, jax.eval_shape(training.optimizer.init, params))
 
 
 def is_pulled(training: LocalTraining, anchor: PyTree | None) -> bool:

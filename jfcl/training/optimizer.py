@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import optax
 
 from jfcl.core import PyTree, Task, check, trained_part
-from jfcl.core.parameters import is_key, key_data, path_name, shapes_of, with_keys
+from jfcl.core.parameters import is_key, key_data, path_name, with_keys
 
 STREAM = zlib.crc32(b"noise of the optimiser")  # folded into a client's key, which training splits, too
 FIELDS = ("key", "rng", "rng_key")  # names that optax gives to keys of `jax.random.PRNGKey`, which are plain integers
@@ -68,7 +68,7 @@ def check_optimizer(argument: str, optimizer: Any, task: Task, *, with_loss: boo
     check(hasattr(optimizer, "init") and hasattr(optimizer, "update"), argument, optimizer, "an optax optimiser")
     if fault({"w": jax.ShapeDtypeStruct((1,), jnp.float32)}) is None:
         return
-    why = fault(trained_part(task, shapes_of(task.init, jax.random.key(0))))
+    why = fault(trained_part(task, jax.eval_shape(task.init, jax.random.key(0))))
     needs = "gradients, parameters and the loss (value)" if with_loss else "gradients and parameters"
     check(why is None, argument, why, f"an optax optimiser that needs {needs} alone, such as optax.adam(0.01)")
 

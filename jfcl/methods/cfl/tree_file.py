@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from jfcl.core import PyTree, Task, check, files, named_leaves
-from jfcl.core.parameters import shapes_of
 from jfcl.methods.cfl.state import CFLState, ParameterTree
 
 _RECORD = ("cluster", "active", "parent", "since", "final", "round", "scale", "excluded")
@@ -72,7 +71,7 @@ def load_tree(file: str | Path, task: Task | None = None) -> CFLState:
 
 def _models(saved: dict[str, np.ndarray], part: str, task: Task, file: Path) -> PyTree:
     """Returns the models `[K, ...]` whose names in the file begin with `part`."""
-    like = shapes_of(task.init, jax.random.key(0))
+    like = jax.eval_shape(task.init, jax.random.key(0))
     rows = {name.removeprefix(part): x for name, x in saved.items() if name.startswith(part)}
     wanted = {name: (len(saved["active"]), *leaf.shape) for name, leaf in named_leaves(like).items()}
     have = {name: x.shape for name, x in rows.items()}
@@ -93,7 +92,7 @@ def check_state(state: CFLState) -> None:
 
 def check_model(task: Task, params: PyTree, personal: PyTree = ()) -> None:
     """Raises `ValueError` unless models `params` `[K, ...]`, with `personal` parameters, have the task's shapes."""
-    like = named_leaves(shapes_of(task.init, jax.random.key(0)))
+    like = named_leaves(jax.eval_shape(task.init, jax.random.key(0)))
     wanted = {name: leaf.shape for name, leaf in like.items()}
     have = {name: leaf.shape[1:] for part in (params, personal) for name, leaf in named_leaves(part).items()}
     check(have == wanted, "state", have, f"of the task's model {wanted}")
