@@ -144,12 +144,15 @@ def check_clients(clients: Clients, *, name: str = "clients", allow_empty: bool 
             check_apart(here, rows[real])
 
 
-def check_no_bytes(clients: Clients, trained: Clients, name: str) -> None:
-    """Raises `ValueError` for images of integers, where those of the clients in training are floats, such as / 255."""
-    inputs = [part.examples.get("x") if isinstance(part.examples, dict) else None for part in (clients, trained)]
-    x, like = (np.dtype(getattr(x, "dtype", bool)) for x in inputs)
-    images = x.kind in "iu" and (x == np.uint8 or np.ndim(inputs[0]) > 3)
-    check(not (images and like.kind == "f"), f"{name}.examples['x']", x.name, f"of {like.name}, as in training")
+def check_no_bytes(name: str, x: Any, trained: Any, axes: int) -> None:
+    """Raises `ValueError` for bytes, and images of integers, where the inputs in training are floats, such as / 255.
+
+    `axes` is the number of axes before those of an example: 1 for a batch, 2 for clients.
+    """
+    dtype = x.dtype if hasattr(x, "dtype") else np.asarray(x).dtype
+    integers = jnp.issubdtype(dtype, jnp.integer) and (dtype == np.uint8 or np.ndim(x) > axes + 1)
+    odd = integers and jnp.issubdtype(trained.dtype, jnp.floating)
+    check(not odd, name, f"{dtype}", "floats, as in training, such as images / 255")
 
 
 def check_at_most_clients(argument: str, value: int | None, count: int) -> None:

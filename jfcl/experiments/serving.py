@@ -18,6 +18,7 @@ from jax import export
 from jfcl.analysis.metrics import evaluate
 from jfcl.core import Clients, PyTree, Task, check, check_choice, check_count, check_labels, joined, mixture_task
 from jfcl.core.checks import check_held
+from jfcl.core.clients import check_no_bytes
 from jfcl.core.files import npz_bytes, write_whole
 from jfcl.core.parameters import named_leaves, named_parameters
 from jfcl.data import read_rows
@@ -79,7 +80,7 @@ class LoadedRun(NamedTuple):
         trained = self.setup.federation.train.examples["x"]
 
         def outputs(x: Any) -> jax.Array:
-            _check_no_bytes("x", x, trained)
+            check_no_bytes("x", x, trained, 1)
             shape = np.shape(x)
             fits = wanted is None or (len(shape) > 1 and shape[0] and shape[1:] in (wanted, (math.prod(wanted),)))
             check(fits, "x", shape, f"of shape (B, *{wanted})")
@@ -134,7 +135,7 @@ class LoadedRun(NamedTuple):
         x = np.asarray(examples["x"])
         wanted = np.shape(train.examples["x"])[2:]
         check(x.ndim > 1 and x.shape[1:] == wanted and len(x), "examples['x']", x.shape, f"of shape (B, *{wanted})")
-        _check_no_bytes("examples['x']", x, train.examples["x"])
+        check_no_bytes("examples['x']", x, train.examples["x"], 1)
         for name, values in named_leaves(examples).items():
             values, where = np.asarray(values), f"examples{name}"
             check(values.shape[:1] == (len(x),), where, values.shape, f"one for each of the {len(x)} inputs")
@@ -209,13 +210,6 @@ def load_run(folder: str | Path, *, data_dir: str | None = None) -> LoadedRun:
     weights = loaded["mixture"]["weights"] if is_mixture else None
     adds_models = like.active is not None
     return LoadedRun(config, parts, loaded["params"], cluster, loaded["personal"], weights, adds_models)
-
-
-def _check_no_bytes(name: str, x: Any, trained: Any) -> None:
-    """Raises `ValueError` for images of integers, where those in training were floats."""
-    dtype = x.dtype if hasattr(x, "dtype") else np.asarray(x).dtype
-    integers = np.ndim(x) > 2 and jnp.issubdtype(dtype, jnp.integer) and trained.dtype.kind == "f"
-    check(not integers, name, f"{dtype}", "floats in [0, 1], such as images / 255")
 
 
 def export_model(

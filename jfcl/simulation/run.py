@@ -270,7 +270,9 @@ def check_data(client_axis: mapping.Mapping, parts: dict[str, Clients], true_clu
             check(fits, name, f"{here} clients in process {jax.process_index()}", f"those of {rows}")
         if here or not hosts.several():  # one of several may hold none
             check_clients(part, name=name, allow_empty=name != "clients")
-            check_no_bytes(part, parts["clients"], name)
+            both = [p.examples for p in (part, parts["clients"])]
+            if all(isinstance(examples, dict) and "x" in examples for examples in both):
+                check_no_bytes(f"{name}.examples['x']", *(examples["x"] for examples in both), 2)
     ids, tests = parts["clients"].id, parts.get("test_clients")
     if tests is not None and tests.id is not None:  # without ids, clients are numbered by their rows
         ids = np.arange(rows.start, rows.stop) if ids is None else ids
