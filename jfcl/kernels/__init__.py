@@ -6,8 +6,8 @@ clients of which some are hostile (`centered_clip` and the other `AGGREGATORS`; 
 
 Kernels raise `ValueError` for arguments of a wrong rank, length, type or range and, outside `jit`, for NaN or infinity
 in rows that count. In their costs, a multiplication and an addition are two operations. Distances are computed from
-squares in float32: one below 1e-19 counts as 0, and one above 1e19 as infinite. Cosines, lengths to clip to, medians
-and means have no such limits.
+squares in float32: one below 1e-19 counts as 0, and one above 1e19 as infinite. Cosines, `clip_norms`, `adaptive_clip`,
+medians and means have no such limits.
 
 Every aggregator takes `updates`, `[N, D]` or a pytree of arrays stacked on a leading client axis, and returns `[D]` or
 that pytree without the client axis. Common to all:
