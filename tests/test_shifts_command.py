@@ -2,6 +2,7 @@
 
 import contextlib
 import csv
+import dataclasses
 import gc
 import itertools
 import json
@@ -206,6 +207,16 @@ def test_cells_are_those_of_all_names_modes_and_conditions():
     assert {*itertools.chain(*parts)} == {*cells} and max(map(len, parts)) - min(map(len, parts)) <= 1
     chains = chained(cells, 2)
     assert {*itertools.chain(*chains)} == {*cells} and sum(map(len, chains)) == len(cells)
+
+
+def test_hostile_clients_use_the_programs_of_the_others():
+    plain = Cell("digits", "rotation", 1.0, "oracle", "")
+    makers = []
+    for cell in (plain, dataclasses.replace(plain, hostile=0.25)):
+        config = Config("oracle", **options_of_cell(cell, setting(hostile=0.25)))
+        makers.append(_maker(config, divided_clients(config, None)[0], ()))
+    assert makers[0] is makers[1]
+    assert chained([plain, cell], 1) == [[plain, cell]]
 
 
 def test_programs_that_are_kept_hold_no_examples():

@@ -44,9 +44,10 @@ DRIFT_STEPS = 4  # but for the patterns with ten
 TUNING_SEED = 2**32 - 1  # the seeds of results are 0, 1, 2, ...
 EVALUATIONS = 20  # in a run
 NEAR = 0.95  # of the final accuracy
-# Options that the programs of a run do not depend on, beside the clients themselves.
+# Options that the programs of a run do not depend on, beside the clients themselves. Attacks here are on data.
 NOT_OF_PROGRAMS = ("dataset", "heterogeneity", "strength", "mixture", "partition", "alpha", "newcomer_examples", "seed")
-NOT_OF_PROGRAMS += ("seeds", "eval_every", "test_fraction", "tuning_clients", "examples_per_client")
+NOT_OF_PROGRAMS += ("seeds", "eval_every", "test_fraction", "tuning_clients", "examples_per_client", "attack")
+NOT_OF_PROGRAMS += ("malicious",)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -274,7 +274,7 @@ def chained(cells: list[Cell], jobs: int) -> list[list[Cell]]:
     """
     by_program = defaultdict(list)
     for cell in cells:
-        by_program[cell.data, cell.method, cell.clusters, cell.hostile, bool(cell.drift)].append(cell)
+        by_program[cell.data, cell.method, cell.clusters, bool(cell.drift)].append(cell)
     most = max(-(-len(cells) // jobs), 1)
     chains = [chain[i : i + most] for chain in by_program.values() for i in range(0, len(chain), most)]
     return sorted(chains, key=len, reverse=True)
