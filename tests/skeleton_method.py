@@ -61,14 +61,16 @@ def server_momentum(
         model = jax.tree.map(lambda p: p[0], state.params)
         size = jnp.asarray(clients.size)
 
-        # Train: written for one client, mapped over all. Keys depend on the clients' ids, not on their rows.
-        def client(key, examples, size):
+        # Train: written for one client, mapped over all. Keys depend on the clients' ids, not on their rows. The model
+        # is an argument, the same for all: devices that divide the clients cannot take it from outside.
+        def client(model, key, examples, size):
             optimizer = local.start_optimizer(training, model, jnp.zeros((), jnp.int32))
             trained = local.train(task, training, key, model, examples, size, optimizer)
             update = jax.tree.map(jnp.subtract, trained.params, model)
             return update, is_finite(update), trained.loss
 
-        updates, finite, loss = client_axis(client)(client_keys(key, clients), clients.examples, size)
+        of_clients = client_axis(client, in_axes=(None, 0, 0, 0))
+        updates, finite, loss = of_clients(model, client_keys(key, clients), clients.examples, size)
 
         # Aggregate: by size; clients without examples and non-finite updates have weight 0.
         mean = cluster_mean(updates, state.cluster, jnp.where(finite, size, 0), 1, client_axis)

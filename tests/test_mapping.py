@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 
 import jfcl
 from jfcl import mapping as client_mapping
@@ -120,6 +121,23 @@ def test_several_devices_equal_vmap(several, inner, n):
     got = jax.jit(several(inner)(draw, in_axes=axes))(keys, x, jnp.float32(2))
     want = jax.jit(jax.vmap(draw, in_axes=axes))(keys, x, jnp.float32(2))
     jax.tree.map(lambda g, w: np.testing.assert_allclose(g, w, rtol=1e-6), got, want)
+
+
+def test_a_model_from_outside_is_refused_in_a_sentence_where_jax_refuses_it():
+    """Under a mesh, `zeros_like` of an array from outside of a function that devices divide is an error of JAX."""
+    axis = sharded(client_mesh(2))
+    model = jax.device_put(np.ones(3, np.float32), NamedSharding(axis.mesh, PartitionSpec()))
+
+    def from_outside(model, x):
+        return axis(lambda x: jnp.zeros_like(model) + x)(x)
+
+    def as_argument(model, x):
+        return axis(lambda model, x: jnp.zeros_like(model) + x, in_axes=(None, 0))(model, x)
+
+    x = np.arange(4, dtype=np.float32)
+    with pytest.raises(ValueError, match=r"client_axis\(fn, in_axes=\(None, 0\)\)"):
+        jax.jit(from_outside)(model, x)
+    np.testing.assert_array_equal(jax.jit(as_argument)(model, x), np.broadcast_to(x[:, None], (4, 3)))
 
 
 @pytest.mark.parametrize("several", [sharded(client_mesh(2), jax.vmap), pmapped(2, jax.vmap)])

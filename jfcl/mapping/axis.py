@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -324,12 +324,25 @@ def _over_devices(mapping: sharded | pmapped, fn, fold, zero, in_axes):
             check_vma=False,
         )
         nothing = jax.tree.map(jnp.asarray, zero)
-        if not n % mesh.size:
-            return mapped(nothing, *args)
-        total, results = mapped(nothing, *_of_clients(lambda x: _pad(x, -n % mesh.size), args, axes))
+        with _arrays_from_outside():
+            if not n % mesh.size:
+                return mapped(nothing, *args)
+            total, results = mapped(nothing, *_of_clients(lambda x: _pad(x, -n % mesh.size), args, axes))
         return total, jax.tree.map(lambda x: x[:n], results)
 
     return reduced
+
+
+@contextlib.contextmanager
+def _arrays_from_outside() -> Iterator[None]:
+    """Says what to do where JAX refuses an array that a function takes from outside, as `zeros_like` of a model."""
+    try:
+        yield
+    except ValueError as error:
+        if not str(error).startswith("Context mesh"):
+            raise
+        how = "give models to the function of one as arguments, client_axis(fn, in_axes=(None, 0))(model, examples)"
+        raise ValueError(f"devices divide the clients: {how}") from error
 
 
 def _mesh_of(mapping: sharded | pmapped) -> Mesh:
