@@ -4,7 +4,6 @@ The processes that run tests set JAX up by `running.py`; the one that only hands
 """
 
 import atexit
-import doctest
 import fcntl
 import fnmatch
 import os
@@ -108,23 +107,24 @@ def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
     return request.param
 
 
-SLOW = doctest.register_optionflag("SLOW")
-FOLDERS = ("kernels", "mapping", "methods", "models", "robust", "simulation", "training")
-COMPILING = tuple(f"jfcl.{folder}." for folder in FOLDERS)
+COMPILING = """
+kernels. mapping. methods. models. robust. simulation. training. core.types.Algorithm analysis.metrics.auc
+analysis.metrics.calibration_error experiments.comparison.compare experiments.report.report experiments.run.run
+experiments.results.read_run experiments.serving.load_run experiments.shifts.shifts experiments.sweeps.run_sweep
+"""
+COMPILING = (*(f"jfcl.{name}" for name in COMPILING.split()), "benchmarks.papers.recipes.reproduce")
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks as slow the cases that `slow_cases` names, and docstrings' examples in `COMPILING` or `# doctest: +SLOW`.
+    """Marks as slow the cases that `slow_cases` names, and docstrings' examples in `COMPILING`.
 
     Each of them compiles much, and guards what a quicker case of the same test, or a quicker test, guards too.
     """
     patterns, matched = set(), set()
     for item in items:
-        if isinstance(item, pytest.DoctestItem):
-            compiles = item.dtest.name.startswith(COMPILING)
-            if compiles or any(SLOW in example.options for example in item.dtest.examples):
-                item.add_marker("slow")
+        if isinstance(item, pytest.DoctestItem) and item.dtest.name.startswith(COMPILING):
+            item.add_marker("slow")
         case = item.nodeid.partition("[")[2].removesuffix("]")
         for pattern in [pattern for mark in item.iter_markers("slow_cases") for pattern in mark.args]:
             patterns.add((item.function, pattern))

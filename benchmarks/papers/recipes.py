@@ -204,7 +204,7 @@ def reproduce(
       ChildProcessError: a process of several has failed; what has run is kept.
 
     Example:
-      >>> import tempfile  # doctest: +SLOW
+      >>> import tempfile
       >>> from benchmarks.papers import reproduce
       >>> result = reproduce("federated_clustering.figure7", rounds=2, seeds=1, out=tempfile.mkdtemp())
       >>> result["setting"]["rounds"], len(result["rows"])

@@ -245,7 +245,7 @@ class Algorithm(NamedTuple):
     clients outside the round's cohort), and `bytes_up`, `bytes_down` `[]`, the communication of the whole round.
 
     Example:
-      >>> import jax, jfcl, numpy as np, optax  # doctest: +SLOW
+      >>> import jax, jfcl, numpy as np, optax
       >>> task = jfcl.models.task(lambda key: {"b": jax.numpy.zeros(())}, lambda p, x: x + p["b"], kind="regression")
       >>> clients = jfcl.Clients({"x": np.zeros((2, 4), np.float32), "y": np.ones((2, 4), np.float32)}, np.full(2, 4))
       >>> algorithm = jfcl.fedavg(task, jfcl.local_training(optax.sgd(0.5), num_steps=1))

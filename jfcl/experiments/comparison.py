@@ -60,7 +60,7 @@ def compare(
       ValueError: a folder without a finished run.
 
     Example:
-      >>> import tempfile  # doctest: +SLOW
+      >>> import tempfile
       >>> from jfcl.experiments import Config, run
       >>> folder = Path(tempfile.mkdtemp()) / "mean"
       >>> _ = run(Config("fedavg", clients=4, rounds=2), out=folder)

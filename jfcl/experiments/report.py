@@ -87,7 +87,7 @@ def report(runs: str | Path | Sequence[str | Path], *, out: str | Path | None = 
         that another process writes, for a page in its folder.
 
     Example:
-      >>> import tempfile  # doctest: +SLOW
+      >>> import tempfile
       >>> from jfcl.experiments import Config, run
       >>> folder = tempfile.mkdtemp()
       >>> _ = run(Config("fedavg", clients=4, rounds=2), out=folder)  # writes a report as well

@@ -133,7 +133,7 @@ def read_run(folder: str | Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
       ValueError: a folder without a finished run; a file that is missing, damaged or of another version.
 
     Example:
-      >>> import tempfile  # doctest: +SLOW
+      >>> import tempfile
       >>> from jfcl.experiments import Config, run
       >>> folder = tempfile.mkdtemp()
       >>> _ = run(Config("fedavg", clients=4, rounds=2), out=folder)

@@ -64,7 +64,7 @@ def run(
       ValueError: before anything is computed, for options that do not fit.
 
     Example:
-      >>> from jfcl.experiments import Config  # doctest: +SLOW
+      >>> from jfcl.experiments import Config
       >>> summary, history, parts = run(Config("fedavg", clients=4, rounds=2))
       >>> history.rounds, len(parts.federation.cluster)
       (2, 4)

@@ -173,7 +173,7 @@ def load_run(folder: str | Path, *, data_dir: str | None = None) -> LoadedRun:
         from the run's.
 
     Example:
-      >>> import jfcl, tempfile  # doctest: +SLOW
+      >>> import jfcl, tempfile
       >>> from jfcl.experiments import Config, run
       >>> folder = tempfile.mkdtemp()
       >>> _ = run(Config("ifca", clients=8, clusters=2, rounds=3), out=folder)

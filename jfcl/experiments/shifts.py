@@ -137,7 +137,7 @@ def shifts(
       ChildProcessError: a process was killed; finished cells are kept.
 
     Example:
-      >>> import tempfile  # doctest: +SLOW
+      >>> import tempfile
       >>> small = {"methods": ["ifca"], "shifts": ["rotation"], "strengths": [1.0], "seeds": 1, "budget": 1}
       >>> ranking = shifts(**small, rounds=2, clients=4, clusters=2, out=Path(tempfile.mkdtemp()) / "shifts")
       >>> ranking.done, sorted(file.name for file in ranking.folder.glob("cells/*-known.json"))

@@ -98,7 +98,7 @@ def run_sweep(
       ValueError: before anything is compiled, for options that do not fit.
 
     Example:
-      >>> from jfcl.experiments import Config  # doctest: +SLOW
+      >>> from jfcl.experiments import Config
       >>> config = Config("fedavg", clients=4, clusters=2, model="linear", rounds=2)
       >>> swept = run_sweep(config, {"lr": [0.001, 0.1]})
       >>> swept.cells[swept.best].values
