@@ -1,4 +1,4 @@
-"""Kernels: functions of arrays. They depend on nothing else in the library, and are usable alone.
+"""Kernels: functions of arrays, usable without the rest of the library.
 
 They compare clients (`pairwise_cosine`, `gram`, `squared_distances`), split them (`optimal_bipartition`,
 `bipartition_of_updates`, dendrograms), cluster vectors (`threshold_clustering`, `kmeans`), and aggregate the updates of
