@@ -800,6 +800,17 @@ def test_seeds_that_found_the_clusters_are_explained():
     assert comparison.results_rows(without)[1][2][6] == "–"
 
 
+def test_tables_of_files_and_pages_have_the_metrics_of_the_user():
+    known = {"accuracy": 0.5, "bytes_up": 8.0, "newcomer_loss": 1.0, "rounds_to_recovery": None}
+    rows = [{"seed": s} | known | {"macro_f1": f1} for s, f1 in enumerate([0.25, 0.5])]
+    summaries = {"a": {"mean": known | {"clusters_in_use": 1.0, "macro_f1": 0.375}, "per_seed": rows}}
+    summaries["b"] = {"mean": known | {"clusters_in_use": 1.0}, "per_seed": [{"seed": 0} | known]}
+    heads, (first, second) = comparison.results_rows(summaries)
+    assert (heads[-2:], first[-1], second[-1]) == (["received", "macro_f1"], "0.375±0.177", "–")
+    assert r"0.375 $\pm$ 0.177 \\" in comparison.results_tex(summaries)
+    assert comparison.results_rows(summaries, further=False)[0] == heads[:-1]  # in 80 columns
+
+
 def test_values_that_are_not_finite_leave_a_gap():
     records = [{"seed": 0, "round": t, "train_loss": v} for t, v in ((1, 1.0), (2, float("inf")), (3, 2.0))]
     values = plots.curves({"x": records}, "train_loss").axes[0].lines[0].get_ydata()

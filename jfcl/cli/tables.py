@@ -57,7 +57,7 @@ def titled(title: str, table: Table) -> Group:
 
 def results_table(summaries: dict[str, dict[str, Any]], title: str) -> Group:
     """Returns a table with one line per run: mean ± sample standard deviation over seeds, in 80 columns."""
-    heads, rows = results_rows(summaries)
+    heads, rows = results_rows(summaries, further=False)
     table = numbers_table(heads[:1], heads[1:])
     for name, *cells in rows:
         table.add_row(Text(name), *cells)

@@ -15,7 +15,9 @@ from jfcl.analysis import plots
 from jfcl.analysis.metrics import FOUND, deviation
 from jfcl.core import check, files, plain, texts
 from jfcl.experiments.results import NO_OPTIONS, Results, read_finished
+from jfcl.simulation.evaluation import OF_NEWCOMERS
 from jfcl.simulation.grid import METRICS
+from jfcl.simulation.results import BYTES
 
 OF_CLUSTERS = ("cluster_accuracy", "adjusted_rand", "rounds_to_recovery")  # agreement with the true clusters
 COLUMNS = {  # of tables: head, scale, digits
@@ -134,25 +136,28 @@ def beside(run: str | Path, name: str, suffix: str = "") -> Path:
 # The table of results.
 
 
-def results_rows(summaries: dict[str, dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
+def results_rows(summaries: dict[str, dict[str, Any]], *, further: bool = True) -> tuple[list[str], list[list[str]]]:
     """Returns the heads and the rows of a table with one line per run: mean ± sample standard deviation over seeds.
 
     Bytes are those that all clients have sent and received. A dash stands for what a summary, such as that of an
-    unfinished run, does not have.
+    unfinished run, does not have. With `further`, there is a column for each metric of the user.
     """
     first = judged_by(summary["mean"] for summary in summaries.values())
     if first == "accuracy" and any("perplexity" in summary["mean"] for summary in summaries.values()):
         first = "perplexity"
     metrics, rows = (first, "worst_client_accuracy", "cluster_accuracy", "adjusted_rand"), []
+    names = dict.fromkeys(name for summary in summaries.values() for name in summary["mean"])
+    users = [n for n in names if n not in (*COLUMNS, *BYTES) and not n.startswith(OF_NEWCOMERS)] if further else []
     for name, summary in summaries.items():
         cells = [metric_text(metric, *over_seeds(summary, metric)) for metric in metrics]
         recovered, seeds = recovered_seeds(summary), len(summary["per_seed"])
         at_round = number(over_seeds(summary, "rounds_to_recovery")[0], None, 0)
         at_round += f" ({recovered}/{seeds})" if 0 < recovered < seeds else ""
-        sizes = (size_text(summary.get(name)) for name in ("bytes_up", "bytes_down"))
-        rows.append([name, *cells, number(summary["mean"]["clusters_in_use"], None, 1), at_round, *sizes])
+        sizes = (size_text(summary.get(name)) for name in BYTES)
+        by_user = (number(*over_seeds(summary, metric), 3) for metric in users)
+        rows.append([name, *cells, number(summary["mean"]["clusters_in_use"], None, 1), at_round, *sizes, *by_user])
     columns = (*metrics, "clusters_in_use", "rounds_to_recovery")
-    return ["run", *(COLUMNS[name][0] for name in columns), "sent", "received"], rows
+    return ["run", *(COLUMNS[name][0] for name in columns), "sent", "received", *users], rows
 
 
 def results_csv(summaries: dict[str, dict[str, Any]]) -> str:
