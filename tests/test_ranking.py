@@ -121,22 +121,18 @@ def test_neighbours_are_tested_in_their_order():
 def test_rank_intervals_are_those_of_a_loop_that_draws_seeds_and_clients():
     settings = [RNG.normal([[[0.4]], [[0.5]], [[0.6]]], 0.2, (3, 3, 6)) for _ in range(5)]
     settings[1][2, 0] = np.nan  # a failed run of the best method
-    low, high = ranking.rank_intervals(settings, draws=4000)
-    drawn = []
-    for _ in range(200):
-        each, clients, seeds = [], RNG.integers(6, size=6), RNG.integers(3, size=3)  # the same in every setting
-        for values in settings:
-            copy = np.stack([values[:, r, clients] for r in seeds], axis=1)
-            failed = np.isnan(copy).all(axis=2)
-            mean = [v[~f].mean() if not f.all() else 0 for v, f in zip(copy, failed, strict=True)]
-            each.append(scipy.stats.rankdata(2 * failed.sum(axis=1) - mean))
-        drawn.append(np.mean(each, axis=0))
-    drawn, one_step = np.array(drawn), 0.201  # of a mean of five ranks
-    mean = np.mean([scipy.stats.rankdata([-score_loop(v) for v in values]) for values in settings], axis=0)
-    expected = mean + np.sqrt(3 / 2) * (np.quantile(drawn, [0.025, 0.975], axis=0) - drawn.mean(axis=0))
-    np.testing.assert_allclose([low, high], np.clip(expected, 1, 3), atol=1.5 * one_step)
-    assert (high - low > one_step).all() and (low <= mean).all() and (mean <= high).all()
-    np.testing.assert_array_equal([low, high], ranking.rank_intervals(settings, draws=4000))
+    low, high = ranking.rank_intervals(settings, draws=200)
+
+    def mean_ranks(settings):
+        return np.mean([scipy.stats.rankdata([-score_loop(v) for v in values]) for values in settings], axis=0)
+
+    rng, drawn = np.random.default_rng(0), []
+    draws = (rng.multinomial(n, np.full(n, 1 / n), size=200) for n in (3, 6))
+    for seeds, clients in zip(*draws, strict=True):  # the same in every setting
+        drawn.append(mean_ranks(np.repeat(np.repeat(settings, seeds, axis=2), clients, axis=3)))
+    mean, around = mean_ranks(settings), np.quantile(drawn, [0.025, 0.975], axis=0) - np.mean(drawn, axis=0)
+    np.testing.assert_allclose([low, high], np.clip(mean + np.sqrt(3 / 2) * around, 1, 3), rtol=1e-12)
+    assert (low <= mean).all() and (mean <= high).all() and (low < high).all()
 
 
 def test_a_mean_rank_is_in_its_interval_where_few_draws_differ():
