@@ -14,6 +14,7 @@ from sklearn.metrics import (
     normalized_mutual_info_score,
     roc_auc_score,
 )
+from sklearn.metrics.cluster import contingency_matrix
 from still_method import still
 
 import jfcl
@@ -120,13 +121,13 @@ def test_models_on_several_devices_are_indexed_by_newcomers():
 
 
 def test_summary():
-    accuracy = np.array([0.9, 0.1, np.nan] + [0.5] * 18)
-    size = np.array([10, 30, 0] + [10] * 18)
+    accuracy = np.array([0.9, 0.1, np.nan] + [0.5] * 27)
+    size = np.array([10, 30, 0] + [10] * 27)
     result = summarize({"loss": 1 - accuracy, "accuracy": accuracy}, size)
-    assert result["accuracy"] == pytest.approx((0.9 + 0.1 + 9) / 20)
-    assert result["pooled_accuracy"] == pytest.approx((9 + 3 + 90) / 220)
+    assert result["accuracy"] == pytest.approx((0.9 + 0.1 + 13.5) / 29)
+    assert result["pooled_accuracy"] == pytest.approx((9 + 3 + 135) / 310)
     assert result["worst_client_accuracy"] == pytest.approx(0.1)
-    assert result["worst_decile_accuracy"] == pytest.approx(0.3)  # the two worst of twenty
+    assert result["worst_decile_accuracy"] == pytest.approx(0.3)  # the two worst of 29
     assert result["loss"] == pytest.approx(0.5)
 
 
@@ -159,6 +160,8 @@ def test_recovery_agrees_with_scikit_learn(found, seed, kinds):
     agreement = cluster_recovery(np.array(found), true)
     assert agreement["adjusted_rand"] == pytest.approx(adjusted_rand_score(true, found), abs=1e-14)
     assert agreement["nmi"] == pytest.approx(normalized_mutual_info_score(true, found), abs=1e-14)
+    largest = contingency_matrix(true, found).max(axis=0)  # by found cluster
+    assert agreement["purity"] == pytest.approx(largest.sum() / len(found))
 
 
 def test_adjusted_rand_by_pair_counting():
@@ -175,7 +178,7 @@ def test_adjusted_rand_by_pair_counting():
 def test_rounds_to_recovery():
     assert rounds_to_recovery([5, 10], [0.5, 0.9]) is None
     assert rounds_to_recovery([5, 10, 15], [1.0, 1.0, 1.0]) == 5
-    assert rounds_to_recovery([5, 10, 15], [1.0, 0.9, 1.0]) == 15
+    assert rounds_to_recovery([5, 10, 15, 20, 25], [0.9, 1.0, 0.9, 1.0, 1.0]) == 20
 
 
 def test_recovery_refuses_other_lengths():
