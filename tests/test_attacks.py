@@ -134,7 +134,9 @@ def test_a_mask_that_does_not_fit_is_refused(method, malicious, said, tmp_path):
 
 def test_gaussian_is_drawn_anew_for_every_client_and_round():
     attack, x = jax.jit(attacks.gaussian(2.0)), np.zeros((5, 4000), np.float32)
-    one, other = (np.asarray(attack(jax.random.key(seed), x, MALICIOUS, USABLE)) for seed in (0, 1))
+    drawn = [attack(jax.random.key(seed), {"a": x, "b": x}, MALICIOUS, USABLE) for seed in (0, 1)]
+    one, other = (np.asarray(updates["a"]) for updates in drawn)
+    assert not np.allclose(one[1], drawn[0]["b"][1])
     assert abs(one[MALICIOUS].std() - 2) < 0.1 and abs(one[MALICIOUS].mean()) < 0.1
     assert not np.allclose(one[1], one[4]) and not np.allclose(one[1], other[1])
 
