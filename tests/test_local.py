@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import jfcl
 from jfcl.core import Clients, Task
-from jfcl.training.local import KEEP, local_training, optimizer_at, start_optimizer, steps_per_round, train
+from jfcl.training.local import KEEP, draw_batch, local_training, optimizer_at, start_optimizer, steps_per_round, train
 from jfcl.training.losses import mean_loss
 from jfcl.training.optimizer import rekeyed
 
@@ -114,6 +114,14 @@ def test_steps_deal_examples_out_evenly(size, batch, steps):
     visits = np.round(visits)
     assert visits.sum() == steps * used and (visits[size:] == 0).all()
     assert visits[:size].max() - visits[:size].min() <= (1 if batch <= size else 0)
+
+
+def test_a_drawn_batch_holds_an_example_once():
+    draw = jax.jit(partial(draw_batch, COUNTING, by_steps(5, 6)))
+    for size in (1, 3, 5, 16):
+        batch, real = jax.device_get(draw(jax.random.key(size), SIXTEEN, np.int32(size)))
+        rows = batch["x"][real].tolist()
+        assert len(rows) == len({*rows}) == min(5, size) and max(rows) < size
 
 
 def test_epochs_are_reshuffled_and_clients_shuffle_differently():
@@ -273,12 +281,12 @@ def test_refuses(options, words):
 def test_schedules_count_the_rounds_that_a_client_sits_out(keep, injected):
     schedule = optax.exponential_decay(1.0, 2, 0.5, staircase=True)  # a round has two steps
     optimizer = optax.inject_hyperparams(optax.sgd)(schedule) if injected else optax.sgd(schedule, momentum=0.0)
-    training = local_training(optimizer, num_steps=2, keep=keep)
+    training = local_training(optimizer, num_epochs=1, batch_size=2, keep=keep)
     params = {"w": np.zeros(16, np.float32)}
-    examples, opt_state = {"x": np.zeros(4, np.int32)}, start_optimizer(training, params, np.int32(0))
+    examples, opt_state = {"x": np.zeros(6, np.int32)}, start_optimizer(training, params, np.int32(0))
     moved = []
     for done in (0, 1, 3):  # it sits out the third round
-        begin = optimizer_at(training, params, opt_state, np.int32(done), np.int32(4), 4)
+        begin = optimizer_at(training, params, opt_state, np.int32(done), np.int32(4), 6)
         out = do(COUNTING, training, params, examples, 4, opt_state=begin)
         moved.append(-float(out.params["w"][0]))
         opt_state = out.opt_state if keep == "everything" else opt_state
