@@ -59,7 +59,7 @@ def test_the_rounds_are_those_of_the_loop(cohort):
         state, metrics = jax.device_get(step(jax.random.key(10 + t), state, more))
         present = np.flatnonzero(np.isfinite(np.asarray(metrics["loss"]))[:N])
         assert len(present) == (cohort or N)
-        due = t % 2 == 0 and t < 5
+        due, last = t % 2 == 0 and t < 5, cluster.copy()
         if due:
             turn = t // 2 % K
             for i in present:
@@ -102,7 +102,7 @@ def test_the_rounds_are_those_of_the_loop(cohort):
                 new[c] += int(clients.size[i]) / total * w
         models = new
         np.testing.assert_allclose(state.params["w"], models, atol=1e-5)
-        assert bool(metrics["clustered"]) == due
+        assert bool(metrics["clustered"]) == due and metrics["moved"] == ((last >= 0) & (cluster != last)).sum()
         others = (cluster[present] != t // 2 % K).sum() if due else (K - 1) * (cluster[present] < 0).sum()
         assert metrics["bytes_up"] == 4 * F * len(present) * (1 + due)
         assert metrics["bytes_down"] == float(4 * F * (len(present) + others))
