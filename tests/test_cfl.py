@@ -43,6 +43,16 @@ def local_update(clients, i, w):
     return w - start
 
 
+def local_loss(clients, i, w):
+    """The mean of the losses before the steps."""
+    n, losses = clients.size[i], []
+    x, y = (np.asarray(clients.examples[k][i][:n], np.float64) for k in "xy")
+    for _ in range(STEPS):
+        losses.append(np.mean((x @ w - y) ** 2))
+        w = w - LR * loss_gradient(x, y, w)
+    return np.mean(losses)
+
+
 def loss_gradient(x, y, w):
     """Of the mean squared error, which is the library's regression loss."""
     return 2 * x.T @ (x @ w - y) / len(x)
@@ -458,7 +468,7 @@ def test_shared_parameters_stay_shared_when_a_split_is_undone():
 
 
 def test_a_split_with_a_loss_of_nan_is_undone():
-    """The loss of a model below 0 is NaN: worse than any number."""
+    """The loss of a model below 0 is NaN: worse than any number. A client that has left does not judge."""
     task = jfcl.core.Task(
         init=lambda key: {"b": jnp.ones(())},
         apply=lambda p, x: jnp.log(p["b"]) + 0.0 * x,
@@ -477,8 +487,9 @@ def test_a_split_with_a_loss_of_nan_is_undone():
     common = Averaging(task, TRAINING, 2, client_axis=jax.vmap)
     rules = server.Rules(common, None, None, None, validation=0.5, fallback_rounds=2)
     judge = jax.jit(lambda now: undo_harmful_splits(rules, now, clients, {"b": False}))
-    for child, undone in ((-2.0, 1), (2.0, 1), (0.5, 0)):
-        found = jax.device_get(judge(state._replace(params={"b": np.float32([1.0, child])})))
+    for child, left, undone in ((-2.0, 0, 1), (2.0, 0, 1), (0.5, 0, 0), (2.0, 3, 0)):
+        now = state._replace(params={"b": np.float32([1.0, child])}, excluded=np.int32([0, left]))
+        found = jax.device_get(judge(now))
         assert (found[1], found[0].active.sum()) == (undone, 2 - undone)
 
 
@@ -574,7 +585,9 @@ def test_byzantine_variant_is_its_algorithm():
     excluded, model = byzantine_algorithm_1(clients, lambda t, i, u: u, 8, 0.02)
     assert {i: int(t) for i, t in enumerate(state.excluded) if t} == excluded
     np.testing.assert_allclose(np.asarray(state.params["w"])[0], model, atol=1e-4)
-    assert metrics["participants"].tolist() == [8 - sum(t < now for t in excluded.values()) for now in range(1, 9)]
+    gone = [sum(t <= now for t in excluded.values()) for now in range(9)]
+    assert metrics["num_excluded"].tolist() == gone[1:]
+    assert metrics["participants"].tolist() == [8 - count for count in gone[:-1]]
     assert set(excluded) >= {3, 5}
     halves = np.array([1, 0, 0, 1, 1, 0, 1, 0])
     equal = regression([[1, -1, 2], [-1, 1, -2]], halves, noise=0.1)

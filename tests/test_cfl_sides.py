@@ -16,6 +16,7 @@ from test_cfl import (
     TRAINING,
     TRUTH,
     best_bipartition,
+    local_loss,
     local_update,
     loss_gradient,
     regression,
@@ -332,7 +333,7 @@ def test_newcomers_are_enrolled(tree_dim):
 
 
 def test_a_cohorts_updates_are_kept_with_their_age():
-    algorithm = jfcl.cfl(TASK, TRAINING, cohort=3, eps_1=1e-30, eps_2=1e9)
+    algorithm = jfcl.cfl(TASK, TRAINING, cohort=3, eps_1=1e-30, eps_2=1e9, relative=True)
     state, when = algorithm.init(KEY, CLIENTS), np.zeros(8, int)
     step, known = jax.jit(algorithm.step), np.zeros((8, 3))
     for t in range(1, 6):
@@ -340,6 +341,8 @@ def test_a_cohorts_updates_are_kept_with_their_age():
         state, metrics = step(jax.random.key(t), state, CLIENTS)
         came = np.flatnonzero(~np.isnan(metrics["loss"]))
         assert len(came) == metrics["participants"] == 3
+        losses = [local_loss(CLIENTS, i, before) for i in came]
+        np.testing.assert_allclose(np.asarray(metrics["loss"])[came], losses, rtol=1e-4)
         when[came] = t
         known[came] = [local_update(CLIENTS, i, before.copy()) for i in came]
         np.testing.assert_array_equal(state.heard.round, when)
@@ -353,6 +356,13 @@ def test_a_cohorts_updates_are_kept_with_their_age():
             rtol=1e-4,
         )
         np.testing.assert_allclose(metrics["max_norm"][0], np.linalg.norm(known[came], axis=1).max(), rtol=1e-4)
+
+    # With units in which the thresholds are passed, a split: an update at another model than its client's is not kept.
+    state, metrics = step(jax.random.key(6), state._replace(scale=np.float32([1e38, 1e-37])), CLIENTS)
+    when[~np.isnan(metrics["loss"])] = 6
+    moved = np.asarray(state.cluster) == 1
+    assert 0 < moved.sum() < 8
+    np.testing.assert_array_equal(state.heard.round, np.where(moved, 0, when))
 
 
 def test_cohorts_find_the_clusters_and_split_no_clients_that_agree():
