@@ -10,6 +10,8 @@ import pytest
 from compiled import rollout
 from hypothesis import given
 from hypothesis import strategies as st
+from linear_clients import linear, trained
+from padded_clients import padded
 
 import jfcl
 from jfcl.core import Clients, Task, client_keys
@@ -20,11 +22,7 @@ from jfcl.training.local import draw_batch
 from jfcl.training.losses import lowest_loss
 
 D = 3
-LINEAR = Task(
-    init=lambda key: {"w": jax.random.normal(key, (D,))},
-    apply=lambda p, x: x @ p["w"],
-    cost=lambda outputs, batch: 0.5 * (outputs - batch["y"]) ** 2,
-)
+LINEAR = linear(D)
 
 
 def regression(seed=0, n=6, m=5):
@@ -379,12 +377,18 @@ def test_stable_identities_save_downloads_and_change_nothing_else():
     runs = {}
     for stable in (None, 3):
         algorithm = jfcl.ifca(LINEAR, training, num_clusters=2, stable_rounds=stable, init_params=start)
-        runs[stable] = jax.device_get(rollout(algorithm, clients, key=jax.random.key(0), num_rounds=12))
+        some = padded(clients) if stable else clients  # clients without examples have no part in it
+        runs[stable] = jax.device_get(rollout(algorithm, some, key=jax.random.key(0), num_rounds=12))
     (state, metrics), (short, saving) = runs[None], runs[3]
-    assert (state.params["w"] == short.params["w"]).all() and (state.cluster == short.cluster).all()
+    assert (state.params["w"] == short.params["w"]).all() and (state.cluster == short.cluster[:6]).all()
     assert set(metrics["bytes_down"].tolist()) == {6 * 2 * 4.0 * D}
-    down = saving["bytes_down"].tolist()
-    assert down[:3] == [6 * 2 * 4.0 * D] * 3 and down[-1] == 6 * 4.0 * D
+    options = {"lr": 0.1, "steps": 2, "option": "models", "weights": "equal"}
+    chosen = [algorithm2(start["w"], clients, **options, rounds=t)[1] for t in range(1, 13)]
+    kept, down = np.zeros(6), []  # in the first round nobody can have changed
+    for now, before in zip(chosen, [[-1] * 6, *chosen], strict=False):
+        down.append(6 * (2 if kept.min() < 3 else 1) * 4.0 * D)
+        kept = np.where(np.equal(now, before), kept + 1, 0)
+    assert saving["bytes_down"].tolist() == down and down[-1] < down[0]
     assert saving["bytes_up"].tolist() == metrics["bytes_up"].tolist()
 
 
@@ -464,6 +468,8 @@ def test_a_cohort_takes_part_and_the_others_rest():
         want, chosen = algorithm2(state.params["w"], part, lr=0.1, steps=2, option="models", weights="size", rounds=1)
         np.testing.assert_allclose(new.params["w"], want, rtol=1e-3, atol=1e-4)
         assert new.cluster[present].tolist() == chosen
+        losses = [trained(state.params["w"][k], clients, i, 2)[1] for i, k in zip(present, chosen, strict=True)]
+        np.testing.assert_allclose(metrics["loss"][present], losses, rtol=1e-3)
         rest = np.setdiff1d(np.arange(9), present)
         assert (new.cluster[rest] == state.cluster[rest]).all()
         seen.append(tuple(present))

@@ -9,6 +9,7 @@ import optax
 import pytest
 import scipy.cluster.hierarchy
 from compiled import rollout
+from linear_clients import descend, linear, linear_clients, trained
 from scipy.special import log_softmax
 from sklearn.cluster import AgglomerativeClustering, KMeans
 from sklearn.metrics import silhouette_score
@@ -22,48 +23,40 @@ from jfcl.methods.once import with_first_costs
 from jfcl.methods.round import round_metrics
 
 D = 3
-LINEAR = Task(
-    init=lambda key: {"w": jax.random.normal(key, (D,))},
-    apply=lambda p, x: x @ p["w"],
-    cost=lambda outputs, batch: 0.5 * (outputs - batch["y"]) ** 2,
-)
+LINEAR = linear(D)
 TWO = jfcl.local_training(optax.sgd(0.1), num_steps=2)
 START = {"w": np.float32([0.5, -0.5, 1.0])}
 
 
-def regression(seed=0, n=8, m=6):
-    rng = np.random.default_rng(seed)
-    size = rng.integers(3, m + 1, n).astype(np.int32)
-    x = rng.normal(size=(n, m, D)).astype(np.float32)
-    truth = np.array([[3.0, 0, -1], [-3.0, 1, 1]])[np.arange(n) % 2]
-    y = np.einsum("nmd,nd->nm", x, truth).astype(np.float32)
-    return Clients({"x": x, "y": y}, size)
+def regression(seed=0, n=8):
+    return linear_clients(np.array([[3.0, 0, -1], [-3.0, 1, 1]]), seed, n, m=6, least=3)
 
 
-def descend(w, clients, i, steps, lam=0.0, near=None):
-    s = int(clients.size[i])
-    x, y = clients.examples["x"][i, :s].astype(np.float64), clients.examples["y"][i, :s].astype(np.float64)
-    for _ in range(steps):
-        pull = lam * (w - near) if lam else 0.0
-        w = w - 0.1 * (x.T @ (x @ w - y) / s + pull)
-    return w
-
-
-@pytest.mark.slow_cases("0.0")
-@pytest.mark.parametrize("lam", [0.0, 1.5])
-def test_ditto_is_algorithm_1(lam):
+def test_ditto_is_algorithm_1():
     clients = regression()
-    algorithm = jfcl.ditto(LINEAR, TWO, lam=lam, init_params=START)
-    state, metrics = rollout(algorithm, clients, key=jax.random.key(0), num_rounds=4)
-    w = START["w"].astype(np.float64)
-    own = np.tile(w, (8, 1))
+
+    @jax.jit
+    def run(lam):
+        algorithm = jfcl.ditto(LINEAR, TWO, lam=lam, init_params=START)
+        return jfcl.rollout(algorithm, clients, key=jax.random.key(0), num_rounds=4)
+
     share = clients.size / clients.size.sum()
-    for _ in range(4):
-        own = np.stack([descend(own[i], clients, i, 2, lam, w) for i in range(8)])
-        w = sum(share[i] * descend(w, clients, i, 2) for i in range(8))
-    np.testing.assert_allclose(state.params["w"], own, rtol=1e-4, atol=1e-5)
-    np.testing.assert_allclose(state.common.params["w"], w[None], rtol=1e-4, atol=1e-5)
-    assert metrics["client_steps"].tolist() == [2 * 2 * 8] * 4 and metrics["bytes_up"].tolist() == [8 * D * 4] * 4
+    for lam in (0.0, 1.5):
+        state, metrics = run(lam)
+        w = START["w"].astype(np.float64)
+        own = np.tile(w, (8, 1))
+        for t in range(4):
+            own, losses = map(np.array, zip(*(trained(own[i], clients, i, 2, lam, w) for i in range(8)), strict=True))
+            np.testing.assert_allclose(metrics["loss"][t], losses, rtol=1e-3, atol=1e-6)
+            w = sum(share[i] * descend(w, clients, i, 2) for i in range(8))
+        np.testing.assert_allclose(state.params["w"], own, rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(state.common.params["w"], w[None], rtol=1e-4, atol=1e-5)
+        assert metrics["client_steps"].tolist() == [2 * 2 * 8] * 4 and metrics["bytes_up"].tolist() == [8 * D * 4] * 4
+
+    # In the second round all personal models overflow, and stay as they were; the global one does not.
+    overflown, metrics = run(1e38)
+    assert metrics["nonfinite"].tolist() == [0, 8, 8, 8] and np.isfinite(overflown.params["w"]).all()
+    np.testing.assert_array_equal(overflown.common.params["w"], state.common.params["w"])
 
 
 @pytest.mark.slow
@@ -527,13 +520,15 @@ def test_fesem_joins_the_nearest_model():
     state = state._replace(params={"w": np.float32([[1.5, -0.9, 1.3], [0.3, 0.0, 1.6]])})
     for t in range(4):
         models, cluster = np.asarray(state.params["w"], np.float64), np.asarray(state.cluster)
-        trained = np.stack([descend(models[cluster[i]], clients, i, 2) for i in range(8)])
-        nearest = np.linalg.norm(trained[:, None] - models[None], axis=2).argmin(axis=1)
+        sent, losses = zip(*(trained(models[cluster[i]], clients, i, 2) for i in range(8)), strict=True)
+        sent = np.stack(sent)
+        nearest = np.linalg.norm(sent[:, None] - models[None], axis=2).argmin(axis=1)
         state, metrics = jax.device_get(jax.jit(algorithm.step)(jax.random.key(t), state, clients))
+        np.testing.assert_allclose(metrics["loss"], losses, rtol=1e-4)
         assert state.cluster.tolist() == nearest.tolist()
         for k in range(2):
             members = np.flatnonzero(nearest == k)
-            mean = np.average(trained[members], axis=0, weights=clients.size[members]) if len(members) else models[k]
+            mean = np.average(sent[members], axis=0, weights=clients.size[members]) if len(members) else models[k]
             np.testing.assert_allclose(state.params["w"][k], mean, rtol=1e-4, atol=1e-5)
     assert metrics["bytes_up"] == 8 * D * 4
 

@@ -6,13 +6,13 @@ import jax
 import numpy as np
 import optax
 import pytest
+from linear_clients import linear, linear_clients, loss64, trained
 from padded_clients import padded
 from scipy.optimize import linear_sum_assignment
 from sklearn.cluster import AgglomerativeClustering, KMeans
 from sklearn.metrics import adjusted_rand_score, silhouette_score
 
 import jfcl
-from jfcl.core import Clients, Task
 from jfcl.core.clients import client_ids
 from jfcl.methods.assigned import UNSEEN
 from jfcl.methods.round import select_cohort
@@ -20,35 +20,13 @@ from jfcl.simulation.evaluation import unlike
 from jfcl.testing import check_algorithm, problem
 
 D = 3
-LINEAR = Task(
-    init=lambda key: {"w": jax.random.normal(key, (D,))},
-    apply=lambda p, x: x @ p["w"],
-    cost=lambda outputs, batch: 0.5 * (outputs - batch["y"]) ** 2,
-)
+LINEAR = linear(D)
 TWO = jfcl.local_training(optax.sgd(0.1), num_steps=2)
 TRUTH = np.array([[3.0, 0, -1], [-3.0, 1, 1], [0, 4, 2]])
 
 
-def regression(seed, n=12, m=7, k=3):
-    rng = np.random.default_rng(seed)
-    size = rng.integers(3 if m < 10 else m // 2, m + 1, n).astype(np.int32)
-    x = rng.normal(size=(n, m, D)).astype(np.float32)
-    y = np.einsum("nmd,nd->nm", x, TRUTH[np.arange(n) % k]).astype(np.float32)
-    return Clients({"x": x, "y": y}, size)
-
-
-def loss(w, clients, i):
-    s = int(clients.size[i])
-    x, y = (np.asarray(clients.examples[name][i, :s], np.float64) for name in "xy")
-    return 0.5 * np.mean((x @ w - y) ** 2)
-
-
-def trained(w, clients, i):
-    s = int(clients.size[i])
-    x, y = (np.asarray(clients.examples[name][i, :s], np.float64) for name in "xy")
-    for _ in range(2):
-        w = w - 0.1 * x.T @ (x @ w - y) / s
-    return w
+def regression(seed, m=7):
+    return linear_clients(TRUTH, seed, 12, m, least=3 if m < 10 else m // 2)
 
 
 def clusters_of(vectors, k):
@@ -65,18 +43,17 @@ def clusters_of(vectors, k):
 
 
 def one_round(models, clients, rows, k, square_root):
-    """The paper's round for the clients `rows`: `(models, {client: model})`."""
-    losses = np.array([[loss(w, clients, i) for w in models] for i in rows])
+    """The paper's round for the clients `rows`: `(models, {client: model}, losses in training)`."""
+    losses = np.array([[loss64(w, clients, i) for w in models] for i in rows])
     cluster = clusters_of(np.sqrt(losses) if square_root else losses, k)
     cost = np.array([losses[cluster == c].sum(axis=0) for c in range(cluster.max() + 1)])
     match = dict(zip(*linear_sum_assignment(cost), strict=True))
     chosen = {i: match[c] for i, c in zip(rows, cluster, strict=True)}
-    new = models.copy()
+    new, after = models.copy(), {i: trained(models[chosen[i]], clients, i, 2) for i in rows}
     for model in set(chosen.values()):
         members = [i for i in rows if chosen[i] == model]
-        weights = np.array([clients.size[i] for i in members], np.float64)
-        new[model] = weights @ np.array([trained(models[model], clients, i) for i in members]) / weights.sum()
-    return new, chosen
+        new[model] = np.average([after[i][0] for i in members], axis=0, weights=clients.size[members])
+    return new, chosen, [after[i][1] for i in rows]
 
 
 @pytest.mark.slow_cases("3-*", "auto-False-8")
@@ -98,9 +75,10 @@ def test_a_round_is_the_papers(k, square_root, cohort):
         for t in range(3):
             key = jax.random.fold_in(jax.random.key(seed), t)
             rows = [i for i in of_cohort(key, more).tolist() if i < 12]
-            models, found = one_round(models, clients, rows, k, square_root)
+            models, found, losses = one_round(models, clients, rows, k, square_root)
             chosen |= found
             state, metrics = jax.device_get(step(key, state, more))
+            np.testing.assert_allclose(metrics["loss"][rows], losses, rtol=1e-4)
             np.testing.assert_allclose(state.params["w"], models, rtol=1e-5, atol=1e-5)
             assert [int(state.cluster[i]) for i in chosen] == list(chosen.values())
             assert metrics["clusters_found"] == len(set(found.values()))
@@ -157,7 +135,7 @@ def test_the_first_round_divides_the_clients_at_random_and_a_stable_one_compares
 def test_stable_clients_are_compared_again_when_a_step_of_time_begins():
     clients = regression(2, m=60)
     algorithm = jfcl.clove(LINEAR, TWO, num_clusters=3, first="losses", stable_rounds=2, client_axis=jax.vmap)
-    step, state, compared = jax.jit(algorithm.step), None, []
+    step, state, kept, last = jax.jit(algorithm.step), None, np.zeros(12, int), np.full(12, -1)
     for now, turn in enumerate((0, 1)):
         x = clients.examples["x"]
         y = np.einsum("nmd,nd->nm", x, TRUTH[(np.arange(12) + turn * (np.arange(12) < 6)) % 3])
@@ -166,9 +144,11 @@ def test_stable_clients_are_compared_again_when_a_step_of_time_begins():
         state = algorithm.init(jax.random.key(0), today) if state is None else state
         for t in range(8):
             state, metrics = step(jax.random.key(8 * now + t), state, today)
-            compared.append(int(metrics["compared"]))
-        assert adjusted_rand_score(state.cluster, (np.arange(12) + turn * (np.arange(12) < 6)) % 3) == 1
-    assert compared[7] == 0 and compared[8:10] == [1, 1] and compared[-1] == 0
+            assert bool(metrics["compared"]) == (min(kept.min(), t) < 2)  # rounds of each client, and of the step
+            cluster = np.asarray(state.cluster)
+            kept, last = np.where(cluster == last, kept + 1, 0), cluster
+        assert adjusted_rand_score(last, (np.arange(12) + turn * (np.arange(12) < 6)) % 3) == 1
+        assert not metrics["compared"]
 
 
 @pytest.mark.slow
@@ -179,7 +159,7 @@ def test_newcomers_and_clients_that_never_took_part_get_the_model_of_lowest_loss
         algorithm, clients, key=jax.random.key(1), num_rounds=1, test_clients=clients, newcomers=clients
     )
     state = history.state
-    losses = np.array([[loss(np.float64(w), clients, i) for w in state.params["w"]] for i in range(12)])
+    losses = np.array([[loss64(np.float64(w), clients, i) for w in state.params["w"]] for i in range(12)])
     unseen = np.asarray(state.unchanged) == UNSEEN
     assert unseen.sum() == 3
     served = np.asarray(algorithm.serve(state, clients).to)
@@ -259,8 +239,8 @@ def test_in_one_process_clove_and_ifca_are_evaluated_each_in_its_way():
     alone = jfcl.simulate(jfcl.ifca(LINEAR, TWO, num_clusters=3), clients, **how, serve="state")
     clove = jfcl.simulate(jfcl.clove(LINEAR, TWO, num_clusters=3), clients, **how)
     ifca = jfcl.simulate(jfcl.ifca(LINEAR, TWO, num_clusters=3), clients, **how)
-    lowest = np.array([[loss(w, clients, i) for w in ifca.state.params["w"]] for i in range(12)]).min(axis=1)
+    lowest = np.array([[loss64(w, clients, i) for w in ifca.state.params["w"]] for i in range(12)]).min(axis=1)
     np.testing.assert_allclose(ifca.clients["loss"][0], lowest, rtol=1e-5)
-    own = np.array([loss(clove.state.params["w"][k], clients, i) for i, k in enumerate(clove.state.cluster)])
+    own = np.array([loss64(clove.state.params["w"][k], clients, i) for i, k in enumerate(clove.state.cluster)])
     np.testing.assert_allclose(clove.clients["loss"][0], own, rtol=1e-5)
     assert (own > lowest).any() and (alone.clients["loss"] > ifca.clients["loss"]).any()  # the two rules differ here

@@ -109,7 +109,7 @@ class Loop:
         return len(old) - len(set(label))
 
     def round(self, rows):
-        trained = 0
+        trained, self.losses = 0, np.full(N, np.nan)
         here = {self.present[i] for i in range(N) if any(j == i for j, _ in self.held)}
         for m in here:
             sums, total = 0.0, 0
@@ -117,9 +117,12 @@ class Loop:
                 mine = [cell for cell in self.held if cell[0] == i and self.owner[cell] == m]
                 if mine:
                     x, y = (np.concatenate([self.cells[cell][part] for cell in mine]) for part in (0, 1))
-                    w = self.models[m]
+                    w, losses = self.models[m], []
                     for _ in range(2):
+                        losses.append(np.mean((x @ w - y) ** 2) / 2)
                         w = w - 0.2 * x.T @ (x @ w - y) / len(x)
+                    if m == self.present[i]:
+                        self.losses[i] = np.mean(losses)
                     sums, total, trained = sums + len(x) * w, total + len(x), trained + 1
             if total:
                 self.models[m] = sums / total
@@ -159,6 +162,7 @@ def test_steps_are_the_papers(options, cohort, window):
             state, metrics = jax.device_get(step(key, state, more[t]))
             found = {name: int(metrics[name]) for name in ("drifted", "merged", "models", "capacity_reached")}
             assert found == dict(drifted=drifted, merged=merged, models=len(loop.models), capacity_reached=0)
+            np.testing.assert_allclose(metrics["loss"][:N], loop.losses, rtol=1e-4)
             events += drifted, merged
 
             # Which model has which cell, the models themselves, and what is sent.

@@ -10,11 +10,12 @@ import numpy as np
 import optax
 import pytest
 from compiled import rollout
+from linear_clients import gradient64, linear, linear_clients, loss64
 
 import jfcl
 from benchmarks.papers.federated_clustering import ifca_of_the_code, moving_average
 from jfcl import mapping
-from jfcl.core import Clients, Task
+from jfcl.core import Clients
 from jfcl.methods.federated_clustering import (
     MEMORY,
     draw_groups,
@@ -24,12 +25,9 @@ from jfcl.methods.federated_clustering import (
 from jfcl.methods.myopic_clustering import densest
 
 D = 3
-LINEAR = Task(
-    init=lambda key: {"w": jax.random.normal(key, (D,))},
-    apply=lambda p, x: x @ p["w"],
-    cost=lambda outputs, batch: 0.5 * (outputs - batch["y"]) ** 2,
-)
+LINEAR = linear(D)
 STEP = jfcl.local_training(optax.sgd(0.1), num_steps=1)
+KEY = jax.random.key(0)
 
 
 def rule_of(radius=None, quantile=None):
@@ -37,19 +35,8 @@ def rule_of(radius=None, quantile=None):
     return {"radius": radius, "quantile": quantile, "num_rounds": 1, "quantile_rule": "linear"}
 
 
-def regression(seed=0, n=8, m=6):
-    rng = np.random.default_rng(seed)
-    size = rng.integers(2, m + 1, n).astype(np.int32)
-    x = rng.normal(size=(n, m, D)).astype(np.float32)
-    truth = np.array([[3.0, 0, -1], [-3.0, 1, 1]])[np.arange(n) % 2]
-    y = np.einsum("nmd,nd->nm", x, truth).astype(np.float32)
-    return Clients({"x": x, "y": y}, size)
-
-
-def gradient64(w, clients, i):
-    s = int(clients.size[i])
-    x, y = clients.examples["x"][i, :s].astype(np.float64), clients.examples["y"][i, :s].astype(np.float64)
-    return x.T @ (x @ w - y) / s
+def regression(seed=0, n=8):
+    return linear_clients(np.array([[3.0, 0, -1], [-3.0, 1, 1]]), seed, n, m=6, least=2)
 
 
 def threshold64(points, center, share, num_rounds, radius=None, quantile=None):
@@ -76,7 +63,9 @@ def test_algorithm_2(rule, weights, target, monkeypatch):
     state, metrics = jax.device_get(rollout(algorithm, clients, key=jax.random.key(0), num_rounds=5))
     share = clients.size / clients.size.sum() if weights == "size" else np.full(8, 1 / 8)
     models = start.astype(np.float32).astype(np.float64)
-    for _ in range(5):
+    for t in range(5):
+        losses = [loss64(w, clients, i) for i, w in enumerate(models)]
+        np.testing.assert_allclose(metrics["loss"][t], losses, rtol=1e-3, atol=1e-5)
         at = [np.stack([gradient64(w, clients, j) for j in range(8)]) for w in models]
         centers = [threshold64(at[i], at[i][i], share, 3, **rule) for i in range(8)]
         models = np.stack([w - 0.1 * v for w, v in zip(models, centers, strict=True)])
@@ -122,9 +111,12 @@ def test_other_local_steps_are_the_clients_own():
     state, metrics = jax.jit(algorithm.step)(jax.random.key(1), state, clients)
     for i in range(8):
         at = np.stack([gradient64(models[i], clients, j) for j in range(8)])
+        losses = [loss64(models[i], clients, i)]
         models[i] -= 0.1 * threshold64(at, at[i], np.full(8, 1 / 8), 2, radius=2.5)
         for _ in range(2):
+            losses.append(loss64(models[i], clients, i))
             models[i] -= 0.1 * gradient64(models[i], clients, i)
+        np.testing.assert_allclose(metrics["loss"][i], np.mean(losses), rtol=1e-4)
     np.testing.assert_allclose(state.params["w"], models, rtol=1e-4, atol=1e-5)
     assert metrics["client_steps"] == 64 + 16
 
@@ -174,7 +166,8 @@ def test_subgroups_are_partitions_drawn_anew(n):
 
 def test_subgroups_cluster_among_themselves():
     clients = regression(7, n=9)
-    algorithm = jfcl.federated_clustering(LINEAR, STEP, radius=2.5, threshold_rounds=2, subgroup_size=4)
+    options = {"radius": 2.5, "threshold_rounds": 2, "subgroup_size": 4, "weights": "size"}
+    algorithm = jfcl.federated_clustering(LINEAR, STEP, **options)
     state = jax.jit(algorithm.init)(jax.random.key(0), clients)
     models = np.asarray(state.params["w"], np.float64)
     key = jax.random.key(3)
@@ -183,7 +176,7 @@ def test_subgroups_cluster_among_themselves():
     for i in range(9):
         group = np.flatnonzero(of == of[i])
         at = np.stack([gradient64(models[i], clients, j) for j in group])
-        share = np.full(len(group), 1 / len(group))
+        share = clients.size[group] / clients.size[group].sum()
         v = threshold64(at, at[group.tolist().index(i)], share, 2, radius=2.5)
         np.testing.assert_allclose(new.params["w"][i], models[i] - 0.1 * v, rtol=1e-4, atol=1e-5)
     assert metrics["bytes_up"] == (16 + 16 + 1) * D * 4  # 4, 4 and 1 clients
@@ -268,6 +261,8 @@ def test_algorithms_1_and_4(momentum, rule):
     for t in range(4):
         state, metrics = jax.jit(algorithm.step)(jax.random.key(t), state, clients)
         gradients = np.stack([gradient64(models[i], clients, i) for i in range(8)])
+        losses = [loss64(models[i], clients, i) for i in range(8)]
+        np.testing.assert_allclose(metrics["loss"], losses, rtol=1e-4, atol=1e-5)
         m = gradients if momentum is None or m is None else (1 - momentum) * gradients + momentum * m
         centers = [threshold64(m, m[k], np.full(8, 1 / 8), 3, **rule) for k in densest64(m, 2, **rule)]
         group = np.linalg.norm(m[:, None] - np.stack(centers)[None], axis=2).argmin(axis=1)
@@ -296,6 +291,13 @@ def test_centres_are_carried_over(momentum):
         np.testing.assert_allclose(state.centers["w"], centers, rtol=1e-4, atol=1e-5)
         assert state.group.tolist() == group.tolist()
     np.testing.assert_allclose(state.params["w"], models, rtol=1e-4, atol=1e-5)
+    if momentum is not None:  # of a client that has sent NaN, the first one is its first finite gradient
+        spoilt = jax.tree.map(np.copy, clients)
+        spoilt.examples["y"][3] = np.nan
+        state, _ = jax.jit(algorithm.step)(KEY, jax.jit(algorithm.init)(KEY, clients), spoilt)
+        first = gradient64(np.asarray(state.params["w"][3], np.float64), clients, 3)
+        state, _ = jax.jit(algorithm.step)(KEY, state, clients)
+        np.testing.assert_allclose(state.momentum["w"][3], first, rtol=1e-4)
 
 
 @pytest.mark.slow

@@ -9,13 +9,14 @@ import optax
 import pytest
 import scipy.cluster.hierarchy
 from compiled import rollout
+from linear_clients import descend, linear, linear_clients, trained
 from padded_clients import padded
 from scipy.spatial.distance import squareform
 from sklearn.cluster import AgglomerativeClustering, KMeans
 from sklearn.metrics import adjusted_rand_score, silhouette_score
 
 import jfcl
-from jfcl.core import Clients, Task, random_order
+from jfcl.core import Clients, random_order
 from jfcl.core.clients import client_ids
 from jfcl.kernels import profile_distances
 from jfcl.methods.assigned import UNSEEN
@@ -23,30 +24,14 @@ from jfcl.methods.round import select_cohort
 from jfcl.testing import check_algorithm, problem
 
 D, STEPS = 4, 5
-LINEAR = Task(
-    init=lambda key: {"w": jax.random.normal(key, (D,))},
-    apply=lambda p, x: x @ p["w"],
-    cost=lambda outputs, batch: 0.5 * (outputs - batch["y"]) ** 2,
-)
+LINEAR = linear(D)
 TWO = jfcl.local_training(optax.sgd(0.1), num_steps=2)
 START = {"w": np.float32([0.5, -0.5, 1.0, 0.2])}
 TRUTH = np.array([[3.0, 0, -1, 1], [-3.0, 1, 1, 0], [0, 4, 2, -4]])
 
 
-def regression(seed, n=12, m=20, k=3):
-    rng = np.random.default_rng(seed)
-    size = rng.integers(m // 2, m + 1, n).astype(np.int32)
-    x = rng.normal(size=(n, m, D)).astype(np.float32)
-    y = np.einsum("nmd,nd->nm", x, TRUTH[np.arange(n) % k]).astype(np.float32)
-    return Clients({"x": x, "y": y}, size)
-
-
-def descend(w, clients, i, steps):
-    s = int(clients.size[i])
-    x, y = (np.asarray(clients.examples[name][i, :s], np.float64) for name in "xy")
-    for _ in range(steps):
-        w = w - 0.1 * x.T @ (x @ w - y) / s
-    return w
+def regression(seed, n=12):
+    return linear_clients(TRUTH, seed, n, m=20, least=10)
 
 
 def cosine(a, b):
@@ -112,22 +97,22 @@ def test_the_groups_and_rounds_are_the_papers(measure, mixing, cohort):
             cold = [i for i in rows if i not in group]
             for i in cold:
                 group[i] = int(np.argmax([cosine(update[i], d) for d in direction]))
-            new = models.copy()
+            new, after = models.copy(), {i: trained(models[group[i]], clients, i, 2) for i in rows}
             for g in {group[i] for i in rows}:
                 members = [i for i in rows if group[i] == g]
-                weights = np.array([clients.size[i] for i in members], np.float64)
-                new[g] = weights @ [descend(models[g], clients, i, 2) for i in members] / weights.sum()
+                new[g] = np.average([after[i][0] for i in members], axis=0, weights=clients.size[members])
             if mixing:
-                norms, trained = np.linalg.norm(new, axis=1), sorted({group[i] for i in rows})
+                norms, used = np.linalg.norm(new, axis=1), sorted({group[i] for i in rows})
                 mixed = new.copy()
-                for g in trained:
-                    others = [h for h in trained if h != g]
+                for g in used:
+                    others = [h for h in used if h != g]
                     total = new[g] + mixing * sum((new[h] / norms[h] for h in others), np.zeros(D))
                     mixed[g] = total / (1 + mixing * sum(1 / norms[h] for h in others))
                 new = mixed
             models = new
             state, metrics = jax.device_get(step(round_key, state, more))
             np.testing.assert_allclose(state.params["w"], models, rtol=1e-5, atol=2e-5)
+            np.testing.assert_allclose(metrics["loss"][rows], [after[i][1] for i in rows], rtol=1e-4)
             assert [int(state.cluster[i]) for i in group] == list(group.values())
             assert metrics["cold_starts"] == len(cold)
             model, pretrained = 4 * D, 7 if t == 0 else 0

@@ -75,14 +75,14 @@ def test_the_rounds_are_those_of_the_loop(compare):
         state, metrics = jax.device_get(step(jax.random.key(10 + t), state, more))
         present = np.flatnonzero(np.isfinite(np.asarray(metrics["loss"]))[:N])
         assert len(present) == COHORT
-        new, of_round = np.copy(models), cluster.copy()
+        new, of_round, of_training = np.copy(models), cluster.copy(), np.full(N, np.nan)
         for c in range(made):
             here = [i for i in present if of_round[i] == c]
             if not here:
                 continue
             weight = np.float64(clients.size[here]) / sum(clients.size[here])
             losses, after = (np.array(a) for a in zip(*(trained(clients, i, models[c]) for i in here), strict=True))
-            new[c] = weight @ after
+            new[c], of_training[here] = weight @ after, losses.mean(axis=1)
             if len(here) < 2:
                 continue
             mean = weight @ losses
@@ -93,6 +93,7 @@ def test_the_rounds_are_those_of_the_loop(compare):
             change[c] += share * ((step_of**2).mean() - change[c])
             calm[c] = calm[c] + 1 if change[c] < tolerance else 0
         models, begun = new, made
+        np.testing.assert_allclose(metrics["loss"][:N], of_training, rtol=1e-4)
         np.testing.assert_allclose(metrics["changes"][:made], change[:made], atol=1e-5)
         for c in range(begun):
             members = np.flatnonzero(of_round == c)

@@ -313,7 +313,7 @@ def test_fedavg_of_cohorts_is_a_loop_over_them():
         if t == 1:
             start = jax.jit(METHODS["fedavg"].init)(jax.random.fold_in(KEY, 0), CLIENTS).params
             b, w = (np.asarray(start[name], np.float64)[0] for name in "bw")
-        sent = []
+        sent, losses = [], []
         for i in ids:
             m = int(CLIENTS.size[i])
             x = np.asarray(CLIENTS.examples["x"][i, :m], np.float64)
@@ -321,8 +321,10 @@ def test_fedavg_of_cohorts_is_a_loop_over_them():
             mine_b, mine_w = b.copy(), w.copy()
             for _ in range(3):  # full-batch gradient descent at 0.1
                 error = x @ mine_w + mine_b - y
+                losses.append(np.mean(error**2) / 2)
                 mine_b, mine_w = mine_b - 0.1 * error.mean(), mine_w - 0.1 * x.T @ error / m
             sent.append((m, mine_b, mine_w))
+        np.testing.assert_allclose(history.records[t - 1]["train_loss"], np.mean(losses), rtol=1e-5)
         total = sum(m for m, _, _ in sent)
         b, w = sum(m * x for m, x, _ in sent) / total, sum(m * x for m, _, x in sent) / total
     np.testing.assert_allclose(history.state.params["w"][0], w, rtol=1e-5)

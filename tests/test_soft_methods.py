@@ -64,8 +64,8 @@ def float64(tree):
 
 
 def em_round(losses_of, models, mixtures, data, present, lr=LR, steps=STEPS, move=None, table=None):
-    """One round of FedEM, or of FedRC with `table` T: equations (1) to (4), and FedRC's (5)."""
-    sums, weight, counts = None, 0, np.zeros((C, len(models)))
+    """One round of FedEM, or of FedRC with `table` T: equations (1) to (4), and FedRC's (5); and the mean losses."""
+    sums, weight, counts, mean_losses = None, 0, np.zeros((C, len(models))), np.full(len(present), np.nan)
     mixtures = mixtures.copy()
     for i, (x, y) in enumerate(of_clients(data)):
         if not present[i]:
@@ -76,10 +76,11 @@ def em_round(losses_of, models, mixtures, data, present, lr=LR, steps=STEPS, mov
         mixtures[i] = q.mean(0)
         if table is not None:
             np.add.at(counts, y, q)
-        trained = []
+        trained, mean_losses[i] = [], 0
         for k, model in enumerate(models):
             for _ in range(steps):
-                _, back = losses_of(model, x, y)
+                losses, back = losses_of(model, x, y)
+                mean_losses[i] += (q[:, k] * losses).mean() / steps
                 g = gradient(model, x, q[:, k].reshape(-1, *[1] * (back.ndim - 1)) * back)
                 g = g if move is None else move(g)
                 model = {name: model[name] - lr * g[name] for name in model}
@@ -88,7 +89,7 @@ def em_round(losses_of, models, mixtures, data, present, lr=LR, steps=STEPS, mov
         sums = trained if sums is None else [{n: a[n] + b[n] for n in a} for a, b in zip(sums, trained, strict=True)]
     models = [{name: p / weight for name, p in model.items()} for model in sums]
     counts = np.maximum(counts, 1e-8) / np.maximum(counts.sum(0), 1e-8)
-    return models, mixtures, counts
+    return models, mixtures, counts, mean_losses
 
 
 def starts(algorithm, state):
@@ -124,7 +125,8 @@ def test_a_round_is_that_of_the_papers_equations(name, kind, options):
         state, metrics = step(jax.random.fold_in(KEY, t), state, data)
         present = ~np.isnan(metrics["loss"])
         assert present.sum() == options.get("cohort", N) == metrics["participants"]
-        models, mixtures, counts = em_round(losses_of, models, mixtures, data, present, table=table)
+        models, mixtures, counts, losses = em_round(losses_of, models, mixtures, data, present, table=table)
+        np.testing.assert_allclose(metrics["loss"], losses, rtol=1e-4)
         table = table if table is None else counts
         served = jax.tree.map(np.asarray, algorithm.serve(state, None))
         assert_models(served, models)
@@ -155,7 +157,7 @@ def test_each_model_has_its_own_optimiser():
             return {name: p * rate * min(1, 0.05 / norm) for name, p in g.items()}
 
         state, _ = jax.jit(algorithm.step)(KEY, state, data)
-        models, mixtures, _ = em_round(softmax_losses, models, mixtures, data, np.full(N, True), move=move)
+        models, mixtures, *_ = em_round(softmax_losses, models, mixtures, data, np.full(N, True), move=move)
         assert_models(jax.tree.map(np.asarray, algorithm.serve(state, None)), models)
 
 
@@ -285,14 +287,16 @@ def test_records_and_results_are_of_the_mixtures_that_clients_are_served(of_popu
 
 
 def soft_round(losses_of, own, centres, shares, data, weights, present, lam):
-    """One round of FedSoft: (4) of the clients in `present`, and (5) by `weights` `[N, K]`."""
-    own = list(own)
+    """One round of FedSoft: (4) of the clients in `present`, and (5) by `weights` `[N, K]`; and the mean losses."""
+    own, mean_losses = list(own), np.where(present, 0.0, np.nan)
     for i, (x, y) in enumerate(of_clients(data)):
         for _ in range(STEPS if present[i] else 0):
-            g = gradient(own[i], x, losses_of(own[i], x, y)[1])
+            losses, back = losses_of(own[i], x, y)
+            mean_losses[i] += losses.mean() / STEPS
+            g = gradient(own[i], x, back)
             pull = {n: lam * sum(u * (own[i][n] - c[n]) for u, c in zip(shares[i], centres, strict=True)) for n in g}
             own[i] = {n: own[i][n] - LR * (g[n] + pull[n]) for n in g}
-    return own, means(own, weights)
+    return own, means(own, weights), mean_losses
 
 
 def means(own, weights):
@@ -328,7 +332,8 @@ def test_a_round_of_fedsoft_is_that_of_the_papers_equations(options):
         shares = estimated(softmax_losses, centres, data, 1e-2) if due else before
         np.testing.assert_allclose(state.share, shares, atol=1e-6)
         v = shares * size[:, None] / (shares * size[:, None]).sum(0)
-        own, new = soft_round(softmax_losses, own, centres, shares, data, v, present, lam)
+        own, new, losses = soft_round(softmax_losses, own, centres, shares, data, v, present, lam)
+        np.testing.assert_allclose(metrics["loss"], losses, rtol=1e-4)
         for found, want in zip(rows(state.params, N), own, strict=True):
             for name in want:
                 np.testing.assert_allclose(found[name], want[name], atol=1e-5)

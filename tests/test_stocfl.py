@@ -8,10 +8,10 @@ import numpy as np
 import optax
 import pytest
 from compiled import rollout
+from linear_clients import descend, linear, linear_clients, trained
 from padded_clients import padded
 
 import jfcl
-from jfcl.core import Clients, Task
 from jfcl.core.clients import client_ids
 from jfcl.methods.assigned import UNSEEN
 from jfcl.methods.round import select_cohort
@@ -19,30 +19,14 @@ from jfcl.simulation.resident import with_padding, without_padding
 from jfcl.testing import check_algorithm, problem
 
 D, SEE = 4, 3
-LINEAR = Task(
-    init=lambda key: {"w": jax.random.normal(key, (D,))},
-    apply=lambda p, x: x @ p["w"],
-    cost=lambda outputs, batch: 0.5 * (outputs - batch["y"]) ** 2,
-)
+LINEAR = linear(D)
 TWO = jfcl.local_training(optax.sgd(0.1), num_steps=2)
 START = {"w": np.float32([0.5, -0.5, 1.0, 0.2])}
 TRUTH = np.array([[3.0, 0, -1, 1], [-3.0, 1, 1, 0], [0, 4, 2, -4]])
 
 
-def regression(seed, n=12, m=12, k=3, spread=0.0):
-    rng = np.random.default_rng(seed)
-    size = rng.integers(m // 2, m + 1, n).astype(np.int32)
-    x = rng.normal(size=(n, m, D)).astype(np.float32)
-    truth = TRUTH[np.arange(n) % k] + spread * rng.normal(size=(n, D))
-    return Clients({"x": x, "y": np.einsum("nmd,nd->nm", x, truth).astype(np.float32)}, size)
-
-
-def descend(w, clients, i, steps, pull=0.0, near=0.0):
-    s = int(clients.size[i])
-    x, y = (np.asarray(clients.examples[name][i, :s], np.float64) for name in "xy")
-    for _ in range(steps):
-        w = w - 0.1 * (x.T @ (x @ w - y) / s + pull * (w - near))
-    return w
+def regression(seed, n=12, m=12, spread=0.0):
+    return linear_clients(TRUTH, seed, n, m, m // 2, spread)
 
 
 def cosine(a, b):
@@ -56,7 +40,7 @@ class Loop:
         self.clients, self.threshold, self.pull = clients, threshold, pull
         n = len(clients.size)
         self.members, self.cluster_of = {i: [i] for i in range(n)}, list(range(n))
-        self.models, self.seen, self.omega = {}, {}, START["w"].astype(np.float64)
+        self.models, self.seen, self.losses, self.omega = {}, {}, {}, START["w"].astype(np.float64)
 
     def unite(self, a, b):
         a, b = self.cluster_of[a], self.cluster_of[b]
@@ -86,7 +70,9 @@ class Loop:
         begin, omega = dict(self.models), self.omega
         for c in {self.cluster_of[i] for i in rows}:
             some = [i for i in rows if self.cluster_of[i] == c]
-            self.models[c] = np.mean([descend(begin[c], self.clients, i, 2, self.pull, omega) for i in some], axis=0)
+            after = {i: trained(begin[c], self.clients, i, 2, self.pull, omega) for i in some}
+            self.models[c] = np.mean([w for w, _ in after.values()], axis=0)
+            self.losses |= {i: loss for i, (_, loss) in after.items()}
         self.omega = np.mean([descend(omega, self.clients, i, 2) for i in rows], axis=0)
         return len(new), merged
 
@@ -111,6 +97,8 @@ def test_a_round_is_the_papers(threshold, spread, cohort):
             rows = [i for i in drawn(round_key, more).tolist() if i < 12]
             new, merged = loop.round(rows)
             state, metrics = step(round_key, state, more)
+            wanted = [loop.losses[i] for i in rows]
+            np.testing.assert_allclose(np.asarray(metrics["loss"])[rows], wanted, rtol=1e-4, atol=1e-6)
             served = serve(state)
             to, seen = np.asarray(served.to)[:12], sorted(loop.seen)
             assert [int(i) for i in np.flatnonzero(np.asarray(state.unchanged)[:12] != UNSEEN)] == seen
@@ -208,7 +196,7 @@ def test_a_client_without_a_finite_update_is_observed_again():
 
 @pytest.mark.slow
 def test_newcomers_join_a_similar_cluster_or_get_the_common_model():
-    clients, newcomers = regression(3, m=30), regression(4, n=4, m=30, k=3)
+    clients, newcomers = regression(3, m=30), regression(4, n=4, m=30)
     newcomers.examples["y"][3] *= 0
     newcomers.examples["y"][3] += newcomers.examples["x"][3] @ np.float32([0, -4, -2, -4])
     algorithm = jfcl.stocfl(LINEAR, TWO, merge_threshold=0.5, observe_epochs=SEE, init_params=START)
