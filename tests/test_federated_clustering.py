@@ -15,7 +15,7 @@ from linear_clients import gradient64, linear, linear_clients, loss64
 import jfcl
 from benchmarks.papers.federated_clustering import ifca_of_the_code, moving_average
 from jfcl import mapping
-from jfcl.core import Clients
+from jfcl.core import Clients, Task
 from jfcl.methods.federated_clustering import (
     MEMORY,
     draw_groups,
@@ -119,6 +119,16 @@ def test_other_local_steps_are_the_clients_own():
         np.testing.assert_allclose(metrics["loss"][i], np.mean(losses), rtol=1e-4)
     np.testing.assert_allclose(state.params["w"], models, rtol=1e-4, atol=1e-5)
     assert metrics["client_steps"] == 64 + 16
+
+
+def test_later_steps_draw_other_examples():
+    """Each example has a parameter of its own, which a step with it lowers by 1."""
+    task = Task(lambda key: {"w": jnp.zeros(6)}, lambda p, x: p["w"][x], lambda outputs, batch: outputs)
+    clients = Clients({"x": np.tile(np.arange(6, dtype=np.int32), (8, 1))}, np.full(8, 6, np.int32))
+    training = jfcl.local_training(optax.sgd(1.0), num_steps=2, batch_size=1)
+    algorithm = jfcl.federated_clustering(task, training, radius=0.0)
+    state, _ = rollout(algorithm, clients, key=KEY, num_rounds=1)
+    assert (state.params["w"].sum(axis=1) == -2).all() and (state.params["w"].min(axis=1) == -1).any()
 
 
 @pytest.mark.slow
