@@ -173,21 +173,18 @@ def test_anchor_pulls():
     np.testing.assert_allclose(out.params["w"], 5.0, rtol=1e-4)
 
 
-def test_augment_gets_another_key_at_every_step():
-    seen = Task(LINEAR.init, lambda p, x: x * p["w"][0], lambda outputs, batch: outputs)
+@pytest.mark.parametrize("by_model", [False, True])
+def test_augment_and_the_model_get_another_key_at_every_step(by_model):
+    task = Task(LINEAR.init, lambda p, x: x * p["w"][0], lambda outputs, batch: outputs)
 
     def noise(key, batch):
         return {"x": jnp.broadcast_to(jax.random.normal(key), batch["x"].shape)}
 
+    if by_model:  # as dropout
+        task = task._replace(train_loss=lambda key, p, batch, real: (task.loss(p, noise(key, batch)), p))
+    options, data = {} if by_model else {"augment": noise}, {"x": np.zeros(4, np.float32)}
     one, two = (
-        do(
-            seen,
-            local_training(optax.sgd(1.0), num_steps=t, augment=noise),
-            {"w": jnp.zeros(3)},
-            {"x": np.zeros(4, np.float32)},
-            4,
-        )
-        for t in (1, 2)
+        do(task, local_training(optax.sgd(1.0), num_steps=t, **options), {"w": jnp.zeros(3)}, data, 4) for t in (1, 2)
     )
     first, second = -one.params["w"][0], -(two.params["w"][0] - one.params["w"][0])
     assert first != 0 and second != 0 and first != second
