@@ -112,7 +112,7 @@ def assert_close(got, want, tolerance=2e-5):
         {"num_epochs": 4},
         {"num_steps": 7, "batch_size": 3},
         {"num_epochs": 3, "batch_size": 3},
-        {"num_steps": 5, "prox": 0.7},
+        {"num_steps": 5, "batch_size": 3, "prox": 0.7},
     ],
     ids=str,
 )
