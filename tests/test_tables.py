@@ -320,7 +320,9 @@ def test_errors_of_rounding_are_no_different_numbers():
         ),
         (lambda f: from_frame(f.rename(columns={"age": "y"}), by="user"), "y must be given .*'y', 'label'. all have"),
         (lambda f: from_frame(f, y=["label", "user"], x="age"), "column 'user' must be one column of numbers"),
-        (lambda f: from_frame(f.assign(y=2000 + np.arange(60) % 5), x="age", y="y"), "5 different whole numbers up to"),
+        (lambda f: from_frame(f.assign(y=2000 + np.arange(60) % 5), x="age", y="y"), "5 different whole numbers from"),
+        (lambda f: from_frame(f.assign(y=18 + np.arange(60)), x="tall", y="y"), "numbers from 18 to 77: give kind="),
+        (lambda f: from_frame(f.assign(y=np.arange(60) - 9), x="tall", y="y"), "numbers from -9 to 50: give kind="),
         (lambda f: from_frame(f, y="user", x="age", kind="regression"), "kind must be classification"),
         (lambda f: from_frame(f, y="tall", x="age", kind="classification"), "labels must be whole numbers"),
         (

@@ -69,10 +69,10 @@ def targets_of(
     low, high = min(array.min() for array in labels.values()), max(array.max() for array in labels.values())
     accepted = f"in 0..{(num_classes or 0) - 1} (-1 stands for an unknown one)"
     check(num_classes is None or (low >= 0 and high < num_classes), f"{where}: labels", [low, high], accepted)
-    if kind is None and num_classes is None and high >= MANY:  # a price, a year
+    if kind is None and num_classes is None:
         different = len(np.unique(np.concatenate([*labels.values()])))
-        what = f"{where} holds {different} different whole numbers up to {high}, which would be {high + 1} classes"
-        if 2 * different <= high:
+        if abs(int(low)) > 1 or (high >= MANY and 2 * different <= high):  # an age, a temperature, a price
+            what = f"{where} holds {different} different whole numbers from {low} to {high}"
             raise ValueError(f"{what}: give kind='regression' for quantities, or kind='classification' for labels")
     if low < 0:
         labels, names = numbered(labels, column)
