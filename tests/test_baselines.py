@@ -512,6 +512,18 @@ def test_fewer_models_than_clusters_leave_clusters_empty(name):
     assert len(set(eager.cluster.tolist()[:2])) == 2 and np.isfinite(eager.params["w"]).all()
 
 
+@pytest.mark.slow
+def test_the_local_rounds_of_one_shot_draw_other_examples():
+    """Each example has a parameter of its own, which a step with it lowers by 1."""
+    task = Task(lambda key: {"w": jnp.zeros(6)}, lambda p, x: p["w"][x], lambda outputs, batch: outputs)
+    clients = Clients({"x": np.tile(np.arange(6, dtype=np.int32), (8, 1))}, np.full(8, 6, np.int32))
+    training = jfcl.local_training(optax.sgd(1.0), num_steps=1, batch_size=1)
+    algorithm = jfcl.one_shot(task, training, num_clusters=1, local_rounds=2)
+    state = jax.jit(algorithm.init)(jax.random.key(0), clients)
+    steps = np.round(-8 * np.asarray(state.params["w"][0]))  # with each example, of the 8 clients
+    assert steps.sum() == 16 and (steps % 2 == 1).any()
+
+
 def test_fesem_joins_the_nearest_model():
     clients = regression(6)
     algorithm = jfcl.fesem(LINEAR, TWO, num_clusters=2, init_params=START)
