@@ -438,6 +438,13 @@ def test_sampling_by_size_one_at_a_time():
     assert chisquare(found[expected > 0], expected[expected > 0]).pvalue > 0.001
 
 
+def test_a_client_with_nearly_all_examples_is_drawn_once():
+    offsets = np.cumsum([0, 10**6, *[1] * 39])
+    sampler = make_sampler(ClientStore(None, {}, {}, offsets, about={"max_size": 10**6}), 5, "size")
+    for t in range(5):
+        assert len({0, *sampler(np.random.default_rng(t)).tolist()}) == 5
+
+
 @pytest.mark.parametrize("size", [[1, 2, 3, 4]])
 def test_sampling_by_size_without_replacement(size):
     """Two of four: the probability of every pair, summed over the order in which it is drawn."""
