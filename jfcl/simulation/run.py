@@ -101,8 +101,10 @@ def simulate(
         all files.
       out: the run's folder: gets `config.json`, `metrics.jsonl`, `checkpoints/`, and once all rounds are done, or the
         method or a callback has ended the run, `summary.json` and `clients.csv`.
-      resume: continue from the last checkpoint in `out`; from the start if there is none yet, or nothing at all.
-      config: JSON-like description of the run, kept in `config.json`; a resumption with another one is refused.
+      resume: continue from the last checkpoint in `out`; from the start if there is none yet, or nothing at all. Data
+        and options of the method must be those of before: only `config` says whether they are.
+      config: JSON-like description of the run, kept in `config.json`; a resumption with another one is refused. Put
+        there what may change between calls, such as `{"lr": 0.1}`.
         Default: the numbers of the key, which always stand under "key" (of a population, with its cohorts under
         "cohorts"). Texts under "method" and "dataset" are shown by `jfcl compare` and `report`.
       checkpoint_seconds: least time between two checkpoints; the first one is made after 5 seconds, if that is less,
