@@ -380,7 +380,7 @@ def test_open_mpi_gives_each_task_its_gpus(monkeypatch, asked):
         assert asked["local_device_ids"] == wanted
 
 
-@pytest.mark.slow
+@pytest.mark.slow_cases("options", "only the second")
 @pytest.mark.parametrize(
     ("first", "second", "said"),
     [
