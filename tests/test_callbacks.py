@@ -205,9 +205,10 @@ def test_early_stopping_is_its_definition(values, patience, every, lower):
             assert answer == f"{name} has not improved for {waited} rounds, since round {max(lasts)}"
 
 
-def test_a_lower_calibration_error_is_better():
-    stopping = EarlyStopping(patience=1, metric="calibration_error")
-    errors = [{"seed": 0, "round": t, "calibration_error": error} for t, error in ((1, 0.5), (2, 0.25), (3, 0.375))]
+@pytest.mark.parametrize("name", ["calibration_error", "rmse", "mae", "nll"])
+def test_a_lower_error_is_better(name):
+    stopping = EarlyStopping(patience=1, metric=name)
+    errors = [{"seed": 0, "round": t, name: error} for t, error in ((1, 0.5), (2, 0.25), (3, 0.375))]
     assert [stopping.on_records([row]) is None for row in errors] == [True, True, False]
 
 

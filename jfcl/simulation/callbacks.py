@@ -30,7 +30,7 @@ from jfcl.simulation.folder import Restored
 __all__ = ["Callback", "CallbackError", "EarlyStopping", "End", "RunInfo"]
 
 METHODS = ("on_start", "on_records", "on_checkpoint", "on_end")
-DECREASING = ("loss", "perplexity", "error")  # metrics with names that end so are better where they are lower
+DECREASING = ("loss", "perplexity", "error", "mse", "mae", "nll")  # ends of the names of metrics that should fall
 
 
 class CallbackError(RuntimeError):
@@ -120,7 +120,7 @@ class EarlyStopping(Callback):
     Args:
       patience: rounds without improvement, 1 or more. Metrics are known at evaluations only (`eval_every`).
       metric: the name of a number in the records.
-      lower_is_better: default: where the name ends in "loss", "perplexity" or "error".
+      lower_is_better: default: where the name ends in "loss", "perplexity", "error", "mse" (as "rmse"), "mae" or "nll".
       margin: 0 or more: a smaller change is no improvement.
 
     Raises:
