@@ -169,7 +169,7 @@ def test_clients_that_miss_the_round_of_a_split_are_placed_by_their_next_update(
     for spoilt in (absent(), nan()):
         state = init(KEY, clients)
         for t in range(1, 30):
-            state, metrics = step(jax.random.fold_in(KEY, t), state, spoilt if t in (8, 9) else clients)
+            old, (state, metrics) = state, step(jax.random.fold_in(KEY, t), state, spoilt if t in (8, 9) else clients)
             assert (metrics["split_from"].max() == 0) == (t == 8)
             if t in (8, 9):
                 assert state.cluster[late].tolist() == [0, 0, 0] and state.sides.placed[late].tolist() == [0, 0, 0]
@@ -181,6 +181,10 @@ def test_clients_that_miss_the_round_of_a_split_are_placed_by_their_next_update(
                 nearer = [unit @ side / np.linalg.norm(side) for side in sides]
                 np.testing.assert_array_equal(state.cluster[late], (nearer[1] > nearer[0])[late])
                 assert state.sides.placed[late].tolist() == [8, 8, 8]
+                for k, w in enumerate(np.asarray(old.params["w"][:2], np.float64)):
+                    some = [i for i in np.flatnonzero(old.cluster == k) if i not in late]
+                    mean = np.average([local_update(clients, i, w) for i in some], axis=0, weights=clients.size[some])
+                    np.testing.assert_allclose(state.params["w"][k], w + mean, atol=1e-5)
         assert rand(state.cluster, CLUSTER % 2) == 1
 
 
