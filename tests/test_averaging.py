@@ -415,7 +415,7 @@ def test_initial_models_are_drawn_until_each_has_its_share(cohort):
     options = {"num_clusters": 2, "min_share": 0.3, "cohort": cohort}
     algorithm = jfcl.ifca(task, jfcl.local_training(optax.sgd(0.1), num_steps=1), **options)
     drawn = []
-    for seed in range(6):
+    for seed in range(12):
         key = jax.random.key(seed)
         state = jax.jit(algorithm.init)(key, clients)
         cohort_key, models_key = jax.random.split(key)
