@@ -15,6 +15,7 @@ from sklearn.metrics import adjusted_rand_score, silhouette_score
 import jfcl
 from jfcl.core.clients import client_ids
 from jfcl.methods.assigned import UNSEEN
+from jfcl.methods.clove import _clusters
 from jfcl.methods.round import select_cohort
 from jfcl.simulation.evaluation import unlike
 from jfcl.testing import check_algorithm, problem
@@ -89,6 +90,14 @@ def test_a_round_is_the_papers(k, square_root, cohort):
             assert ("silhouettes" in metrics) == (k == "auto")
             assert metrics["bytes_up"] == present * (model + 4 * most * metrics["compared"])
         assert ((np.asarray(state.unchanged)[:12] == UNSEEN) == [i not in chosen for i in range(12)]).all()
+
+
+@pytest.mark.slow
+def test_models_are_assigned_by_losses_also_where_their_roots_are_clustered():
+    losses, last = np.float32([[0, 9], [9, 20]]), np.zeros(2, np.int32)
+    options = {"num_clusters": 2, "auto": False, "square_root": True}
+    chosen, *_ = _clusters(losses, np.ones(2, bool), last, jax.random.key(0), **options)
+    assert chosen.tolist() == [1, 0]  # 9 + 9 is less than 0 + 20; the sum of the roots is more
 
 
 @pytest.mark.slow
