@@ -257,6 +257,8 @@ def test_a_run_that_is_killed_in_any_step_goes_on_bit_for_bit(tmp_path, done):
     assert summary["drift"]["per_seed"][0]["round"] == [2, 4, 7] and len(summary["drift"]["mean"]) == 4
     with pytest.raises(ValueError, match="schedule_rounds: it has 7, asked for 9"):
         run(algorithm, fed, num_rounds=9, out=tmp_path, resume=True)
+    with pytest.raises(ValueError, match=f"federation: it has '{fed.split_hash}', asked for 'another'"):
+        run(algorithm, fed._replace(split_hash="another"), out=tmp_path, resume=True)
 
 
 KILLED = """

@@ -21,7 +21,8 @@ from jfcl.methods import METHODS, Method
 from jfcl.simulation.folder import RunFolder, finite_or_none, read_json, read_verified, saved_config, verify_results
 from jfcl.simulation.results import summarize_records
 
-NO_OPTIONS = ("split_hash", "cohorts", "key", "versions", "schedule_rounds", "given")  # entries of config.json
+# Entries of config.json.
+NO_OPTIONS = ("split_hash", "federation", "cohorts", "key", "versions", "schedule_rounds", "given")
 COUNTS = ("seed", "client", "examples", "true_cluster", "cluster", "model", "malicious")  # columns of integers
 
 

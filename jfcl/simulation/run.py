@@ -101,12 +101,14 @@ def simulate(
         all files.
       out: the run's folder: gets `config.json`, `metrics.jsonl`, `checkpoints/`, and once all rounds are done, or the
         method or a callback has ended the run, `summary.json` and `clients.csv`.
-      resume: continue from the last checkpoint in `out`; from the start if there is none yet, or nothing at all. Data
-        and options of the method must be those of before: only `config` says whether they are.
+      resume: continue from the last checkpoint in `out`; from the start if there is none yet, or nothing at all. A
+        `Federation` with another split is refused. Other data and the options of the method must be those of before:
+        only `config` says whether they are.
       config: JSON-like description of the run, kept in `config.json`; a resumption with another one is refused. Put
         there what may change between calls, such as `{"lr": 0.1}`.
         Default: the numbers of the key, which always stand under "key" (of a population, with its cohorts under
-        "cohorts"). Texts under "method" and "dataset" are shown by `jfcl compare` and `report`.
+        "cohorts"), and the `split_hash` of a `Federation` under "federation". Texts under "method" and "dataset" are
+        shown by `jfcl compare` and `report`.
       checkpoint_seconds: least time between two checkpoints; the first one is made after 5 seconds, if that is less,
         and one always at the end and on Ctrl-C.
       progress: show a bar with rate and time left, and the round after which a resumed run continues.
@@ -165,8 +167,9 @@ def simulate(
 
     # Check the data, and make the source of rounds of them.
     evaluated = {"test_clients": test_clients, "newcomers": newcomers, "true_cluster": true_cluster}
-    drift = None
+    drift, split = None, {}
     if isinstance(clients, Federation):
+        split = {"federation": clients.split_hash}
         clients, evaluated, drift = _parts_of(clients, evaluated, num_rounds)
     ends = [num_rounds] if drift is None else drift.ends(num_rounds)
     store = isinstance(clients, ClientStore)
@@ -206,7 +209,7 @@ def simulate(
 
         # Begin or resume. A caller with results of its own, in a configuration of its own, may resume with another key.
         if summary or config is None or not source.resident:
-            config = (config or {}) | source.identity
+            config = (config or {}) | source.identity | split
         config = config | {"num_rounds": num_rounds}
         if drift is not None:  # more rounds would be other steps
             config |= {"schedule_rounds": num_rounds}
