@@ -747,10 +747,11 @@ def test_ctrl_c_ends_a_process(tmp_path):
 def test_mnist_by_writer_and_other_official_files(data_dir, tmp_path):
     common = ["--data-dir", str(data_dir), "--rounds", "2", "--local-steps", "2", "--quiet"]
     by_speaker = ["--partition", "writer", "--clients", "6", "--clusters", "2", "--length", "20"]
+    few = ["--clients", "20", "--examples-per-client", "20"]
     for name, options in {
         "writer": ["--dataset", "mnist_writers", "--partition", "writer", "--clients", "50", "--clusters", "2"],
-        "cifar": ["--dataset", "cifar10", "--clients", "20", "--clusters", "2", "--model", "linear"],
-        "fashion": ["--dataset", "fashion_mnist", "--heterogeneity", "label_swap", "--clients", "20"],
+        "cifar": ["--dataset", "cifar10", "--clusters", "2", "--model", "linear", *few],
+        "fashion": ["--dataset", "fashion_mnist", "--heterogeneity", "label_swap", *few],
         "plays": ["--dataset", "tiny_shakespeare", "--heterogeneity", "none", "--model", "lstm", *by_speaker],
     }.items():
         assert cli.main(["run", "ifca", *common, *options, "--out", str(tmp_path / name)]) == 0
