@@ -46,6 +46,14 @@ def platform(devices: Any = None) -> str:
     return (default_device() if devices is None else next(iter(devices))).platform
 
 
+def compiles_alone(device: jax.Device) -> bool:
+    """Returns whether programs for `device` are compiled one after another.
+
+    libtpu 0.0.42 may end the process where two are compiled at a time for a TPU with SparseCores, as v5e has none.
+    """
+    return device.platform == "tpu" and device.device_kind != "TPU v5 lite"
+
+
 def default_device() -> jax.Device:
     """Returns the device of this process on which JAX computes where nothing else is said."""
     default = jax.config.jax_default_device

@@ -16,6 +16,7 @@ from jax.sharding import Mesh
 
 from jfcl import mapping
 from jfcl.core import Algorithm, Clients, PyTree, check, check_count, client_shapes, num_bytes, num_clients
+from jfcl.core.platforms import compiles_alone
 from jfcl.core.texts import first_line
 from jfcl.mapping.jitted import jitted
 from jfcl.mapping.memory import Memory, exhausted, memory_of, on_mesh, sharding_of
@@ -253,7 +254,8 @@ class _Work:
 
     def compiled(self, jobs: list[tuple[str, Callable, tuple]], steps: int) -> list[_Program]:
         """Returns the programs of functions, `(name, function, arguments)`."""
-        with ThreadPoolExecutor(AT_ONCE) as pool:  # the compilers run outside of Python
+        at_once = 1 if compiles_alone(self.mesh.devices.flat[0]) else AT_ONCE
+        with ThreadPoolExecutor(at_once) as pool:  # the compilers run outside of Python
 
             def finished(lowered, name):
                 program = self.finished(lowered)

@@ -19,6 +19,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn, TimeRemainingColumn
 
 from jfcl import mapping
+from jfcl.core.platforms import compiles_alone, default_device
 from jfcl.simulation.evaluation import Subjects
 from jfcl.simulation.folder import RunFolder
 
@@ -74,10 +75,10 @@ def compile_ahead(lowered: Sequence[jax.stages.Lowered]) -> Callable[[], None]:
 
     XLA compiles one program by one thread. A function that was lowered for the same arguments finds its program when
     it is called after the wait, which counts as compilation and raises the error of a compiler. Processes that compile
-    together must do so in the same order: with several of them nothing is compiled ahead.
+    together must do so in the same order: with several of them nothing is compiled ahead, nor where `compiles_alone`.
     """
     futures = []
-    if lowered and jax.process_count() == 1:
+    if lowered and jax.process_count() == 1 and not compiles_alone(default_device()):
         pool = ThreadPoolExecutor(len(lowered), "compile")
         futures = [pool.submit(program.compile) for program in lowered]
         pool.shutdown(wait=False)
