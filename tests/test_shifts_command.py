@@ -209,6 +209,14 @@ def test_cells_are_those_of_all_names_modes_and_conditions():
     assert {*itertools.chain(*chains)} == {*cells} and sum(map(len, chains)) == len(cells)
 
 
+def test_newcomers_of_few_clients_find_examples_in_a_cluster_with_labels_of_its_own():
+    few, many = (setting(shifts=["class"], clients=n, clusters=4) for n in (8, 40))
+    counts = [of["of_data"]["digits"]["newcomer_examples"] for of in (few, many)]
+    config = Config("fedavg", **options_of_cell(Cell("digits", "class", 1.0, "fedavg", ""), few))
+    size = divided_clients(config, None)[0].newcomers.size
+    assert {*size[size > 0].tolist()} == {counts[0]} and counts[1] == 22
+
+
 def test_hostile_clients_use_the_programs_of_the_others():
     plain = Cell("digits", "rotation", 1.0, "oracle", "")
     makers = []

@@ -214,7 +214,8 @@ def _of_data(name: str, of_runs: dict[str, Any], options: dict[str, Any]) -> dic
     """Returns the numbers of examples of each client, and of each newcomer, for a data set.
 
     The examples of a client are as many as those of the cluster with the fewest labels divide among its clients, where
-    every cluster has labels of its own, and 5 % less since labels have different numbers of examples.
+    every cluster has labels of its own, and 5 % less since labels have different numbers of examples. A newcomer has at
+    most that part of half of the test examples.
     """
     check(name.isprintable(), "datasets", name, "names of data sets")
     dataset = lookup.find_dataset(name, options["data_dir"])
@@ -226,7 +227,8 @@ def _of_data(name: str, of_runs: dict[str, Any], options: dict[str, Any]) -> dic
     per_client = options["examples_per_client"] or int(0.95 * train * labels / dataset.num_classes / -(-everyone // k))
     accepted = f"few enough for two examples of {name!r} each, and for the held-out ones"
     check(per_client > 1, "clients", of_runs["clients"], accepted)
-    newcomer = max(test // 2 // max(of_runs["clients"] // k, 1), 2)
+    most = int(0.95 * (test // 2) * labels / dataset.num_classes)
+    newcomer = max(min(test // 2 // max(of_runs["clients"] // k, 1), most), 2)
     return {"examples_per_client": per_client, "newcomer_examples": newcomer, "test_fraction": TEST_FRACTION}
 
 
