@@ -220,7 +220,8 @@ def _print_summary(config: Config, summary: dict[str, Any], out: str | None, con
     if (steps := summary["client_steps_per_second"]) is not None:
         speeds.append(f"{comparison.rate_text(steps)} client-steps/s")
     seconds = f"{summary['seconds']:.1f} s + {summary['compile_seconds']:.1f} s compiling"
-    ran = ", ".join([f"{summary['num_rounds']} rounds{start}", *speeds, seconds])
+    rounds = f"{summary['num_rounds']} round{'s' * (summary['num_rounds'] != 1)}{start}"
+    ran = ", ".join([rounds, *speeds, seconds])
     console.print(f"{ran}, on {summary['device']}, products in {precision}")
     if "privacy" in summary:
         console.print(privacy.privacy_text(summary["privacy"]))
