@@ -135,9 +135,9 @@ def make(axis):
 
 
 def test_candidates_are_chunks_of_less_than_half_of_a_chips_clients():
-    assert candidates(100, 1) == [jax.vmap, jfcl.chunked(1), jfcl.chunked(5), jfcl.chunked(20)]
-    assert candidates(1200, 2)[1:] == [jfcl.chunked(size) for size in (1, 5, 20, 60, 200)]
-    assert candidates(997, 1)[1:] == [jfcl.chunked(size) for size in (1, 5, 20, 64, 256)]
+    assert candidates(100, 1) == [jax.vmap, *map(jfcl.chunked, (1, 5, 10, 20))]
+    assert candidates(1200, 2)[1:] == [jfcl.chunked(size) for size in (1, 5, 10, 20, 60, 200)]
+    assert candidates(997, 1)[1:] == [jfcl.chunked(size) for size in (1, 5, 10, 20, 64, 256)]
     assert candidates(3, 4) == [jax.vmap]
 
 

@@ -27,7 +27,7 @@ from jfcl.planning.targets import Target
 Make = Callable[[mapping.Mapping], Algorithm]
 Tick = Callable[[str, int], None]
 
-CHUNKS = (1, 5, 20, 64, 256)  # sizes near these are compared, beside vmap
+CHUNKS = (1, 5, 10, 20, 64, 256)  # sizes near these are compared, beside vmap
 AT_ONCE = 2  # compilations beside each other
 
 
@@ -187,7 +187,7 @@ def candidates(clients: int, devices: int) -> list[mapping.Mapping]:
 
     Example:
       >>> candidates(1200, 4)[1:]
-      [chunked(size=1), chunked(size=5), chunked(size=20), chunked(size=60)]
+      [chunked(size=1), chunked(size=5), chunked(size=10), chunked(size=20), chunked(size=60)]
     """
     per_device = -(-clients // devices)
 
