@@ -167,10 +167,8 @@ def simulate(
 
     # Check the data, and make the source of rounds of them.
     evaluated = {"test_clients": test_clients, "newcomers": newcomers, "true_cluster": true_cluster}
-    drift, split = None, {}
-    if isinstance(clients, Federation):
-        split = {"federation": clients.split_hash}
-        clients, evaluated, drift = _parts_of(clients, evaluated, num_rounds)
+    split = {"federation": clients.split_hash} if isinstance(clients, Federation) else {}
+    clients, evaluated, drift = _parts_of(clients, evaluated, num_rounds)
     ends = [num_rounds] if drift is None else drift.ends(num_rounds)
     store = isinstance(clients, ClientStore)
     check(not store, "clients", "a ClientStore", "a Population of it: jfcl.Population(store, cohort=100)")
@@ -237,8 +235,10 @@ def simulate(
     return history
 
 
-def _parts_of(federation: Federation, evaluated: dict[str, Any], num_rounds: int) -> tuple:
-    """Returns the clients, `evaluated` with the federation's parts in the place of None, and the drift."""
+def _parts_of(federation: Any, evaluated: dict[str, Any], num_rounds: int) -> tuple:
+    """Returns the clients, `evaluated` with a federation's parts in the place of None, and its drift."""
+    if not isinstance(federation, Federation):
+        return federation, evaluated, None
     if (drift := federation.drift) is not None:
         accepted = "left out with drift, which has tests for each step"
         check(evaluated["test_clients"] is None, "test_clients", "Clients", accepted)
