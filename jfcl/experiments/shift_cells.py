@@ -45,9 +45,9 @@ TUNING_SEED = 2**32 - 1  # the seeds of results are 0, 1, 2, ...
 EVALUATIONS = 20  # in a run
 NEAR = 0.95  # of the final accuracy
 # Options that the programs of a run do not depend on, beside the clients themselves. Attacks here are on data.
-NOT_OF_PROGRAMS = ("dataset", "heterogeneity", "strength", "mixture", "partition", "alpha", "newcomer_examples", "seed")
-NOT_OF_PROGRAMS += ("seeds", "eval_every", "test_fraction", "tuning_clients", "examples_per_client", "attack")
-NOT_OF_PROGRAMS += ("malicious",)
+NOT_OF_PROGRAMS = ("dataset", "heterogeneity", "strength", "mixture", "partition", "alpha", "attack", "malicious")
+NOT_OF_PROGRAMS += ("newcomer_examples", "examples_per_client", "test_fraction", "tuning_clients", "eval_every")
+NOT_OF_PROGRAMS += ("seed", "seeds")
 
 
 @dataclasses.dataclass(frozen=True)
