@@ -1,6 +1,6 @@
 """Rounds compiled for TPUs and GPUs that are not here: memory, communication, and predicted seconds.
 
-    python benchmarks/targets.py                                    # all cases and targets; some 30 minutes of 2 cores
+    python benchmarks/targets.py                                    # all cases and targets; some two hours of 2 cores
     python benchmarks/targets.py --cases ifca-mlp cfl --targets h100
     python benchmarks/targets.py --here                             # on this machine's GPU: predicted and measured
 
