@@ -12,6 +12,7 @@ from linear_clients import descend, linear, linear_clients, trained
 from padded_clients import padded
 
 import jfcl
+from jfcl.core import Clients
 from jfcl.core.clients import client_ids
 from jfcl.methods.assigned import UNSEEN
 from jfcl.methods.round import select_cohort
@@ -77,7 +78,28 @@ class Loop:
         return len(new), merged
 
 
-@pytest.mark.slow_cases("*-4", "0.3-0.0-None")
+def followed(step, serve, key, state, clients, loop, rows):
+    """Compares a round of the clients `rows` with that of the loop, and returns the state after it."""
+    new, merged = loop.round(rows)
+    state, metrics = step(key, state, clients)
+    wanted = [loop.losses[i] for i in rows]
+    np.testing.assert_allclose(np.asarray(metrics["loss"])[rows], wanted, rtol=1e-4, atol=1e-6)
+    served = serve(state)
+    to, seen = np.asarray(served.to)[:12], sorted(loop.seen)
+    assert [int(i) for i in np.flatnonzero(np.asarray(state.unchanged)[:12] != UNSEEN)] == seen
+    ours, theirs = to[seen], np.array(loop.cluster_of)[seen]
+    np.testing.assert_array_equal(ours[:, None] == ours[None, :], theirs[:, None] == theirs[None, :])
+    models = np.asarray(served.models["w"], np.float64)[to]
+    wanted = [loop.models[loop.cluster_of[i]] if i in loop.seen else loop.omega for i in range(12)]
+    np.testing.assert_allclose(models, wanted, rtol=1e-5, atol=1e-5)
+    assert metrics["merged"] == merged and metrics["capacity_reached"] == 0
+    assert metrics["clusters_found"] == len(set(theirs.tolist()))
+    assert metrics["bytes_up"] == metrics["bytes_down"] == 4 * D * (2 * len(rows) + new)
+    assert metrics["client_steps"] == 4 * len(rows) + SEE * new
+    return state
+
+
+@pytest.mark.slow_cases("*-None", "0.3-0.0-4")
 @pytest.mark.parametrize("cohort", [None, 4])
 @pytest.mark.parametrize(("threshold", "spread"), [(0.3, 0.0), (0.8, 1.5)])
 def test_a_round_is_the_papers(threshold, spread, cohort):
@@ -95,22 +117,20 @@ def test_a_round_is_the_papers(threshold, spread, cohort):
         for t in range(6):
             round_key = jax.random.fold_in(key, t)
             rows = [i for i in drawn(round_key, more).tolist() if i < 12]
-            new, merged = loop.round(rows)
-            state, metrics = step(round_key, state, more)
-            wanted = [loop.losses[i] for i in rows]
-            np.testing.assert_allclose(np.asarray(metrics["loss"])[rows], wanted, rtol=1e-4, atol=1e-6)
-            served = serve(state)
-            to, seen = np.asarray(served.to)[:12], sorted(loop.seen)
-            assert [int(i) for i in np.flatnonzero(np.asarray(state.unchanged)[:12] != UNSEEN)] == seen
-            ours, theirs = to[seen], np.array(loop.cluster_of)[seen]
-            np.testing.assert_array_equal(ours[:, None] == ours[None, :], theirs[:, None] == theirs[None, :])
-            models = np.asarray(served.models["w"], np.float64)[to]
-            wanted = [loop.models[loop.cluster_of[i]] if i in loop.seen else loop.omega for i in range(12)]
-            np.testing.assert_allclose(models, wanted, rtol=1e-5, atol=1e-5)
-            assert metrics["merged"] == merged and metrics["capacity_reached"] == 0
-            assert metrics["clusters_found"] == len(set(theirs.tolist()))
-            assert metrics["bytes_up"] == metrics["bytes_down"] == 4 * D * (2 * len(rows) + new)
-            assert metrics["client_steps"] == 4 * len(rows) + SEE * new
+            state = followed(step, serve, round_key, state, more, loop, rows)
+    # Clients of one truth: two new ones unite before they meet a cluster with a model; a cluster merges into one that
+    # merges again, while client 5 is away.
+    rng = np.random.default_rng(0)
+    x = np.repeat(rng.normal(size=(1, 12, D)).astype(np.float32), 12, axis=0)
+    y = np.einsum("nmd,nd->nm", x, TRUTH[0] + 0.2 * rng.normal(size=(12, D))).astype(np.float32)
+    more = padded(Clients({"x": x, "y": y}, np.full(12, 12, np.int32)))
+    state, loop = init(key, more), Loop(more, threshold, 0.4)
+    for rows in ([8], [8, 9, 10, 11], [4, 5], [2, 3], [0, 1, 6, 7], [2, 4], [0, 2]):
+        here = more._replace(size=np.where(np.isin(np.arange(14), rows), more.size, 0))
+        keys = map(jax.random.key, range(99))
+        without = (k for k in keys if cohort is None or 5 in rows or 5 not in drawn(k, here).tolist())
+        state = followed(step, serve, next(without), state, here, loop, rows)
+    assert len(set(loop.cluster_of[:8])) == 1
 
 
 @pytest.mark.slow
