@@ -109,6 +109,17 @@ def test_the_rounds_are_those_of_the_loop(cohort):
     if cohort is None:
         assert adjusted_rand_score(cluster, np.arange(N) % 2) == 1
     assert cohort is None or fresh, "some take part without a cluster"
+    if cohort is not None:
+        return
+    # Gradients are alike but for a small part. Clients 0 and 1, which miss the first ones, do not stand apart.
+    x = np.tile(np.eye(F, dtype=np.float32), (N, 5, 1))[:, :14]
+    y = np.einsum("nmf,nf->nm", x, np.where(np.arange(N)[:, None] % 2, [20, 1, 0], [20, -1, 0]))
+    more = padded(Clients({"x": x, "y": np.float32(y)}, np.full(N, 12, np.int32)))
+    first = more._replace(size=np.where(np.arange(N + 2) < 2, 0, more.size))
+    state = jax.jit(algorithm.init)(jax.random.key(1), more)
+    for t in range(3):
+        state, _ = step(jax.random.key(t), state, more if t else first)
+    assert adjusted_rand_score(state.cluster[:N], np.arange(N) % 2) == 1
 
 
 def test_a_client_without_a_finite_gradient_is_in_a_cluster_that_exists():
