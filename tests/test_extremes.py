@@ -261,6 +261,26 @@ def test_restarts_take_no_start_of_lower_loss_in_which_a_client_has_failed(lost)
     assert not any(best(jax.random.key(seed), people(0.0, 0.5, 1.0)).failed for seed in range(3))
 
 
+class Draws(NamedTuple):
+    unequal: jax.Array
+    drawn: jax.Array
+    round: jax.Array
+
+
+def test_restarts_weigh_clients_by_their_examples_and_each_round_draws_anew():
+    def init(key, clients):
+        return Draws(jax.random.bernoulli(key), jnp.zeros(2), jnp.zeros((), jnp.int32))
+
+    def step(key, state, clients):  # the unequal start has the lower mean over clients
+        loss = jnp.where(state.unequal, jnp.float32([2, 0, 0]), 1.0)
+        drawn = state.drawn.at[state.round].set(jax.random.uniform(key))
+        return state._replace(drawn=drawn, round=state.round + 1), {"loss": loss}
+
+    init = jax.jit(jfcl.with_restarts(Algorithm(init, step), num_restarts=8, num_rounds=2).init)
+    best = init(jax.random.key(0), people(0.0, 0.5, 1.0)._replace(size=np.int32([8, 1, 1])))
+    assert not best.unequal and best.drawn[0] != best.drawn[1]
+
+
 @pytest.mark.slow
 def test_ditto_trains_on_where_the_global_model_has_no_loss():
     # The loss is no number left of the data, where the common model goes because of the others.
