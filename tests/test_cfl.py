@@ -436,6 +436,10 @@ def test_what_an_undone_split_restores():
             plain = before._replace(final=jnp.array([True, False]), round=previous.round)
             again, _ = jax.jit(algorithm.step)(jax.random.key(t), plain, clients)
             np.testing.assert_array_equal(again.params["w"], state.params["w"])  # it goes on from where it was
+            # Clients that are absent now are found by the slot of the split, so that no other split may have it.
+            ripe = state._replace(final=jnp.zeros(2, bool), round=state.round + 20)
+            later, metrics = jax.jit(algorithm.step)(jax.random.key(t), ripe, clients)
+            assert metrics["decisions"] == 1 and metrics["capacity_reached"] and later.active.tolist() == [True, False]
             break
     else:
         pytest.fail("nothing was undone")
