@@ -356,6 +356,10 @@ def test_a_round_of_fedsoft_is_that_of_the_papers_equations(options):
     served = algorithm.serve(state, None)
     np.testing.assert_array_equal(served.found, np.asarray(state.share).argmax(1))
     assert served.to is None
+    away = data._replace(size=np.where(np.arange(N) == 1, 0, data.size))  # with no examples in a round, it keeps its u
+    after, _ = step(KEY, state._replace(round=np.int32(4)), away)
+    same = np.isclose(after.share, state.share, atol=1e-6).all(axis=1)
+    assert same[1] and not same.all()
 
 
 def test_clients_are_drawn_with_the_probabilities_of_draws_without_replacement():
