@@ -368,6 +368,7 @@ def test_positive_gap_means_a_correct_split(seed, num_clusters):
     s = np.asarray(similarity)
     pairs = [s[i, j] for i in range(9) for j in range(i) if clusters[i] == clusters[j]]
     np.testing.assert_allclose(gap, min(pairs, default=1.0) - cross, atol=1e-6)
+    assert separation_gap(similarity, jnp.arange(9)) == 1 - cross  # no pair
     if gap > 0:
         assert all(len(set(np.asarray(side)[clusters == c])) == 1 for c in set(clusters))
 

@@ -132,8 +132,11 @@ def test_the_number_of_clusters_is_that_of_the_authors_rule(seed):
     labels = chosen_by_loop(x, 15)
     padded = np.concatenate([np.full((2, 4), 99.0), x, np.full((1, 4), -99.0)])
     mask = np.abs(padded).max(axis=1) < 90
-    found = jax.jit(partial(cut_by_silhouette, most=15))(matrix(padded), mask=mask)
+    choose = jax.jit(partial(cut_by_silhouette, most=15))
+    found = choose(matrix(padded), mask=mask)
     assert adjusted_rand_score(labels, np.asarray(found.cluster)[mask]) == 1
+    alike = choose(1 - np.eye(27, dtype=np.float32), mask=np.arange(27) < 5)  # all scores are 0: there are two
+    assert alike.num_clusters == 2 and np.flatnonzero(alike.scores == 0).tolist() == [2, 3, 4]
 
 
 @pytest.mark.slow

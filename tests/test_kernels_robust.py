@@ -396,6 +396,20 @@ def test_filters_of_equal_zero_and_overflowing_updates(name):
         assert np.linalg.norm(call(name, z)) < 3 * np.sqrt(dim / D)
 
 
+def test_smea_of_few_leaves_out_less_than_half_of_them():
+    z = updates(0)
+    z[3:] = np.nan
+    np.testing.assert_allclose(call("smea", z), smea(z[:3].astype(np.float64), 1), atol=1e-5)
+
+
+def test_of_equal_groups_that_of_the_first_client_counts():
+    z = np.abs(updates(0, dim=60))
+    z[10] = np.nan
+    for negative in (np.arange(N) > 4, np.arange(N) < 5, np.arange(N) % 2 == 0, np.arange(N) % 2 == 1):
+        found = call("sign_guard", np.where(negative[:, None], -z, z))
+        assert (found < 0).all() if negative[0] else (found > 0).all()
+
+
 def test_monna_trusts_another_where_the_trusted_does_not_count():
     z = updates(0)
     mask = np.arange(N) != 4
@@ -681,8 +695,8 @@ def test_bad_input_is_named(run, words):
         run()
 
 
-@pytest.mark.slow_cases("10-3", "101-50", "5-0", "7-2", "65537-32000")
-@pytest.mark.parametrize(("count", "f"), [(10, 3), (7, 2), (101, 50), (5, 0), (65_537, 32_000), (300_000, 140_000)])
+@pytest.mark.slow_cases("10-3", "5-0", "65537-32000", "7-2")
+@pytest.mark.parametrize(("count", "f"), [(10, 3), (7, 2), (726, 297), (5, 0), (65_537, 32_000), (300_000, 140_000)])
 def test_adaptive_clip_counts_beyond_int32(count, f):
     """`floor(2 f (n - f) / n)` updates are clipped, to the norm of the next one; Python's integers have no bound."""
     clipped, _ = kernels.adaptive_clip(jnp.arange(count, dtype=jnp.float32)[:, None], num_malicious=f)

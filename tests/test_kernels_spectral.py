@@ -89,5 +89,7 @@ def test_the_number_of_clusters_is_that_of_the_least_measure():
     np.testing.assert_allclose(found.scores[2:], measures, rtol=1e-3)
     assert measures[0] < min(measures[1], 1) and found.num_clusters == 2
     assert adjusted_rand_score(blob[1:], found.cluster[1:]) == 1 and found.cluster[0] == found.cluster[1] == 0
-    one = jax.device_get(jax.jit(partial(spectral_clusters, most=3, limit=1))(affinity, mask=np.arange(14) > 0))
+    limited = jax.jit(partial(spectral_clusters, most=3, mask=np.arange(14) > 0))
+    one, two = (jax.device_get(limited(affinity, limit=most)) for most in (1, 2))
     assert not one.cluster.any() and one.num_clusters == 1 and np.isnan(one.scores).all()
+    np.testing.assert_allclose(two.scores, [np.nan, np.nan, measures[0], np.nan], rtol=1e-3)
