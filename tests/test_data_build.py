@@ -14,7 +14,7 @@ from jfcl.core import check_clients
 from jfcl.data import HETEROGENEITY, PARTITIONS, Dataset, build, generate_store, load, tokenize
 from jfcl.data.concepts import CONCEPTS
 from jfcl.data.heterogeneity import SELECTIVE
-from jfcl.data.pools import stratified_hold_out
+from jfcl.data.pools import allot, stratified_hold_out
 
 CLASSES = 4
 
@@ -237,6 +237,12 @@ def test_labels_that_are_frequent_by_chance_are_not_so_in_the_test_data(partitio
 def test_iid_test_sets_have_nearly_equal_sizes():
     sizes = build(load("digits"), num_clients=40, num_clusters=4, heterogeneity="rotation").test.size
     assert sizes.min() >= 7 and sizes.max() <= 11
+
+
+def test_rounding_of_the_shares_of_a_test_set_does_not_add_up():
+    kinds = np.repeat(np.arange(30), 3)  # of each, 7 clients are owed 3 / 7
+    parts = allot(np.arange(90), kinds, [np.arange(30)] * 7, seed=0)
+    assert {len(part) for part in parts} <= {12, 13, 14}
 
 
 def test_more_clients_than_test_examples_still_all_have_one():

@@ -133,6 +133,12 @@ def test_pathological_law(labels, clients, per_client, seed):
             assert len(held) >= clients // len(values)
 
 
+def test_the_labels_of_pathological_clients_do_not_follow_their_numbers():
+    labels = np.arange(400) % 4
+    first = np.array([labels[part[0]] for part in pathological(labels, 40, labels_per_client=1, seed=0)])
+    assert all(len(set(first[i::4].tolist())) > 1 for i in range(4))  # client i is in cluster i mod K
+
+
 @given(data=st.data(), labels=labelled, seed=seeds)
 def test_distribution_law(data, labels, seed):
     clients = data.draw(st.integers(1, min(8, len(labels))))

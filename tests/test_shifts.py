@@ -158,6 +158,10 @@ def test_corruptions_are_as_their_equations_say():
     for kind in ("blur", "contrast", "brightness", "pixelate"):
         wanted = np.stack([corrupted(kind, image[..., 0].astype(np.float64)) for image in x[:5]])
         np.testing.assert_allclose(corrupt(x[:5], kind, 3)[..., 0], wanted.clip(0, 1), atol=1e-6)
+    colours = np.random.default_rng(0).random((2, 6, 6, 3), np.float32)
+    for kind in ("blur", "contrast", "pixelate"):  # of each channel by itself
+        wanted = [[corrupted(kind, image[..., c].astype(np.float64)) for c in range(3)] for image in colours]
+        np.testing.assert_allclose(corrupt(colours, kind, 3), np.moveaxis(wanted, 1, -1).clip(0, 1), atol=1e-6)
     added = corrupt(np.full_like(x, 0.5), "noise", 3) - 0.5  # equal images have equal noise
     assert (added == added[:1]).all() and abs(added[0].std() - 0.08) < 0.03
     noisy = corrupt(x, "noise", 3, seed=1)
