@@ -235,6 +235,7 @@ def test_noise_has_the_documented_spread_and_is_fresh():
     assert np.abs(np.corrcoef(draws) - np.eye(8)).max() < 5 / np.sqrt(5000)
     sizes = jax.jit(jax.vmap(partial(draw, {"a": (2,)})))(jax.random.split(jax.random.key(2), 2000))[1]
     np.testing.assert_allclose(np.std(np.asarray(sizes, np.float64), axis=0), 4 * 0.8, rtol=0.1)
+    assert abs(np.corrcoef(np.asarray(sizes, np.float64).T)[0, 1]) < 0.1
 
 
 @pytest.mark.slow_cases("4")
@@ -251,6 +252,7 @@ def test_poisson_cohorts_are_independent_draws(cohort):
 
     took_part = np.asarray(jax.jit(jax.vmap(drawn))(keys))
     assert took_part.max() == 1 and took_part[:, [2, 17]].sum() == 0
+    assert [privacy.expected_participants(clients, count) for count in (None, cohort, 29)] == [28, cohort, 28]
     q, took_part = cohort / 28, np.delete(took_part, [2, 17], axis=1)
     spread = np.sqrt(q * (1 - q) / 4000)
     assert np.abs(took_part.mean(axis=0) - q).max() < 4.5 * spread
