@@ -10,17 +10,8 @@ from jfcl import data, kernels, mapping, models, testing
 from jfcl._version import __version__
 from jfcl.analysis import metrics, plots
 from jfcl.analysis.metrics import cluster_recovery, evaluate
-from jfcl.core import (
-    Adversary,
-    Algorithm,
-    Clients,
-    DenseStart,
-    Entries,
-    Served,
-    Task,
-    concatenate_clients,
-    stack_clients,
-)
+from jfcl.core import Adversary, Algorithm, Clients, DenseStart, Entries, Served, Task
+from jfcl.core.stacking import concatenate_clients, stack_clients
 from jfcl.data.population import Population
 from jfcl.experiments.shifts import shifts
 from jfcl.kernels import theory
@@ -64,16 +55,7 @@ from jfcl.methods.cfl.parameter_tree import assign_newcomer
 from jfcl.planning import targets
 from jfcl.planning.plan import plan
 from jfcl.robust import attacks, privacy
-from jfcl.simulation import (
-    DivergedError,
-    History,
-    Sweep,
-    callbacks,
-    clear_programs,
-    rollout,
-    simulate,
-    sweep,
-)
+from jfcl.simulation import DivergedError, History, Sweep, callbacks, clear_programs, rollout, simulate, sweep
 from jfcl.training import augment
 from jfcl.training.local import local_training
 

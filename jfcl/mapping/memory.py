@@ -13,21 +13,10 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jfcl import mapping
-from jfcl.core import (
-    Algorithm,
-    Clients,
-    PyTree,
-    Task,
-    check,
-    client_shapes,
-    default_device,
-    dense_start,
-    free_host_memory,
-    max_examples,
-    num_bytes,
-    num_clients,
-    shape_struct,
-)
+from jfcl.core import Algorithm, Clients, PyTree, Task, check, client_shapes, dense_start, max_examples, num_bytes
+from jfcl.core.clients import num_clients, shape_struct
+from jfcl.core.platforms import default_device
+from jfcl.core.stacking import free_host_memory
 from jfcl.mapping import hosts
 from jfcl.mapping.jitted import jitted
 
