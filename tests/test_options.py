@@ -13,7 +13,7 @@ from jfcl.cli.parser import parse
 from jfcl.core.options import CLASSES, Interval, Needs, OneOf, Range, Real
 from jfcl.experiments import Config, setup
 from jfcl.experiments.config import from_saved, to_saved
-from jfcl.experiments.options import all_options, common_options, method_options
+from jfcl.experiments.options import COMMON, all_options, method_options
 from jfcl.methods import METHODS, Method
 
 TINY = ["--clients", "4", "--clusters", "2", "--rounds", "1", "--model", "linear", "--quiet"]
@@ -131,7 +131,7 @@ def test_the_help_of_run_is_one_screen(columns, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", columns)
     printed = help_of(capsys, "run")
     assert printed.count("\n") <= 42 and max(map(len, printed.splitlines())) <= int(columns)
-    assert all(f"--{name.replace('_', '-')}" in printed.split() for name in common_options())
+    assert all(f"--{name.replace('_', '-')}" in printed.split() for name in COMMON)
     assert "--heat" not in printed and "annealed" in printed and "jfcl run METHOD --help" in printed
     for group in ("Data:", "Training:", "Attack:", "Run:"):
         assert f"\n{group}" in printed
@@ -188,14 +188,14 @@ def test_what_is_not_given_follows_from_the_rest_once(method, given, derived):
 def test_every_option_is_declared_whole():
     kinds = {}
     for method in METHODS:
-        for name, option in (method_options(method) | common_options()).items():
+        for name, option in (method_options(method) | COMMON).items():
             assert option.text, f"{method}: {name} has no entry in the docstring"
             assert kinds.setdefault(name, option.kind) is option.kind, f"{name} is of two types"
             assert option.kind in CLASSES and (option.default is None or option.check(option.default) is None)
             others = [
                 other for entry in option.metadata if isinstance(entry, Needs) for other in (entry.option, entry.other)
             ]
-            assert {*others} <= {"", *method_options(method), *common_options()}, (method, name)
+            assert {*others} <= {"", *method_options(method), *COMMON}, (method, name)
 
 
 # ---- Names of Flower (run configurations, strategies, flwr-datasets), FedML (YAML files), PFLlib (flags of main.py),

@@ -11,14 +11,14 @@ from benchmarks.papers.recipes import Bench, Outcome, Row
 from jfcl.analysis import plots
 from jfcl.analysis.metrics import deviation
 from jfcl.experiments.config import Config
-from jfcl.experiments.options import common_options, method_options, methods_with
+from jfcl.experiments.options import COMMON, method_options, methods_with
 
 Records = Sequence[Row]
 
 
 def configure(method: str, setting: dict[str, Any]) -> Config:
     """Returns the run of a method with those entries of a setting that are its options."""
-    names = {name for name in common_options() if method in methods_with(name)} | method_options(method).keys()
+    names = {name for name in COMMON if method in methods_with(name)} | method_options(method).keys()
     given = {name: value for name, value in setting.items() if name in names}
     if "restarts" in names and given.get("restarts") is None:  # the papers have none
         given["restarts"] = 1

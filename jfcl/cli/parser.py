@@ -16,7 +16,7 @@ from jfcl.core import check_choice
 from jfcl.core.names import flag_of, note_on, option_hint
 from jfcl.core.options import SEVERAL, Interval, Needs, OneOf, Option, first_sentence, options_of
 from jfcl.experiments import bench, compare, config, lookup, plan, report, run, run_sweep, shifts, sweeps
-from jfcl.experiments.options import GROUPS, all_options, common_options, takes
+from jfcl.experiments.options import COMMON, GROUPS, all_options, takes
 from jfcl.mapping import hosts
 from jfcl.methods import METHODS
 
@@ -165,7 +165,7 @@ def _is_shown(option: Option, command: str, method: str | None) -> bool:
 
 def _options_of_runs(command: str, method: str | None) -> dict[str, list[Option]]:
     """Returns the options of `run`, `plan` or `sweep`, with those of a method, or of all, by the titles of groups."""
-    schema, common = all_options(method), common_options()
+    schema, common = all_options(method), COMMON
     if command == "sweep":
         common = common | {"seeds": common["seeds"]._replace(default=sweeps.SEEDS)}
     groups = {f"Method: options of {method or 'single methods'}": [o for n, o in schema.items() if n not in common]}

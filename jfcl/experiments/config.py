@@ -27,7 +27,7 @@ from jfcl.data import concepts, tables
 from jfcl.experiments import lookup
 from jfcl.experiments import options as declared
 from jfcl.experiments.optimizers import OPTIMIZERS
-from jfcl.experiments.options import all_options, common_options, method_options, methods_with, takes
+from jfcl.experiments.options import COMMON, all_options, method_options, methods_with, takes
 from jfcl.robust import attacks, privacy
 from jfcl.simulation.versions import check_version
 
@@ -78,10 +78,10 @@ class Config(declared.Data, declared.Training, declared.Attack, declared.Privacy
         if unknown := [name for name in given if name not in schema]:
             raise TypeError(f"Config has no option {unknown[0]!r}{option_hint(unknown[0], schema)}")
         # Options that the method does not have.
-        common, names = common_options(), [name for name in given if not takes(method, name)]
+        names = [name for name in given if not takes(method, name)]
         if {"population", "store"} & given.keys():  # the population draws its cohorts itself
             names = [name for name in names if name != "cohort"]
-        if names := [name for name in names if name not in common or given[name] != common[name].default]:
+        if names := [name for name in names if name not in COMMON or given[name] != COMMON[name].default]:
             words = "; ".join(f"{name} (only {', '.join(methods_with(name))})" for name in sorted(names))
             raise ValueError(f"method {method} has no option {words}")
         for name in [name for name in given if not isinstance(given[name], jax.Array)]:  # as in a sweep, or a tracer
@@ -111,7 +111,7 @@ class Config(declared.Data, declared.Training, declared.Attack, declared.Privacy
 def _resolved(name: str, given: dict[str, Any]) -> dict[str, Any]:
     """Returns all options of a run: those `given`, and the others as they follow from these, or by default."""
     method = lookup.find_method(name)
-    schema = common_options() | {n: o for n, o in method.declared.items() if n in declared.AS_DECLARED}
+    schema = COMMON | {n: o for n, o in method.declared.items() if n in declared.AS_DECLARED}
     defaults = {option.name: option.default for option in (schema | method_options(name)).values()}
     values = defaults | _of_data(given) | given
 
@@ -190,7 +190,7 @@ def default_precision() -> str:
 def _rules(config: Config) -> Iterator[tuple[Any, str, str]]:
     """Yields, of every mistake that is visible without data, whether there is none, the option, and what it accepts."""
     given, values, method = config.given, config.values, lookup.find_method(config.method)
-    options, taken = common_options() | method_options(config.method), method.options
+    options, taken = COMMON | method_options(config.method), method.options
     # Options without which others have no effect, and those of which one is given.
     for name in [name for name in lookup.required(method.make) if name in options]:
         yield values[name] is not None, name, f"given: method {config.method} has no default for it"

@@ -283,18 +283,11 @@ class Run:
 # Common options that a factory declares itself, by the same name.
 AS_DECLARED = ("cohort", "momentum", "prox", "radius")
 GROUPS = (Data, Training, Attack, Privacy, Run)
-DECLARED = [option for group in GROUPS for option in options_of(group).values()]
-OF_PARTITION = {
-    o.name: m.values for o in DECLARED for m in o.metadata if isinstance(m, Needs) and m.option == "partition"
-}
+COMMON = {name: option for group in GROUPS for name, option in options_of(group).items()}
+NEEDS = [(name, m) for name, option in COMMON.items() for m in option.metadata if isinstance(m, Needs)]
+OF_PARTITION = {name: needs.values for name, needs in NEEDS if needs.option == "partition"}
 # Common options that reach a method through arguments of its factory; a method without any of these refuses the option.
-STANDS_FOR = {o.name: entry for o in DECLARED for entry in o.metadata if isinstance(entry, Reaches)}
-
-
-@functools.cache
-def common_options() -> dict[str, Option]:
-    """Returns the options that are common to the methods."""
-    return {option.name: option for option in DECLARED}
+STANDS_FOR = {name: m for name, option in COMMON.items() for m in option.metadata if isinstance(m, Reaches)}
 
 
 def method_options(method: str) -> dict[str, Option]:
@@ -307,7 +300,7 @@ def method_options(method: str) -> dict[str, Option]:
     options = {name: o for name, o in lookup.find_method(method).declared.items() if name not in of_common}
     for name, option in options.items() if lookup.is_import_path(method) else ():
         where = f"argument {name} of method {method!r} must have"
-        if name in common_options() or name in ("method", "given", "values"):
+        if name in COMMON or name in ("method", "given", "values"):
             raise ValueError(f"{where} another name: --{name.replace('_', '-')} is of every method")
         if not option.text:
             raise ValueError(f"{where} an entry under Args in the docstring, its flag's help")
@@ -316,7 +309,7 @@ def method_options(method: str) -> dict[str, Option]:
 
 def all_options(method: str | None = None) -> dict[str, Option]:
     """Returns the common options and those of all methods; as `method` declares them, where others have them too."""
-    return _options_of_all(tuple(METHODS)) | (method_options(method) if method else {}) | common_options()
+    return _options_of_all(tuple(METHODS)) | (method_options(method) if method else {}) | COMMON
 
 
 @functools.cache
@@ -326,7 +319,7 @@ def _options_of_all(methods: tuple[str, ...]) -> dict[str, Option]:
 
 def takes(method: str, name: str) -> bool:
     """Returns whether a method takes an option."""
-    needed = set(STANDS_FOR.get(name, () if name in common_options() else (name,)))
+    needed = set(STANDS_FOR.get(name, () if name in COMMON else (name,)))
     return not needed or not needed.isdisjoint(lookup.find_method(method).options)
 
 
