@@ -84,12 +84,6 @@ def make_arguments(case: Case) -> tuple[jax.Array, Any, Clients]:
     return jax.random.key(1), state, clients
 
 
-def placed(client_axis: mapping.Mapping, arguments: tuple[jax.Array, Any, Clients]) -> tuple[jax.Array, Any, Clients]:
-    """Returns the arguments with the clients, a multiple of the devices, where the mapping wants them."""
-    key, state, clients = arguments
-    return key, state, mapping.place(client_axis, clients)
-
-
 def measure(
     fn: Callable[..., Any],
     *args: Any,
@@ -205,8 +199,9 @@ def _measure_round(
 ) -> dict[str, Any]:
     """Returns the entries of a row on a round, which is run if it fits into half of the free memory."""
     limits = {"limit_mb": memory.free_memory() / 2e6, "limit_seconds": seconds}
-    step = make_algorithm(case, client_axis).step
-    row = measure(step, *placed(client_axis, arguments), repeats=repeats, **limits)
+    key, state, clients = arguments
+    placed = mapping.place(client_axis, clients)  # a multiple of the devices
+    row = measure(make_algorithm(case, client_axis).step, key, state, placed, repeats=repeats, **limits)
     runs = row.pop("seconds")
     if not runs:
         return row | {"left_out": f"needs {row['temporary_mb'] / 1000:.2g} GB"}
