@@ -56,9 +56,7 @@ def _start_devices(devices: int | None, default: int | None = None) -> None:
 
 def _check_out(out: str) -> None:
     """Raises `ValueError` where nothing can be written in `out`, before anything is computed."""
-    existing = Path(out)
-    while not (existing.exists() or existing.is_symlink()) and existing != existing.parent:
-        existing = existing.parent
+    existing = next(path for path in (Path(out), *Path(out).parents) if os.path.lexists(path))
     check(existing.is_dir(), "out", out, f"a folder, but {existing} is a file")
     check(os.access(existing, os.W_OK | os.X_OK), "out", out, f"in a folder that can be written: {existing} cannot")
 
