@@ -317,6 +317,16 @@ def test_the_oracle_follows_the_clusters():
         jfcl.simulate(algorithm, fed.test, key=jax.random.key(0), num_rounds=1)
 
 
+def test_all_steps_at_once_are_noted():
+    """`fed.train` has the examples of all steps, and `fed.test` those of the last: no drift takes place."""
+    task, fed = task_and_data()
+    algorithm = jfcl.fedavg(task, TRAINING)
+    with pytest.warns(UserWarning, match="hold examples of 3 steps of time, all from the first round on; only sim"):
+        history = run(algorithm, fed.train, num_rounds=1)
+    run(algorithm, fed.train, num_rounds=1, state=history.state)  # as in a loop over the steps
+    run(algorithm, fed.drift.clients(fed.train, 0), num_rounds=1)
+
+
 def test_results_over_time():
     accuracy = [0.8, 0.9, 0.5, 0.84, 0.86, 0.7, 0.8, 0.83, 0.84]
     steps = [0, 0, 1, 1, 1, 2, 2, 3, 3]

@@ -30,7 +30,7 @@ from jfcl.simulation.grid_folder import SweepFolder
 from jfcl.simulation.loop import rounds_at_once
 from jfcl.simulation.progress import Watch
 from jfcl.simulation.resident import Resident
-from jfcl.simulation.run import check_data, check_method, seed_names
+from jfcl.simulation.run import check_data, check_method, seed_names, warn_if_steps_come_at_once
 
 # The results on held-out examples, and whether more is better.
 METRICS = {
@@ -174,6 +174,7 @@ def sweep(
         clients, held_out = hold_out(clients, share)
     client_axis = mapping.or_auto(client_axis)
     check_data(client_axis, {"clients": clients, "held_out": held_out})
+    warn_if_steps_come_at_once(clients)
 
     # One group of rows for each combination of options that are no tracers. Everything that `make` refuses shows here.
     if row_axis is None:  # rows are divided among all devices

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -14,7 +15,7 @@ import numpy as np
 from jfcl import mapping
 from jfcl.analysis.metrics import Metric
 from jfcl.core import Algorithm, Clients, check, check_key, num_clients
-from jfcl.core.clients import check_clients, check_examples, check_labels, check_no_bytes, check_stacked
+from jfcl.core.clients import check_clients, check_examples, check_labels, check_no_bytes, check_stacked, drifts, mask
 from jfcl.core.options import Interval, OneOf, Range, check_options
 from jfcl.data.build import Federation
 from jfcl.data.population import Population
@@ -192,6 +193,8 @@ def simulate(
             hyperparams = {name: np.stack([jnp.asarray(value)] * len(seeds)) for name, value in values.items()}
         check_method(build(algorithm, first_row(hyperparams)), parts)
         seed_axis = seed_axis or (mapping.chunked(1) if len(seeds) == 1 else mapping.auto())
+        if drift is None and state is None:
+            warn_if_steps_come_at_once(clients)
         axes = {"row_axis": seed_axis, "client_axis": client_axis}
         evaluated |= {"true_cluster": true_cluster, "drift": drift, "ends": ends}
         source = Resident(algorithm, clients, key, hyperparams, seeds=seeds, state=state, **axes, **evaluated)
@@ -288,6 +291,14 @@ def check_data(client_axis: mapping.Mapping, parts: dict[str, Clients], true_clu
         kind = np.asarray(true_cluster).dtype
         check(kind.kind in "iu", "true_cluster", str(kind), "integers, the cluster of each client")
         check((np.asarray(true_cluster) >= 0).any(), "true_cluster", "-1 for all", "known of one client at least")
+
+
+def warn_if_steps_come_at_once(clients: Clients) -> None:
+    """Warns where a run begins with drifting data of several steps of time, such as `train` of a federation."""
+    steps = np.unique(np.asarray(clients.examples["step"])[np.asarray(mask(clients))]) if drifts(clients) else ()
+    if len(steps) > 1:
+        what = f"the clients hold examples of {len(steps)} steps of time, all from the first round on"
+        warnings.warn(f"{what}; only simulate(algorithm, federation, ...) goes from step to step", stacklevel=4)
 
 
 def check_method(method: Algorithm, parts: dict[str, Clients]) -> None:
