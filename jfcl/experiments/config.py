@@ -87,14 +87,10 @@ class Config(declared.Data, declared.Training, declared.Attack, declared.Privacy
         for name in [name for name in given if not isinstance(given[name], jax.Array)]:  # as in a sweep, or a tracer
             schema[name].check(given[name])
         values = _resolved(method, given)
-        self.__dict__.update(values | {"method": method, "given": given, "values": {"method": method} | values})
+        parts = {"method": method, "given": given, "values": {"method": method} | values}
+        self.__dict__.update(dict.fromkeys(schema) | values | parts)  # None: options that only other methods have
         for fits, name, accepted in _rules(self):
             check(fits, name, getattr(self, name), accepted)
-
-    def __getattr__(self, name: str) -> None:
-        """None, for an option that only other methods have."""
-        if name.startswith("__") or "values" not in self.__dict__ or name not in all_options(self.method):
-            raise AttributeError(f"Config has no option {name!r}")
 
     def __eq__(self, other: Any) -> bool:
         return self.values == other.values if isinstance(other, Config) else NotImplemented
