@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import zlib
 from dataclasses import dataclass
-from functools import partial
 from typing import Annotated, Unpack
 
 import jax
@@ -16,7 +15,6 @@ from jfcl.core.clients import Cohort, check_at_most_clients, client_keys, num_cl
 from jfcl.core.options import Interval, Range, Real, Search
 from jfcl.core.parameters import num_bytes
 from jfcl.core.types import Algorithm, Clients, PyTree, Served, Task
-from jfcl.mapping.memory import in_lots
 from jfcl.methods import round as phases
 from jfcl.methods.averaging import Averaging
 from jfcl.methods.mixture import spread
@@ -90,7 +88,7 @@ def fedsoft(
       [[1.0, 0.0], [0.5, 0.5], [0.0, 1.0]]
     """
     rules, start = Averaging(task, training, num_clusters, **options), options["init_params"]
-    serve = ServeSoft(task, num_clusters, smoothing, rules.client_axis)
+    serve = ServeSoft(task, smoothing, rules.client_axis)
 
     def init(key: jax.Array, clients: Clients) -> PersonalState:
         n = num_clients(clients)
@@ -153,7 +151,6 @@ class ServeSoft:
     """`Algorithm.serve` of FedSoft; its arguments are those of the method."""
 
     task: Task
-    num_clusters: int
     smoothing: Real
     client_axis: mapping.Mapping
 
@@ -179,9 +176,7 @@ class ServeSoft:
 
     def estimate(self, centres: PyTree, clients: Clients) -> jax.Array:
         """Returns the importance `[N, K]` of the centres for each client."""
-        axis = in_lots(self.client_axis, self.task, clients, self.num_clusters)
-        of_each = axis(partial(shares, self.task), in_axes=(None, 0, 0))
-        return jnp.maximum(of_each(centres, clients.examples, jnp.asarray(clients.size)), self.smoothing)
+        return jnp.maximum(phases.fit_to_models(self, shares, centres, clients), self.smoothing)
 
 
 def importance(share: jax.Array) -> jax.Array:

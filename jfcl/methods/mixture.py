@@ -12,7 +12,6 @@ import jax.numpy as jnp
 
 from jfcl import mapping
 from jfcl.core import Algorithm, Batch, Clients, PyTree, Served, Task, check, check_mixes, num_clients
-from jfcl.mapping.memory import in_lots
 from jfcl.methods import round as phases
 from jfcl.methods.averaging import Averaging, AveragingState, averaging, state_of
 from jfcl.training.local import LocalTraining, Trained
@@ -107,19 +106,13 @@ class ServeMixture:
         models, weights = models_of(state), state.personal["mixture"]
         if clients is not None and self.num_clusters > 1:
             new = (weights == equal_weights(self.num_clusters)[None]).all(axis=1) & (jnp.asarray(clients.size) > 0)
-            weights = phases.known_or_fitted(new, lambda: self.fit(models, clients), weights)
+            weights = phases.known_or_fitted(new, lambda: phases.fit_to_models(self, fitted, models, clients), weights)
         return self.of(models, weights)
 
     def adopt(self, state: AveragingState, clients: Clients) -> Served:
         """Returns the models, and what clients that were not in training are served of them."""
         models = models_of(state)
-        return self.of(models, self.fit(models, clients))
-
-    def fit(self, models: PyTree, clients: Clients) -> jax.Array:
-        """Returns the mixtures `[N, K]` that clients fit to the models."""
-        axis = in_lots(self.client_axis, self.task, clients, self.num_clusters)
-        fit = axis(partial(fitted, self.task), in_axes=(None, 0, 0))
-        return fit(models, clients.examples, jnp.asarray(clients.size))
+        return self.of(models, phases.fit_to_models(self, fitted, models, clients))
 
     def of(self, models: PyTree, weights: jax.Array) -> Served:
         """Returns what clients with the mixtures `weights` `[N, K]` are served."""

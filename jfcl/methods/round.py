@@ -21,6 +21,7 @@ from jfcl.core.clients import Cohort, client_ids, client_keys, random_order, ser
 from jfcl.core.parameters import check_part, divided, joined, parameter_names, part_like, trained_part, with_fixed
 from jfcl.core.types import Clients, PyTree, Task
 from jfcl.kernels.base import if_rare
+from jfcl.mapping.memory import in_lots
 from jfcl.robust.aggregate import add_sent, nothing_sent, where_rows
 from jfcl.training import local
 from jfcl.training.optimizer import as_data, optimizer_step, rekeyed
@@ -119,6 +120,13 @@ def personal_of_newcomers(personal: PyTree, counts: jax.Array, num_newcomers: in
     kept = where_rows(counts, personal, jax.tree.map(jnp.zeros_like, personal))
     means = jax.tree.map(lambda x: x.sum(axis=0) / jnp.maximum(counts.sum(), 1).astype(x.dtype), kept)
     return jax.tree.map(lambda x: jnp.broadcast_to(x, (num_newcomers, *x.shape)), means)
+
+
+def fit_to_models(rules: Any, fit: Callable[..., jax.Array], models: PyTree, clients: Clients) -> jax.Array:
+    """Returns `fit(task, models [K, ...], examples, size)` of each client; `rules` have the task and client axis."""
+    axis = in_lots(rules.client_axis, rules.task, clients, len(jax.tree.leaves(models)[0]))
+    of_each = axis(partial(fit, rules.task), in_axes=(None, 0, 0))
+    return of_each(models, clients.examples, jnp.asarray(clients.size))
 
 
 def known_or_fitted(new: jax.Array, fit: Callable[[], PyTree], known: PyTree) -> PyTree:
