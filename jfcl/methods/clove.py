@@ -145,7 +145,11 @@ def _clusters(losses, real, last, key, *, num_clusters, auto, square_root):
     vectors = jnp.where(valid[:, None], vectors, 0.0)
     options = {"num_clusters": num_clusters, "auto": auto, "num_restarts": MANY}
     cluster, scores = clusters_of(vectors, key, valid, **options)
-    return _matched(losses, cluster, valid, last), scores, (real & ~valid).sum().astype(jnp.int32)
+    # Each cluster gets a model, such that the sum of the members' losses is least.
+    members = jax.nn.one_hot(cluster, losses.shape[1], dtype=losses.dtype, axis=0) * valid[None, :].astype(losses.dtype)
+    total = jnp.matmul(members, jnp.where(valid[:, None], losses, 0.0), precision=jax.lax.Precision.HIGHEST)
+    model = jnp.where(valid, least_cost_assignment(total)[jnp.maximum(cluster, 0)], last)
+    return model, scores, (real & ~valid).sum().astype(jnp.int32)
 
 
 def notes(record: dict[str, Any], is_last: bool) -> dict[str, str]:
@@ -153,11 +157,3 @@ def notes(record: dict[str, Any], is_last: bool) -> dict[str, str]:
     count = record["nonfinite_losses"]
     text = f"{count} client(s) had a loss that is not finite, of one of the models at least, and kept their cluster"
     return {"losses": text} if count and not is_last else {}
-
-
-def _matched(losses, cluster, valid, last):
-    """Returns the models of the clients `[C]`: those of their clusters, in the assignment of the least total loss."""
-    members = jax.nn.one_hot(cluster, losses.shape[1], dtype=losses.dtype, axis=0) * valid[None, :].astype(losses.dtype)
-    total = jnp.matmul(members, jnp.where(valid[:, None], losses, 0.0), precision=jax.lax.Precision.HIGHEST)
-    model = least_cost_assignment(total)[jnp.maximum(cluster, 0)]
-    return jnp.where(valid, model, last)
