@@ -5,7 +5,6 @@ FedPer, FedRep, LG-FedAvg and FedBN are FedAvg with a choice of the parameters t
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Unpack
 
 import jax
@@ -134,14 +133,10 @@ def lg_fedavg(task: Task, training: LocalTraining, **options: Unpack[Options]) -
       >>> task = jfcl.models.classification(jfcl.models.MLP(2, hidden=(5,)), (3,), 2)
       >>> algorithm = jfcl.lg_fedavg(task, jfcl.local_training(optax.sgd(0.1), num_steps=1))
     """
-    options["personal"] = options["personal"] or in_body(task)
+    if options["personal"] is None:
+        head = in_head(task)
+        options["personal"] = lambda path: not head(path)
     return fedavg(task, training, **options)
-
-
-def in_body(task: Task) -> Callable[[str], bool]:
-    """Returns the choice, by a path, of the parameters outside the last dense layer."""
-    head = in_head(task)
-    return lambda path: not head(path)
 
 
 @factory(*AVERAGING, "dp")
@@ -169,12 +164,7 @@ def fedbn(task: Task, training: LocalTraining, **options: Unpack[Options]) -> Al
       >>> sorted(state.personal["BatchNorm_0"])
       ['bias', 'mean', 'scale', 'var']
     """
-    return fedavg(task, training, personal=in_batch_normalisation(task), **options)
-
-
-def in_batch_normalisation(task: Task) -> Callable[[str], bool]:
-    """Returns the choice, by a path, of the parameters in layers with batch statistics."""
     names = parameter_names(jax.eval_shape(task.init, jax.random.key(0)))
     layers = {name.rpartition("/")[0] for name in names if task.statistics is not None and task.statistics(name)}
     check(bool(layers), "task", "a model without batch statistics", "one with batch normalisation")
-    return lambda path: path.rpartition("/")[0] in layers
+    return fedavg(task, training, personal=lambda path: path.rpartition("/")[0] in layers, **options)
