@@ -8,6 +8,7 @@ import inspect
 import re
 import zlib
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import flax.linen as nn
@@ -108,6 +109,14 @@ def _joined_collections(variables: dict[str, PyTree], name: str) -> tuple[PyTree
     return traverse_util.unflatten_dict(flat), origin
 
 
+def in_collections(params: PyTree, collection_of: Callable[[tuple], str]) -> dict[str, PyTree]:
+    """Returns parameters as flax's variables; `collection_of` a path names the collection of a parameter."""
+    trees = {"params": {}}
+    for path, leaf in traverse_util.flatten_dict(params).items():
+        trees.setdefault(collection_of(path), {})[path] = leaf
+    return {collection: traverse_util.unflatten_dict(tree) for collection, tree in trees.items()}
+
+
 def of_linen(module: nn.Module, input_shape: tuple[int, ...], dtype: Any, argument: str | None) -> Network:
     """Returns the functions of a linen module; see `jfcl.models.tasks.network`."""
     name, x = module_name(module), jax.ShapeDtypeStruct((2, *input_shape), dtype)
@@ -152,11 +161,7 @@ def of_linen(module: nn.Module, input_shape: tuple[int, ...], dtype: Any, argume
     _, collections = _joined_collections(shapes, name)
     statistics = frozenset("/".join(path) for path, collection in collections.items() if collection != "params")
 
-    def apart(params):
-        trees = {collection: {} for collection in collections.values()}
-        for path, leaf in traverse_util.flatten_dict(params).items():
-            trees[collections[path]][path] = leaf
-        return {collection: traverse_util.unflatten_dict(tree) for collection, tree in trees.items()}
+    apart = partial(in_collections, collection_of=collections.__getitem__)
 
     def apply(params, x):
         return module.apply(apart(params), x, **evaluating)

@@ -16,7 +16,7 @@ from jfcl.core.clients import check_clients, check_examples, mask
 from jfcl.core.parameters import check_predicate, joined, named_parameters, parts, path_flags, trained_part, with_fixed
 from jfcl.core.types import Clients, PyTree, Task, check_task, with_train_loss
 from jfcl.mapping.jitted import jitted
-from jfcl.models.modules import FROZEN_LAYERS
+from jfcl.models.modules import FROZEN_LAYERS, in_collections
 
 
 def frozen(task: Task, params: PyTree, *, trainable: Callable[[str], bool], fresh: bool = False) -> Task:
@@ -164,11 +164,7 @@ def to_flax(task: Task, params: PyTree) -> PyTree:
     check_task(task)
     check(isinstance(params, Mapping), "params", type(params).__name__, "a nested dict, as in a flax module")
     is_statistic = task.statistics or (lambda path: False)
-    trees = {"params": {}}
-    for path, leaf in traverse_util.flatten_dict(params).items():
-        collection = "batch_stats" if is_statistic("/".join(map(str, path))) else "params"
-        trees.setdefault(collection, {})[path] = leaf
-    return {collection: traverse_util.unflatten_dict(tree) for collection, tree in trees.items()}
+    return in_collections(params, lambda path: "batch_stats" if is_statistic("/".join(map(str, path))) else "params")
 
 
 # ---------------------------------------------------------------------------------------------------------------
