@@ -112,7 +112,7 @@ def power_law(
     """
     check(is_number(exponent) and 0 <= exponent < np.inf, "exponent", exponent, "at least 0 and finite")
     draw = lambda rng: np.arange(1, num_clients + 1, dtype=np.float64) ** -float(exponent)  # noqa: E731
-    return _by_weights(num_examples, draw, num_clients, seed, min_size)
+    return _by_weights(num_examples, num_clients, seed, min_size, draw)
 
 
 def quantity(num_examples, num_clients: int, *, alpha: float = 0.5, seed: Seed, min_size: int = 1) -> list[np.ndarray]:
@@ -128,8 +128,7 @@ def quantity(num_examples, num_clients: int, *, alpha: float = 0.5, seed: Seed, 
       >>> sorted(len(part) for part in quantity(100, 4, alpha=1.0, seed=0))
       [1, 2, 39, 58]
     """
-    draw = lambda rng: dirichlet_draw(rng, alpha, num_clients)  # noqa: E731
-    return _by_weights(num_examples, draw, num_clients, seed, min_size)
+    return _by_weights(num_examples, num_clients, seed, min_size, lambda rng: dirichlet_draw(rng, alpha, num_clients))
 
 
 def lognormal(num_examples, num_clients: int, *, sigma: float = 1.0, seed: Seed, min_size: int = 1) -> list[np.ndarray]:
@@ -146,11 +145,10 @@ def lognormal(num_examples, num_clients: int, *, sigma: float = 1.0, seed: Seed,
       [18, 22, 23, 37]
     """
     check(0 <= sigma <= 100, "sigma", sigma, "at least 0, and at most 100")
-    draw = lambda rng: rng.lognormal(0, sigma, num_clients)  # noqa: E731
-    return _by_weights(num_examples, draw, num_clients, seed, min_size)
+    return _by_weights(num_examples, num_clients, seed, min_size, lambda rng: rng.lognormal(0, sigma, num_clients))
 
 
-def _by_weights(num_examples, draw, num_clients: int, seed: Seed, min_size: int) -> list[np.ndarray]:
+def _by_weights(num_examples, num_clients: int, seed: Seed, min_size: int, draw) -> list[np.ndarray]:
     """Divides the examples at random into parts of `min_size` and a rest in proportion to `draw(rng)`, shuffled."""
     num_examples = _enough(num_examples, num_clients, min_size=min_size)
     rng = np.random.default_rng(seed)
