@@ -59,14 +59,9 @@ def assigned(
 ) -> Algorithm:
     """Builds an `Algorithm` of this round, for authors of methods.
 
-    Args:
-      rules: of FedAvg inside the clusters.
-      assign: embeds the clients of a cohort, by `embedded`, and assigns them.
-      remember: `(key, clients, state) -> state` with the first `memory`, before the first round.
-
-    Returns:
-      An `Algorithm` with the metrics of `jfcl.methods.averaging.averaging` and those of `assign`. A client that has not
-      taken part is served the model of lowest loss.
+    `assign` embeds the clients of a cohort, by `embedded`, and assigns them to clusters, inside which FedAvg has these
+    rules. `remember` is `(key, clients, state) -> state` with the first `memory`, before the first round. Metrics are
+    those of `averaging` and of `assign`. A client that has not taken part is served the model of lowest loss.
     """
     rules = inner.checked(rules)
 

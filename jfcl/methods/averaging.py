@@ -152,9 +152,6 @@ def averaging(rules: Averaging) -> Algorithm:
       An `Algorithm` with the metrics `loss` `[N]`, `bytes_up`, `bytes_down`, `client_steps`, `participants` and
       `nonfinite` (clients left out of the mean since their update held NaN or infinity), all `[]`; with `dp` also those
       of `jfcl.robust.privacy.metrics`.
-
-    Raises:
-      ValueError: as from `checked`.
     """
     check_count("num_clusters", rules.num_clusters)
     rules = checked(rules)
@@ -320,10 +317,7 @@ def mean_updates(
 ) -> tuple[PyTree, PyTree, jax.Array, jax.Array]:
     """Returns the mean update of each cluster: weighted, over all clusters for shared parameters, or robust.
 
-    Args:
-      rules, clients: of the method; all clients.
-      params: the models `[K, ...]`.
-      sent: `(sums [K, ...], weight [K])`, or the updates `(updates [C, ...], cluster [C], weight [C])`.
+    `sent` are `(sums [K, ...], weight [K])`, or the updates `(updates [C, ...], cluster [C], weight [C])`.
 
     Returns:
       `(mean [K, ...], changed: a pytree of [K] bool, weight [K], divisor [K])`: the models that the mean changes, the

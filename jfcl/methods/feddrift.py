@@ -291,15 +291,10 @@ def _begin(rules: Averaging, limits, compare, eager, grows, state: AveragingStat
 
 
 def _merged(params: PyTree, sums: jax.Array, compared: jax.Array, threshold) -> tuple[jax.Array, PyTree]:
-    """Merges models by complete linkage.
+    """Merges the models `[K, ...]` that are `compared` `[K]` bool by complete linkage.
 
-    Args:
-      params: `[K, ...]`.
-      sums: `[K, K + 2]`, of `_look`, over the examples of each model.
-      compared: `[K]` bool, the models that may merge.
-
-    Returns:
-      `(root [K], params)`: the model that each one is part of, the first of its cluster, and the models after it.
+    `sums` `[K, K + 2]` are those of `_look`, over the examples of each model. Returns `(root [K], params)`: the model
+    that each one is part of, the first of its cluster, and the models after it.
     """
     k, cells = len(compared), sums[:, -1]
     means = sums[:, :k] / jnp.maximum(sums[:, k], 1)[:, None]

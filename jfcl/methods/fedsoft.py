@@ -193,10 +193,8 @@ def shares(task: Task, centres: PyTree, examples: PyTree, size: jax.Array) -> ja
 def drawn(key: jax.Array, weights: jax.Array, clients: Clients, count: int) -> jax.Array:
     """Draws `count` clients for each centre without replacement, with probabilities as `weights` `[N, K]`.
 
-    The largest of `log(weight) + Gumbel noise` are such draws. The noise is a function of a client's id.
-
-    Returns:
-      `[N, K]` float32, 1 for those drawn.
+    Those drawn have 1 in the result, `[N, K]` float32. The largest of `log(weight) + Gumbel noise` are such draws; the
+    noise is a function of a client's id.
     """
     noise = jax.vmap(lambda key: jax.random.gumbel(key, weights.shape[1:]))(client_keys(key, clients))
     scores = jnp.where(weights > 0, jnp.log(weights) + noise, -jnp.inf)

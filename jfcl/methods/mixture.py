@@ -172,13 +172,7 @@ def of_data(augment: Callable[[jax.Array, Batch], Batch] | None) -> Callable[[ja
 def train(
     task: Task, labels: Labels | None, rules: Averaging, key, stack: PyTree, personal, examples: Batch, size, *args, **_
 ) -> tuple[Trained, PyTree, PyTree]:
-    """Computes one client's responsibilities and mixture, and trains its models: a form of `round.train_scopes`.
-
-    Args:
-      task: of one model.
-      labels: see `mixture`.
-      rules and the others: the arguments of `train_scopes`.
-    """
+    """Computes one client's responsibilities and mixture, and trains its models: a form of `round.train_scopes`."""
     losses = example_losses(task, stack["models"], examples, size)
     log_factor = 0.0 if labels is None else labels.log_factor(stack["labels"], examples)
     q, weights = responsibilities(personal["mixture"], losses, size, log_factor)
@@ -194,11 +188,8 @@ def responsibilities(
 ) -> tuple[jax.Array, jax.Array]:
     """Returns one client's responsibilities `[M, K]`, 0 for padding, and its next mixture `[K]`, their mean.
 
-    Args:
-      weights: `[K]`, its mixture.
-      losses: `[M, K]`, the negative logarithms of the likelihoods.
-      size: `[]` int32.
-      log_factor: `[M, K]`, see `Labels`.
+    `weights` `[K]` are its mixture, `losses` `[M, K]` the negative logarithms of the likelihoods; for `log_factor` see
+    `Labels`.
     """
     q = jax.nn.softmax(jnp.log(weights)[None] - losses + log_factor, axis=1)
     return blank_padding(q, size), jnp.where(size > 0, means(q, size), weights)

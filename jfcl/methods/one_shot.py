@@ -81,13 +81,9 @@ def cluster_local_models(
     Statistics are not compared. Clients without examples, or with a last round that has no finite model, are left out,
     and in cluster 0. The attack of an `adversary` is on the difference of what a client sends to what it started from.
 
-    Args:
-      rules: the method's, with a `client_axis`.
-      num_rounds: rounds of local training, in which each client trains its model.
-      auto: as in `clusters_of`.
-
     Returns:
-      `(cluster [N], means [K, ...], personal [N, ...], scores)`; `personal` is `()` where a client keeps nothing.
+      `(cluster [N], means [K, ...], personal [N, ...], scores)`; `personal` is `()` where a client keeps nothing,
+      and `scores` are those of `clusters_of`.
     """
     task, client_axis, num_clusters = rules.task, rules.client_axis, rules.num_clusters
     start_key, rounds_key, means_key = jax.random.split(key, 3)

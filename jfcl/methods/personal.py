@@ -72,17 +72,10 @@ def train_alone(rules: Averaging, key: jax.Array, state: Any, clients: Clients) 
 def train_personal(
     rules: Averaging, cohort: Cohort, state: Any, pull: Pull | None = None, rows: PyTree = None
 ) -> tuple[Trained, jax.Array]:
-    """Trains the cohort's own models.
+    """Trains the cohort's own models, and returns `(Trained of [C, ...], finite [C] bool)`.
 
-    Args:
-      rules: of which the task, the training and the client axis are used.
-      cohort: from `select_cohort`.
-      state: with `params` and `client` `[N, ...]`, and `round`.
-      pull: of the client's own proximal term, in place of that of the training; None: that one.
-      rows: pytree of `[N, ...]`, the arguments of `pull`.
-
-    Returns:
-      `(Trained of [C, ...], finite [C] bool)`.
+    `state` has `params` and `client` `[N, ...]`, and `round`. `pull` is that of the client's own proximal term in place
+    of that of the training, and takes its row of `rows` `[N, ...]`.
     """
 
     def client(key, examples, size, params, opt_state, row):

@@ -54,16 +54,7 @@ def check_scopes(rules: Any) -> None:
 
 
 def initial_models(task: Task, key: jax.Array, count: int, init_params: PyTree | None) -> PyTree:
-    """Returns `count` initial models, stacked.
-
-    Args:
-      task: its `init` draws the models.
-      key: for that.
-      count: `K`.
-      init_params: the models to start from instead: one model, or `K` stacked.
-
-    Returns:
-      Pytree of `[K, ...]`.
+    """Returns `count` initial models, stacked: random ones, or `init_params`, which are one model or `count` stacked.
 
     Raises:
       ValueError: `init_params` of another structure or shape, or not finite.
@@ -101,15 +92,10 @@ def initial_optimizers(task: Task, training: local.LocalTraining, params: PyTree
 
 
 def initial_scopes(keeps: Callable[[str], bool] | None, params: PyTree, cluster: jax.Array) -> tuple[PyTree, PyTree]:
-    """Returns the models without personal parameters, and each client's personal ones: those of its first model.
+    """Returns the models `[K, ...]` without personal parameters, and each client's: those of its first model.
 
-    Args:
-      keeps: takes a parameter's path; true for those that a client keeps. None: there are none.
-      params: pytree of `[K, ...]`.
-      cluster: `[N]` int32.
-
-    Returns:
-      `(params [K, ...], personal [N, ...])`, parts of one structure; `personal` is `()` where there are none.
+    `keeps` takes a parameter's path, and is true for those that clients keep. Both parts have one structure; the second
+    is `()` where there are none.
     """
     params, personal = divided(keeps, params)
     return params, jax.tree.map(lambda p: p[cluster], personal)
@@ -172,16 +158,12 @@ def train_clients(
 ) -> Any:
     """Trains the clients of the cohort.
 
-    Args:
-      client_axis: the clients' mapping.
-      client: `(key, examples, size, *rows)`, one client's part of the round.
-      cohort: from `select_cohort`.
-      rows: pytrees of `[C, ...]`, further arguments of `client`.
-      sum_into: models `[K, ...]`. With it `client` returns `((update, cluster, weight), report)`, and the weighted
-        updates are added up as they are computed: memory `O(chunk D + K D)` instead of `O(C D)`.
+    `client` is one client's part of the round, `(key, examples, size, *rows)`, with rows of pytrees `[C, ...]`.
 
     Returns:
-      The stacked results of `client`; with `sum_into`, `((sums [K, ...], weight [K]), report)`.
+      The stacked results of `client`. With `sum_into`, models `[K, ...]`, it returns `((update, cluster, weight),
+      report)`, and the result is `((sums [K, ...], weight [K]), report)`: the weighted updates are added up as they
+      are computed, in memory `O(chunk D + K D)` instead of `O(C D)`.
     """
     clients = cohort.clients
     arguments = (client_keys(cohort.key, clients), clients.examples, jnp.asarray(clients.size), *rows)
@@ -259,11 +241,9 @@ def server_update(
     The statistics of the task take the mean itself.
 
     Args:
-      rules: of which the task and the server's optimiser are used; `mean` is its descent direction.
-      cohort: of the round; random keys in the optimiser's state are derived from its key.
+      rules, cohort: the task and the server's optimiser; the key, from which those in the optimiser's state follow.
       state: with the models `params` and their optimiser states `server`, `[K, ...]` each.
-      mean: pytree of `[K, ...]`.
-      changed: pytree of `[K]` bool; the other models stay as they are.
+      mean, changed: pytrees of `[K, ...]`, the descent direction, and of `[K]` bool: the other models stay.
       loss: `[K]`, of the models' clients, for optimisers that take it; None: not known.
 
     Returns:
@@ -288,15 +268,8 @@ def server_update(
 def round_metrics(present, loss, usable, steps, bytes_up, bytes_down) -> dict[str, jax.Array]:
     """Returns the metrics that all methods have.
 
-    Args:
-      present: `[C]` bool, clients that took part; the others do not count.
-      loss: `[C]`.
-      usable: `[C]` bool, clients with a finite update.
-      steps, bytes_up, bytes_down: `[C]`, or one number for all clients.
-
-    Returns:
-      `loss` `[C]`, NaN for absent clients and infinity for a loss that is NaN; `bytes_up`, `bytes_down`,
-      `client_steps`, `participants`, `nonfinite` `[]`.
+    All arguments are `[C]`, the costs also one number for all clients. Clients that are `present` took part, and those
+    that are `usable` sent a finite update. The metric `loss` `[C]` is NaN for absent clients, and infinity for NaN.
     """
 
     def total(values):

@@ -230,13 +230,9 @@ def _assign(rules, observe, observe_epochs, threshold, omega, cohort: Cohort, st
 def _unions(threshold, seen, usable, first, size, row):
     """Merges clusters by falling similarity down to the threshold, transitively; the smaller id stays.
 
-    A cluster stands at the place of its first client in the cohort.
-
-    Args:
-      threshold: of the similarity.
-      seen: `[C, D]`, the clients' first updates.
-      usable: `[C]` bool, those that are finite.
-      first, size, row: `[C]`, of their clusters: the least id, the number of clients, the row.
+    A cluster stands at the place of its first client in the cohort. `seen` `[C, D]` are the clients' first updates, of
+    which those that are `usable` `[C]` count; `first`, `size`, `row` `[C]` are of their clusters: the least id, the
+    number of clients, the row.
 
     Returns:
       `((), (place [C], stands [C], root [C], size [C], model [C], merged []))`: where the cluster of a client stands,

@@ -114,11 +114,8 @@ def clients_csv(
 
     With `keep_clients`, `clients_by_round.csv` has the same columns after `round`, for every evaluated round.
 
-    Args:
-      history: its clients, and the `clients` of its records.
-      seeds, ids: names of the `R` seeds and of the `N` clients.
-      true_cluster: `[N]`, of drifting data `[T, N]`; None where it is unknown.
-      extra: further columns of integers, `[R, N]` each.
+    `seeds` and `ids` name the `R` seeds and the `N` clients. `true_cluster` is `[N]`, of drifting data `[T, N]`; None
+    where it is unknown. `extra` are further columns of integers, `[R, N]` each.
     """
     last, by_round = history.clients, defaultdict(list)
     steps = {record["round"]: record.get("step", 0) for record in history.records}

@@ -90,14 +90,9 @@ def as_data(opt_state: PyTree) -> PyTree:
 def rekeyed(key: jax.Array, opt_state: PyTree, like: PyTree) -> PyTree:
     """Returns `opt_state` with the keys of one client and round.
 
-    Args:
-      key: of this client and round. Keys derived from it in other ways are independent of those put in here.
-      opt_state: as `optimizer.init` makes it, or `as_data` of that.
-      like: the shapes of `optimizer.init`'s state.
-
-    Returns:
-      The state as `like` has it, with a key derived from `key` and its path in the place of each random key; the same
-      object where it has none.
+    In the place of each random key is one derived from its path and from `key`, that of this client and round; keys
+    derived from `key` in other ways are independent of it. `opt_state` is as `optimizer.init` makes it, or `as_data` of
+    that, and `like` has the shapes of the former, as has the result. Without random keys it is the same object.
     """
     if not any(_is_key(path, leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(like)):
         return opt_state
