@@ -288,7 +288,8 @@ def test_auto_takes_what_costs_less(m, options, given, wanted):
     task = jfcl.models.classification(jfcl.models.MLP(10), (28, 28, 1), 10)
     params = jax.eval_shape(task.init, jax.random.key(0))
     training = jfcl.local_training(optax.sgd(0.1, momentum=0.9), **options)
-    assert local.trains_in_span(task, training, params, m, None, given) is wanted
+    start = local.start_in_span(task, training, params, m, False, given)
+    assert (start is not None) is wanted
 
 
 @pytest.mark.slow
@@ -297,7 +298,8 @@ def test_auto_leaves_alone_what_is_not_linear():
     params = jax.eval_shape(task.init, jax.random.key(0))
     for optimizer, wanted in ((optax.sgd(0.1), True), (optax.adam(0.1), False)):
         training = jfcl.local_training(optimizer, num_steps=10)
-        assert as_optax_needs(local.trains_in_span, task, training, params, 200, None, False) is wanted
+        start = as_optax_needs(local.start_in_span, task, training, params, 200, False, False)
+        assert (start is not None) is wanted
 
 
 def mix_inputs(updates, params):
@@ -346,7 +348,7 @@ def test_optimizers_that_leave_the_span_are_refused(optimizer):
     params = MLP.init(jax.random.key(0))
     training = jfcl.local_training(optimizer, num_steps=2, span="always", keep="schedule")
     with pytest.raises(ValueError, match=r"span must be auto or never here: the optimizer is not linear.*got 'always'"):
-        as_optax_needs(local.trains_in_span, MLP, training, params, M, None, False)
+        as_optax_needs(local.start_in_span, MLP, training, params, M, False, False)
 
 
 @pytest.mark.parametrize(
@@ -361,7 +363,7 @@ def test_always_says_why_it_cannot(task, options, words):
     params = task.init(jax.random.key(0))
     training = jfcl.local_training(optax.sgd(0.1), num_steps=2, span="always", **options)
     with pytest.raises(ValueError, match=words):
-        local.trains_in_span(task, training, params, M, None, False)
+        local.start_in_span(task, training, params, M, False, False)
 
 
 def test_an_unknown_span_is_refused():
@@ -501,7 +503,8 @@ def test_ifca_ends_the_same_with_and_without(steps, client_axis, options):
         ("span", task, "auto"),
     ):
         training = jfcl.local_training(optax.sgd(0.1), num_steps=steps, span=how)
-        assert local.trains_in_span(of, training, task.init(jax.random.key(0)), m, None, True) is (name == "span")
+        in_span = local.start_in_span(of, training, task.init(jax.random.key(0)), m, False, True)
+        assert (in_span is not None) is (name == "span")
         algorithm = jfcl.ifca(of, training, num_clusters=4, client_axis=client_axis, init_params=start, **options)
         ends[name] = jax.jit(partial(jfcl.rollout, algorithm, num_rounds=3))(clients, key=jax.random.key(0))
     for name in ("looked", "span"):

@@ -15,7 +15,7 @@ from jfcl.core.checks import check, is_concrete
 from jfcl.core.options import Interval, OneOf, Range, Real, check_options
 from jfcl.core.parameters import copied, divided, joined, named_parameters, trained_part
 from jfcl.core.platforms import at_most
-from jfcl.core.types import Batch, PyTree, Task, check_task, dense_start
+from jfcl.core.types import Batch, DenseStart, PyTree, Task, check_task, dense_start
 from jfcl.training import optimizer as optimizers
 from jfcl.training import span as spans
 from jfcl.training.losses import blank_padding, blank_rows, training_loss
@@ -243,43 +243,37 @@ def rekeyed(training: LocalTraining, key: jax.Array, params: PyTree, opt_state: 
     return optimizers.rekeyed(key, opt_state, jax.eval_shape(training.optimizer.init, params))
 
 
-def is_pulled(training: LocalTraining, anchor: PyTree | None) -> bool:
-    """Returns whether the proximal term pulls to another model than that at the start of training."""
-    return anchor is not None and not (is_concrete(training.prox) and training.prox == 0)
+def start_in_span(
+    task: Task, training: LocalTraining, params: PyTree, max_examples: int, pulled: bool, has_products: bool
+) -> DenseStart | None:
+    """Returns the first layer that `train` trains in the span of the client's examples; None if it does not.
 
+    With `pulled`, the proximal term pulls to another model than `params`; with `has_products`, those of the layer and
+    the examples are known.
 
-def outside_span(task: Task, training: LocalTraining, params: PyTree, anchor: PyTree | None) -> str | None:
-    """Returns the reason why a client cannot train in the span of its examples; None if it can."""
-    start = dense_start(task)
-    if start is None:
-        return "the task has no dense_start (that of its apply)"
-    if training.augment is not None:
-        return "augment changes the examples"
-    if training.keep == "everything":
-        return 'with keep="everything" momentum comes from other rounds, and so from outside'
-    if spans.in_span(start, training.optimizer, params, pulled=is_pulled(training, anchor)) is None:
-        return "the optimizer is not linear in the gradients alone (as Adam, weight decay and clipping are not)"
-    return None
-
-
-def trains_in_span(
-    task: Task, training: LocalTraining, params: PyTree, max_examples: int, anchor: PyTree | None, has_products: bool
-) -> bool:
-    """Returns whether `train` uses the span of the client's examples; `ValueError` for `span="always"` if it cannot.
-
-    With `has_products`, those of the first layer and the examples are known.
+    Raises:
+      ValueError: with `span="always"`, why it cannot.
     """
-    if training.span == "always":
-        reason = outside_span(task, training, params, anchor)
-        check(reason is None, "span", "always", f"auto or never here: {reason}")
-        return True
-    if training.span == "never" or dense_start(task) is None:
-        return False
-    steps = examples_per_step(training, max_examples), most_steps(training, max_examples)
-    counts = (max_examples, *steps, *spans.size_of(dense_start(task), params))
-    options = {"has_products": has_products, "pulled": is_pulled(training, anchor)}
-    less = spans.span_cost(*counts, **options) < spans.plain_cost(*counts)
-    return less and outside_span(task, training, params, anchor) is None
+    start, found = dense_start(task), None
+    if training.span == "never":
+        return None
+    if training.span == "auto" and start is not None:
+        steps = examples_per_step(training, max_examples), most_steps(training, max_examples)
+        counts = (max_examples, *steps, *spans.size_of(start, params))
+        if spans.span_cost(*counts, has_products=has_products, pulled=pulled) >= spans.plain_cost(*counts):
+            return None
+    reason = "the optimizer is not linear in the gradients alone (as Adam, weight decay and clipping are not)"
+    if start is None:
+        reason = "the task has no dense_start (that of its apply)"
+    elif training.augment is not None:
+        reason = "augment changes the examples"
+    elif training.keep == "everything":
+        reason = 'with keep="everything" momentum comes from other rounds, and so from outside'
+    else:
+        found = spans.in_span(start, training.optimizer, params, pulled=pulled)
+    fits = found is not None or training.span == "auto"
+    check(fits, "span", "always", f"auto or never here: {reason}")
+    return found
 
 
 def loss_and_gradient(
@@ -345,17 +339,17 @@ def train(
     m = jax.tree.leaves(examples)[0].shape[0]
     batch_size = examples_per_step(training, m)
     full_batch = batch_size == m
-    pull = trained_part(task, anchor) if is_pulled(training, anchor) else None
+    has_prox = not (is_concrete(training.prox) and training.prox == 0)
+    pull = trained_part(task, anchor) if has_prox and anchor is not None else None
     params, statistics = divided(task.statistics, params)
     if rounds is not None:
         opt_state = optimizer_at(training, params, opt_state, rounds, size, m)
     opt_state = rekeyed(training, key, params, opt_state)
-    in_span = trains_in_span(task, training, params, m, pull, products is not None)
-    begin, start, anchor = params, None, params if pull is None else pull
-    if full_batch or in_span:
+    start = start_in_span(task, training, params, m, pull is not None, products is not None)
+    begin, anchor = params, params if pull is None else pull
+    if full_batch or start is not None:
         examples = blank_padding(examples, size)
-    if in_span:
-        start = spans.in_span(dense_start(task), training.optimizer, begin, pulled=pull is not None)
+    if start is not None:
         gram = not spans.one_full_step(m, batch_size, most_steps(training, m))
         span = spans.enter(start, begin, task.inputs_of(examples), products, gram=gram, anchor=pull)
         params, anchor = spans.coefficients(start, span, begin, anchor)
@@ -374,7 +368,7 @@ def train(
         else:
             loss, grads = spans.loss_and_gradient(task, start, span, params, batch, rows, real)
         objective = loss
-        if not (is_concrete(training.prox) and training.prox == 0):
+        if has_prox:
             objective, grads = near_anchor(training.prox, loss, grads, params, anchor)
         updates, opt_state = optimizers.optimizer_step(training.optimizer, grads, opt_state, params, objective)
         assert_trees_all_equal_shapes(params, updates)  # a step is of the model's shapes, or would broadcast
@@ -415,7 +409,7 @@ def train(
 
         carry = jax.lax.fori_loop(0, training.num_epochs, epoch, carry)
     params, statistics, opt_state, losses = carry
-    if in_span:
+    if start is not None:
         params, opt_state = spans.leave(start, span, params, begin), ()
     loss = losses.sum() / jnp.maximum(num_steps, 1).astype(losses.dtype)
     opt_state = opt_state if rounds is None else carried(training, opt_state)
