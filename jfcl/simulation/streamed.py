@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jfcl import mapping
-from jfcl.core import Algorithm, Clients, Served, check, check_count, check_integers, check_served, is_finite
+from jfcl.core import Algorithm, Clients, Served, check, check_count, check_integers, is_finite
 from jfcl.core.options import check_options
 from jfcl.data.population import Population
 from jfcl.data.store import ClientStore, check_fits, check_store_labels, example_shapes
@@ -55,9 +55,7 @@ def _with(clients: Clients, remembered: Any) -> Clients:
 def _start(key, clients, remembered, *, algorithm, layout):
     """Returns the first state as `(common, rows)`."""
     clients = _with(clients, remembered)
-    state = algorithm.init(jax.random.fold_in(key, 0), clients)
-    check_served(algorithm, state, clients)
-    return strong(layout.apart(state))
+    return strong(layout.apart(algorithm.init(jax.random.fold_in(key, 0), clients)))
 
 
 @partial(jitted, static_argnames=("join", "layout"))
