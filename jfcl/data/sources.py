@@ -210,7 +210,6 @@ _IN_TFDS = {"mnist": "mnist", "fashion_mnist": "fashion_mnist", "cifar10": "cifa
 _FOLDERS = {"ag_news": ["ag_news_csv"], "mnist_writers": ["mnist", "qmnist_writers"]}  # where it is not the name
 
 
-# ---------------------------------------------------------------------------------------------------------
 # Official files.
 
 _AG_SUBSET = "samples10000valMed.csv"

@@ -167,7 +167,6 @@ def to_flax(task: Task, params: PyTree) -> PyTree:
     return in_collections(params, lambda path: "batch_stats" if is_statistic("/".join(map(str, path))) else "params")
 
 
-# ---------------------------------------------------------------------------------------------------------------
 # What `frozen` and `lora` share.
 
 

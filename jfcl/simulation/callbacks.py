@@ -168,7 +168,6 @@ class EarlyStopping(Callback):
         return f"{self._metric} has not improved for {done - last} rounds, since round {last}" if stops else None
 
 
-# ---------------------------------------------------------------------------------------------------------------
 # The side of the run.
 
 

@@ -352,7 +352,6 @@ def _flat(value: Any, name: str = "") -> dict[str, Any]:
     return {n: v for part, x in value.items() for n, v in _flat(x, f"{name}.{part}" if name else part).items()}
 
 
-# ---------------------------------------------------------------------------------------------------------------
 # Results.
 
 

@@ -219,7 +219,6 @@ def sweep(
     return result
 
 
-# ---------------------------------------------------------------------------------------------------------------
 # Grids and results.
 
 
@@ -297,7 +296,6 @@ def picture(result: Sweep) -> plots.Figure:
     )
 
 
-# ---------------------------------------------------------------------------------------------------------------
 # Rows: cells and seeds that are one compiled program, some of them at a time.
 
 

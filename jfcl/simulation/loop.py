@@ -124,7 +124,6 @@ def rollout(algorithm: Algorithm, clients: Clients, *, key: jax.Array, num_round
     return jax.lax.scan(body, state, jnp.arange(1, num_rounds + 1))
 
 
-# ---------------------------------------------------------------------------------------------------------------
 # The loop of `simulate`.
 
 

@@ -24,7 +24,6 @@ from jfcl.simulation.folder import Restored, RunFolder
 from jfcl.simulation.loop import MOST_ROUNDS, Block, read_checkpoint
 from jfcl.simulation.progress import compile_ahead
 
-# ---------------------------------------------------------------------------------------------------------------
 # The compiled parts. Algorithm and mappings are static: a second call with the same objects compiles nothing.
 
 

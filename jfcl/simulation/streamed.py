@@ -34,7 +34,6 @@ from jfcl.simulation.loop import Block, read_checkpoint
 NONE = np.zeros(0, np.int32)
 EVALUATION_STREAM = COHORT_STREAM + 1  # of the random numbers of a run on the host
 
-# ---------------------------------------------------------------------------------------------------------------
 # The compiled parts. Algorithm and layout are static: a second call with the same objects compiles nothing.
 
 
@@ -80,7 +79,6 @@ def _round(key, t, common, rows, clients, remembered, *, algorithm, layout):
     return *strong(layout.apart(state)), values, is_finite(algorithm.serve(state, None).models)
 
 
-# ---------------------------------------------------------------------------------------------------------------
 # The source.
 
 
@@ -308,7 +306,6 @@ def _differ(before: list, after: list, first: int) -> np.ndarray:
     return differ
 
 
-# ---------------------------------------------------------------------------------------------------------------
 # Checks.
 
 

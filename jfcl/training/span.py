@@ -199,7 +199,6 @@ def start_optimizer(optimizer: optax.GradientTransformation, opt_state: PyTree, 
     return jax.tree.map(lambda new, old: old if jnp.shape(new) == jnp.shape(old) else new, fresh, opt_state)
 
 
-# ---------------------------------------------------------------------------------------------------------------
 # Optimisers that stay in the span. A trial decides, since an optax optimiser has no such property.
 
 # Results of trials, by the optimiser's `update`, kept as long as the optimiser exists.
