@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jfcl import mapping
 from jfcl.core import Algorithm, Batch, Clients, Cohort, PyTree, Task, trained_part
 from jfcl.mapping.columns import on_every_device
 from jfcl.methods import averaging as inner
@@ -102,8 +101,7 @@ def embedded(rules: Averaging, client: Callable[..., PyTree], cohort: Cohort, *r
 
     `client` is `(key, examples, size, *rows)`, with the key of the client's training in the round.
     """
-    axis = mapping.or_auto(rules.client_axis)
-    return on_every_device(axis, phases.train_clients(axis, client, cohort, *rows))
+    return on_every_device(rules.client_axis, phases.train_clients(rules.client_axis, client, cohort, *rows))
 
 
 def embedded_again(
