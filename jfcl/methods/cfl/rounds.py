@@ -6,7 +6,6 @@ A round has two sides. The clients train and send updates, hidden if they like (
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Annotated, Any
 
@@ -126,7 +125,14 @@ def step(rules: Rules, key: jax.Array, state: CFLState, clients: Clients):
     here, of_cohort, local_state = phases.take_rows(cohort, (here, place, before))
 
     # Train it.
-    trained = phases.train_clients(client_axis, train_client(rules, state), cohort, of_cohort, local_state)
+    def train(key, examples, size, place, local_state):
+        opt_state, personal = local_state
+        data = starting_model(state, *place), personal, examples, size, opt_state, state.round
+        trained, update, personal = phases.train_scopes(common, key, *data)
+        finite, message = is_finite((update, personal)), hide(update, rules.privacy, rules.privacy_seed)
+        return message, finite, trained.loss, trained.num_steps, (trained.opt_state, personal)
+
+    trained = phases.train_clients(client_axis, train, cohort, of_cohort, local_state)
     updates, finite, loss, steps, after = trained
     lies_key, ids = attack_key(cohort.key), client_ids(cohort.clients)
     updates, usable = attacked(common.adversary, lies_key, updates, ids, here & finite, of_cohort[0])
@@ -180,20 +186,6 @@ def starting_model(state: CFLState, cluster: jax.Array, missed: jax.Array, pendi
     if not isinstance(state.sides, splits.Sides):
         return of_cluster()
     return if_rare(pending, lambda: jax.tree.map(lambda p: p[missed], state.tree.model), of_cluster)
-
-
-def train_client(rules: Rules, state: CFLState) -> Callable:
-    """Returns one client's part of the round, for `train_clients`."""
-
-    def client(key, examples, size, place, local_state):
-        opt_state, personal = local_state
-        begin = starting_model(state, *place)
-        data = examples, size, opt_state, state.round
-        trained, update, personal = phases.train_scopes(rules.common, key, begin, personal, *data)
-        finite, message = is_finite((update, personal)), hide(update, rules.privacy, rules.privacy_seed)
-        return message, finite, trained.loss, trained.num_steps, (trained.opt_state, personal)
-
-    return client
 
 
 def gradients(rules: Rules, state: CFLState, place: tuple, learns: jax.Array, clients: Clients, key, usable) -> PyTree:
