@@ -99,6 +99,19 @@ def test_a_client_has_its_own_examples_at_every_step_under_the_cluster_of_the_st
     assert fed.test.examples["y"].tolist() == fed.drift.tests(9).examples["y"].tolist()
 
 
+def test_clients_that_drift_stay_corrupted():
+    """Every other client of a cluster has corrupted images, whatever its cluster is later."""
+    pattern = np.stack([np.arange(8) % 2, np.arange(8) // 4])
+    options = {"num_clients": 8, "num_clusters": 2, "drift": pattern}
+    plain, fed = (build("digits", heterogeneity=name, **options) for name in ("swap_pairs", "three_concepts"))
+    pairs = [(plain.train, fed.train), *((plain.drift.tests(t), fed.drift.tests(t)) for t in (0, 1))]
+    for clean, corrupted in pairs:
+        differ = (clean.examples["x"] != corrupted.examples["x"]).any(axis=(2, 3, 4))
+        assert not differ[[0, 1, 4, 5]].any()
+        assert all(row[:size].mean() > 0.9 for row, size in zip(differ, clean.size, strict=True) if row.any())
+        assert differ[[2, 3, 6, 7]].any(axis=1).all()
+
+
 @pytest.mark.parametrize("window", [None, 1, 3])
 def test_clients_hold_the_examples_of_a_window(window):
     options = {"heterogeneity": "sine", "partition": "power_law", "examples_per_client": 40, "num_clusters": 2}

@@ -257,6 +257,10 @@ def test_mixed_clients_have_their_shares_of_the_clusters():
             one = examples_of(clients, i)
             shares = np.bincount((one["y"] - base[one["row"]]) % 10, minlength=10) / len(one["y"])
             np.testing.assert_allclose(shares[:3], fed.mixture[i], atol=most)
+    both = build(data, mixture=0.5, **options | {"heterogeneity": "three_concepts"})
+    for i, _, one in everyone(both):
+        differ = (one["x"] != data.train["x"][one["row"]]).any(axis=(1, 2, 3))
+        assert differ.mean() > 0.9 if i // 3 % 2 else not differ.any()
     same, one = (build(data, mixture=alpha, **options).mixture for alpha in (1e4, 1e-6))
     assert np.abs(same - 1 / 3).max() < 0.03 and one.max(axis=1).min() == 1
     drawn = build(data, mixture=2.0, **options | {"num_clients": 300}).mixture
