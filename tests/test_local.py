@@ -386,8 +386,9 @@ def test_keys_of_integers_are_replaced_where_they_have_the_name_of_a_key():
         rng_key: jax.Array
         words: jax.Array
 
-    state = {"key": State(jax.random.PRNGKey(3), jnp.arange(2, dtype=jnp.uint32))}
-    first, second = (rekeyed(jax.random.key(k), state, state)["key"] for k in (0, 1))
+    state = {name: State(jax.random.PRNGKey(3), jnp.arange(2, dtype=jnp.uint32)) for name in ("key", "other")}
+    (first, other), (second, _) = (rekeyed(jax.random.key(k), state, state).values() for k in (0, 1))
+    assert (first.rng_key != other.rng_key).any()
     assert first.rng_key.dtype == jnp.uint32 and first.rng_key.shape == (2,)
     assert (first.rng_key != second.rng_key).any() and (first.rng_key != state["key"].rng_key).any()
     assert (first.words == state["key"].words).all()
