@@ -139,6 +139,12 @@ def test_the_labels_of_pathological_clients_do_not_follow_their_numbers():
     assert all(len(set(first[i::4].tolist())) > 1 for i in range(4))  # client i is in cluster i mod K
 
 
+def test_few_pathological_clients_have_all_labels_together():
+    for seed in range(5):
+        parts = pathological(np.arange(100) % 10, 3, labels_per_client=4, seed=seed)
+        assert len(np.concatenate(parts)) == 100
+
+
 @given(data=st.data(), labels=labelled, seed=seeds)
 def test_distribution_law(data, labels, seed):
     clients = data.draw(st.integers(1, min(8, len(labels))))
