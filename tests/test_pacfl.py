@@ -76,7 +76,15 @@ def test_the_clusters_are_the_papers(by_label, p, seed, cut):
     options = {"num_clusters": 10, "angle_threshold": float(threshold), "num_vectors": p, "by_label": by_label}
     algorithm = jfcl.pacfl(TASK, TWO, **options)
     more = padded(clients)
-    state = jax.jit(algorithm.init)(jax.random.key(0), more)
+
+    @jax.jit
+    def init(threshold, clients):
+        return jfcl.pacfl(TASK, TWO, **options | {"angle_threshold": threshold}).init(jax.random.key(0), clients)
+
+    state = init(np.float32(threshold), more)
+    # Clients without examples are in the first cluster, also where nothing merges.
+    alone = init(np.float32(-1), more._replace(size=np.where(np.isin(np.arange(12), [3, 5, 7]), 0, more.size)))
+    assert alone.cluster.tolist() == [0, 1, 2, 0, 3, 0, 4, 0, 5, 6, 0, 0]
     wanted, found = clusters_by_loop(angles, threshold), np.asarray(state.cluster)[:10]
     assert adjusted_rand_score(found, wanted) == 1
     # As newcomers, they join the cluster with the smallest mean angle.
