@@ -26,6 +26,7 @@ import jfcl
 from jfcl.analysis.metrics import cluster_recovery
 from jfcl.methods.cfl.parameter_tree import enrol
 from jfcl.methods.cfl.rounds import keep_finite
+from jfcl.methods.cfl.state import enough_known
 from jfcl.robust.attacks import UPDATE_ATTACKS
 
 KEY = jax.random.key(0)
@@ -367,6 +368,14 @@ def test_a_cohorts_updates_are_kept_with_their_age():
     moved = np.asarray(state.cluster) == 1
     assert 0 < moved.sum() < 8
     np.testing.assert_array_equal(state.heard.round, np.where(moved, 0, when))
+
+
+def test_a_cluster_is_compared_with_half_of_its_clients_and_ends_with_more():
+    cluster, counts = np.repeat(np.arange(4, dtype=np.int32), 4), np.repeat([1, 2, 3, 4], 4)
+    able = cluster < 3
+    compared = able & (np.arange(16) % 4 < counts)
+    assert enough_known(compared, able, cluster, 4).tolist() == [False, True, True, False]
+    assert enough_known(compared, able, cluster, 4, most=True).tolist() == [False, False, True, False]
 
 
 def test_cohorts_find_the_clusters_and_split_no_clients_that_agree():
