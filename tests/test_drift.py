@@ -244,12 +244,20 @@ def test_a_run_is_that_of_its_steps_one_after_another(window):
 
 def test_the_clients_of_every_round_have_the_clusters_and_examples_of_its_step(tmp_path):
     algorithm, fed = algorithm_and_data()
-    run(algorithm, fed, out=tmp_path / "run", keep_clients=True, eval_every=7)
+    hidden = np.array([0, 0, 0, -1])  # as of a hostile client: its cluster does not count at any step
+    options = {"out": tmp_path / "run", "keep_clients": True, "eval_every": 7, "true_cluster": hidden}
+    with pytest.warns(UserWarning, match="all clients use one of the 2 models"):
+        history = run(algorithm, fed, **options)
     with (tmp_path / "run" / "clients_by_round.csv").open() as file:
         rows = list(csv.DictReader(file))
     for t, step in {"2": 0, "4": 1, "7": 2}.items():
         mine = [row for row in rows if row["round"] == t]
-        assert [int(row["true_cluster"]) for row in mine] == PATTERN[step].tolist()
+        assert [int(row["true_cluster"]) for row in mine] == [*PATTERN[step, :3], -1]
+        record = next(record for record in history.records if record["round"] == int(t))
+        np.testing.assert_allclose(
+            record["adjusted_rand"], adjusted_rand_score(PATTERN[step, :3], record["cluster"][:3])
+        )
+        assert record["clusters_in_use"] == len({*record["cluster"][:3]})
         assert [int(row["examples"]) for row in mine] == fed.drift.clients(fed.train, step).size.tolist()
     assert {int(row["examples"]) for row in rows} == {10, 20}
 
