@@ -23,7 +23,7 @@ from jfcl.core.platforms import compiles_alone
 from jfcl.mapping import jitted
 from jfcl.mapping.axis import chunked
 from jfcl.simulation import evaluation, loop, progress, resident
-from jfcl.simulation.evaluation import Silence, silence_after
+from jfcl.simulation.evaluation import Silence, adopted, silence_after
 from jfcl.simulation.leaves import read_leaves, write_leaves
 from jfcl.testing import count_compilations, problem
 
@@ -462,6 +462,14 @@ def test_newcomers_are_served_models_that_exist(exists):
     history = sim(algorithm=STILL._replace(serve=serve), newcomers=CLIENTS, num_rounds=1)
     only = jfcl.evaluate(TASK, history.state.params, CLIENTS, np.full(7, exists.index(True)))
     assert history.records[-1]["newcomer_loss"] == pytest.approx(float(only["loss"].mean()))
+
+
+def test_newcomers_have_the_mean_of_what_clients_keep_without_padding():
+    def serve(state, clients):
+        return Served({"w": jnp.float32([5, 7])}, None, {"b": jnp.float32([1, 3, 90])})
+
+    served = adopted(STILL._replace(serve=serve, adopt=None), None, CLIENTS, 2, 1)
+    assert served.personal["b"].tolist() == [2.0] * 7 and served.models["w"].tolist() == [5.0]
 
 
 @pytest.mark.slow
