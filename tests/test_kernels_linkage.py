@@ -87,6 +87,11 @@ def test_a_cut_with_a_threshold_has_at_most_the_number_of_clusters():
         assert adjusted_rand_score(wanted, by_both) == 1 and by_both.max() + 1 == wanted.max()
 
 
+def test_a_merge_at_the_threshold_applies():
+    tree = np.float32([[0, 1, 0.5, 2], [2, 3, 0.75, 3]])
+    assert cut(tree, threshold=0.5).tolist() == [0, 0, 1]
+
+
 def test_what_is_no_matrix_of_distances_is_refused():
     with pytest.raises(ValueError, match="unknown linkage"):
         linkage_tree(matrix(points(0)), "median")
