@@ -256,6 +256,8 @@ def test_outputs_that_are_nan_are_never_right():
     assert np.isclose(jfcl.metrics.macro_f1(logits, {"y": y}, real), 1 / 2 * (2 / 3 + 0))
     logits = jnp.array([[0.0, np.nan], [0.0, 1.0], [0.0, np.nan], [0.0, 0.0]])
     assert jfcl.metrics.auc(logits, {"y": jnp.array([1, 1, 0, 0])}, jnp.ones(4, bool)) == 1 / 4  # one of four pairs
+    logits = logits.at[0, 1].set(jnp.inf)
+    assert jfcl.metrics.auc(logits, {"y": jnp.array([1, 1, 0, 0])}, jnp.ones(4, bool)) == 1 / 2
 
 
 def test_auc_takes_memory_for_examples_and_not_for_pairs():
