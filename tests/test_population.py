@@ -21,12 +21,14 @@ from hypothesis import strategies as st
 from scipy.stats import chisquare
 
 import jfcl
+from jfcl.core import Algorithm
 from jfcl.data import ClientStore
 from jfcl.data.store import example_shapes
 from jfcl.mapping import memory
 from jfcl.simulation.client_rows import ClientRows
 from jfcl.simulation.cohorts import make_sampler, prefetched, who_answers
 from jfcl.simulation.layout import layout_of
+from jfcl.simulation.streamed import _check_hardest
 from jfcl.testing import count_compilations, problem
 
 CLIENTS, CLUSTER, TASK, TRAINING = problem()
@@ -443,6 +445,19 @@ def test_a_client_with_nearly_all_examples_is_drawn_once():
     sampler = make_sampler(ClientStore(None, {}, {}, offsets, about={"max_size": 10**6}), 5, "size")
     for t in range(5):
         assert len({0, *sampler(np.random.default_rng(t)).tolist()}) == 5
+
+
+def test_the_first_example_of_a_client_is_its_own():
+    sampler = make_sampler(ClientStore(None, {}, {}, np.arange(41), about={"max_size": 1}), 2, "size")
+    drawn = [sampler(np.random.default_rng(t)).tolist() for t in range(200)]
+    assert {i for pair in drawn for i in pair} == {*range(40)}
+
+
+def test_a_method_checks_the_clients_with_the_fewest_examples():
+    people = jfcl.Clients({"x": np.zeros((4, 5, 1), np.float32)}, np.int32([0, 5, 1, 3]))
+    seen = []
+    _check_hardest(Algorithm(None, None, None, seen.append), ClientStore.from_clients(people), 2)
+    assert seen[0].size.tolist() == [1, 3]
 
 
 @pytest.mark.parametrize("size", [[1, 2, 3, 4]])
