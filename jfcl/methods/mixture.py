@@ -61,7 +61,7 @@ def mixture(
         server_optimizer=None if server is None else of_each(server, "models"),
         **options,
     )
-    common, serve = averaging(rules), ServeMixture(task, num_clusters, rules.client_axis, hard)
+    common, serve = averaging(rules), ServeMixture(task, rules.client_axis, hard)
 
     def init(key: jax.Array, clients: Clients) -> AveragingState:
         models = phases.initial_models(task, key, num_clusters, start)
@@ -88,13 +88,11 @@ class ServeMixture:
     """`Algorithm.serve` of methods with mixtures.
 
     Attributes:
-      task, num_clusters: of one model; `K`.
-      client_axis: the clients' mapping.
+      task, client_axis: of one model; the clients' mapping.
       hard: whether a client is served the model of the largest weight in its mixture, instead of the mixture.
     """
 
     task: Task
-    num_clusters: int
     client_axis: mapping.Mapping
     hard: bool
 
@@ -104,8 +102,8 @@ class ServeMixture:
         With `clients`, those that have not taken part, whose weights are still equal, are served what they fit.
         """
         models, weights = models_of(state), state.personal["mixture"]
-        if clients is not None and self.num_clusters > 1:
-            new = (weights == equal_weights(self.num_clusters)[None]).all(axis=1) & (jnp.asarray(clients.size) > 0)
+        if clients is not None and weights.shape[1] > 1:
+            new = (weights == equal_weights(weights.shape[1])[None]).all(axis=1) & (jnp.asarray(clients.size) > 0)
             weights = phases.known_or_fitted(new, lambda: phases.fit_to_models(self, fitted, models, clients), weights)
         return self.of(models, weights)
 
