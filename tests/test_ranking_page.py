@@ -121,12 +121,15 @@ def test_the_command_of_a_ranking_repeats_it(name, monkeypatch):
 def test_the_advice_on_drift_and_hostile_clients_holds(name):
     """What docs/methods/index.md says of both rankings with these."""
     result, runs = read(name)
-    drifting = means(result, runs, "auto", drift="sudden")
-    of_methods = {method: value for method, value in drifting.items() if method != "oracle"}
-    assert max(of_methods, key=of_methods.get) == "stocfl" and drifting["feddrift"] < drifting["fedavg"]
+    drifting = {mode: means(result, runs, mode, drift="sudden") for mode in ("auto", "known")}
+    auto, known = (sorted(values.keys() - {"oracle"}, key=values.get)[::-1] for values in drifting.values())
+    if name == "mnist_conditions":  # 20 images per client and step
+        assert auto[0] == "feddrift" and set(known[:2]) == {"ifca", "clove"}
+    else:  # three
+        assert drifting["auto"]["feddrift"] < drifting["auto"]["fedavg"]
     lost = {mode: means(result, runs, mode) for mode in ("auto", "known")}
     for mode, values in lost.items():
         under = means(result, runs, mode, hostile=0.3)
         lost[mode] = {method: value - under[method] for method, value in values.items() if method in under}
     assert max(lost["auto"][method] for method in ("one_shot", "fedgroup", "cfl")) < 0.04
-    assert min(lost["known"][method] for method in ("one_shot", "fedgroup")) > 0.09
+    assert min(lost["known"][method] for method in ("one_shot", "fedgroup")) > 0.07
