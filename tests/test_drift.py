@@ -346,6 +346,8 @@ def test_all_steps_at_once_are_noted():
         history = run(algorithm, fed.train, num_rounds=1)
     run(algorithm, fed.train, num_rounds=1, state=history.state)  # as in a loop over the steps
     run(algorithm, fed.drift.clients(fed.train, 0), num_rounds=1)
+    with pytest.warns(UserWarning, match="all from the first round on"), pytest.raises(ZeroDivisionError):
+        jfcl.sweep(lambda lr: 1 / 0, {"lr": [0.1]}, fed.train, key=jax.random.key(0), num_rounds=1)
 
 
 def test_results_over_time():
