@@ -111,8 +111,8 @@ def power_law(
       [16, 19, 27, 48]
     """
     check(is_number(exponent) and 0 <= exponent < np.inf, "exponent", exponent, "at least 0 and finite")
-    draw = lambda rng: np.arange(1, num_clients + 1, dtype=np.float64) ** -float(exponent)  # noqa: E731
-    return _by_weights(num_examples, num_clients, seed, min_size, draw)
+    weights = np.arange(1, num_clients + 1, dtype=np.float64) ** -float(exponent)
+    return _by_weights(num_examples, num_clients, seed, min_size, lambda rng: weights)
 
 
 def quantity(num_examples, num_clients: int, *, alpha: float = 0.5, seed: Seed, min_size: int = 1) -> list[np.ndarray]:
