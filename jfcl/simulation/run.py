@@ -185,12 +185,7 @@ def simulate(
         parts = {"clients": clients} | {name: part for name, part in evaluated.items() if part is not None}
         check_data(client_axis, parts, true_cluster)
         parts["clients"] = clients if drift is None else drift.clients(clients, 0)
-        if hyperparams is not None:  # the same for each seed, with types that do not depend on Python's
-            values = {name: np.asarray(value) for name, value in hyperparams.items()}
-            for name, value in values.items():
-                is_number = value.dtype.kind not in "OUS"
-                check(is_number, f"hyperparams[{name!r}]", value, "a number, or an array of numbers")
-            hyperparams = {name: np.stack([jnp.asarray(value)] * len(seeds)) for name, value in values.items()}
+        hyperparams = _for_each_seed(hyperparams, len(seeds))
         check_method(build(algorithm, first_row(hyperparams)), parts)
         seed_axis = seed_axis or (mapping.chunked(1) if len(seeds) == 1 else mapping.auto())
         if drift is None and state is None:
@@ -258,6 +253,17 @@ def seed_names(seeds: Sequence[int] | None, count: int) -> list[int]:
     fits = all(type(name) is int for name in names) and len(set(names)) == len(names) == count
     check(fits, "seeds", seeds, f"different integers, one for each of the {count} keys")
     return names
+
+
+def _for_each_seed(hyperparams: Mapping[str, Any] | None, count: int) -> dict[str, np.ndarray] | None:
+    """Returns hyperparameters as arrays `[R, ...]`, with types that do not depend on Python's."""
+    if hyperparams is None:
+        return None
+    values = {name: np.asarray(value) for name, value in hyperparams.items()}
+    for name, value in values.items():
+        is_number = value.dtype.kind not in "OUS"
+        check(is_number, f"hyperparams[{name!r}]", value, "a number, or an array of numbers")
+    return {name: np.stack([jnp.asarray(value)] * count) for name, value in values.items()}
 
 
 def check_data(client_axis: mapping.Mapping, parts: dict[str, Clients], true_cluster: Any = None) -> None:
