@@ -49,7 +49,7 @@ def platform(devices: Any = None) -> str:
 def compiles_alone(device: jax.Device) -> bool:
     """Returns whether programs for `device` are compiled one after another.
 
-    libtpu 0.0.42 may end the process where two are compiled at a time for a TPU with SparseCores, as v5e has none.
+    libtpu 0.0.42 may end the process where two are compiled at a time for a TPU with SparseCores. v5e has none.
     """
     return device.platform == "tpu" and device.device_kind != "TPU v5 lite"
 

@@ -22,9 +22,9 @@ def clusters_of(
 ) -> tuple[jax.Array, Any]:
     """Clusters points by k-means, or with `auto` by Ward's dendrogram in as many clusters as silhouettes choose.
 
-    It is compiled, where too few points leave clusters empty. Points `[N, D]` count that are `usable` `[N]` bool. With
-    `auto`, `num_clusters` `K` are the most there may be. `num_restarts` of k-means are `MANY` where points have few
-    coordinates.
+    It is compiled, where too few points leave clusters empty. Of the points `[N, D]`, those that are `usable` `[N]`
+    bool count. With `auto`, `num_clusters` `K` is the largest number that is tried. `num_restarts` is that of k-means:
+    `MANY` where points have few coordinates.
 
     Returns:
       `(cluster [N], scores)`, of points that do not count -1, or with `auto` that of the first one that does. `scores`

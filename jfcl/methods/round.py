@@ -161,7 +161,7 @@ def train_clients(
     `client` is one client's part of the round, `(key, examples, size, *rows)`, with rows of pytrees `[C, ...]`.
 
     Returns:
-      The stacked results of `client`. With `sum_into`, models `[K, ...]`, it returns `((update, cluster, weight),
+      The stacked results of `client`. With `sum_into`, models `[K, ...]`, `client` returns `((update, cluster, weight),
       report)`, and the result is `((sums [K, ...], weight [K]), report)`: the weighted updates are added up as they
       are computed, in memory `O(chunk D + K D)` instead of `O(C D)`.
     """
@@ -241,9 +241,11 @@ def server_update(
     The statistics of the task take the mean itself.
 
     Args:
-      rules, cohort: the task and the server's optimiser; the key, from which those in the optimiser's state follow.
+      rules: of which the task and the server's optimiser are used.
+      cohort: of the round; random keys in the optimiser's state are derived from its key.
       state: with the models `params` and their optimiser states `server`, `[K, ...]` each.
-      mean, changed: pytrees of `[K, ...]`, the descent direction, and of `[K]` bool: the other models stay.
+      mean: the mean updates, a pytree of `[K, ...]`; the optimiser gets their negatives as gradients.
+      changed: a pytree of `[K]` bool; the other models stay as they are.
       loss: `[K]`, of the models' clients, for optimisers that take it; None: not known.
 
     Returns:
@@ -268,8 +270,9 @@ def server_update(
 def round_metrics(present, loss, usable, steps, bytes_up, bytes_down) -> dict[str, jax.Array]:
     """Returns the metrics that all methods have.
 
-    All arguments are `[C]`, the costs also one number for all clients. Clients that are `present` took part, and those
-    that are `usable` sent a finite update. The metric `loss` `[C]` is NaN for absent clients, and infinity for NaN.
+    All arguments are `[C]`; steps and bytes may be one number for all clients. Clients that are `present` took part,
+    and those that are `usable` sent a finite update. The metric `loss` `[C]` is NaN for absent clients, and infinity
+    where the loss of a client that took part is NaN.
     """
 
     def total(values):

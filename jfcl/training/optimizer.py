@@ -90,9 +90,9 @@ def as_data(opt_state: PyTree) -> PyTree:
 def rekeyed(key: jax.Array, opt_state: PyTree, like: PyTree) -> PyTree:
     """Returns `opt_state` with the keys of one client and round.
 
-    In the place of each random key is one derived from its path and from `key`, that of this client and round; keys
-    derived from `key` in other ways are independent of it. `opt_state` is as `optimizer.init` makes it, or `as_data` of
-    that, and `like` has the shapes of the former, as has the result. Without random keys it is the same object.
+    Each random key is replaced by one derived from its path and from `key`, that of this client and round. It is
+    independent of keys derived from `key` in other ways. `opt_state` is as `optimizer.init` makes it, or `as_data` of
+    that; the result is as `optimizer.init` makes it, of the shapes `like`. Without random keys it is the same object.
     """
     if not any(_is_key(path, leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(like)):
         return opt_state
