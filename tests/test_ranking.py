@@ -180,10 +180,8 @@ def test_the_complete_part_lacks_nothing():
     rows, columns = ranking.complete(is_there)
     assert rows.tolist() == [0, 1, 3, 4, 5] and columns.tolist() == [0, 1, 2, 4]
     assert [len(part) for part in ranking.complete(np.zeros((2, 2), bool))] == [0, 2]
-    rows, columns = ranking.complete(
-        np.array([[True, False]] * 2 + [[True, True]])
-    )  # a half of 2 / 3 is enough for a row
-    assert (rows.tolist(), columns.tolist()) == ([2], [0, 1])
+    half, whole = [True, False], [True, True]  # rows that lack a half go before a column that lacks two thirds
+    assert [part.tolist() for part in ranking.complete(np.array([half, half, whole]))] == [[2], [0, 1]]
 
 
 def test_names_in_the_picture_of_costs_cover_neither_each_other_nor_a_point():
