@@ -47,10 +47,9 @@ def _knee(values, mask):
     top, low = falling[0], falling[jnp.maximum(count - 1, 0)]
     rise = (top - falling) / jnp.where(top > low, top - low, 1.0)
     above = rise - place.astype(values.dtype) * step
-    last = place >= count - 1
-    before, after = above[jnp.maximum(place - 1, 0)], jnp.where(last, above, jnp.roll(above, -1))
-    # Each place is compared with the last local maximum at or before it, unless a minimum has been passed since.
-    maximum = jax.lax.cummax(jnp.where((above >= before) & (above >= after), place, -1))
-    minimum = jax.lax.cummax(jnp.where((above <= before) & (above <= after), place, -1))
-    ends = (maximum > minimum) & ~last & (after < above[maximum] - step)
+    before, after = above[jnp.maximum(place - 1, 0)], jnp.where(place >= count - 1, above, jnp.roll(above, -1))
+    # Each place is compared with the last local maximum at or before it, or with the high end. From a minimum that is
+    # not below the threshold the difference rises to the next maximum, so that it needs no test.
+    maximum = jax.lax.cummax(jnp.where((above >= before) & (above >= after), place, 0))
+    ends = after < above[maximum] - step
     return falling[jnp.where(ends.any(), maximum[jnp.argmax(ends)], 0)]
