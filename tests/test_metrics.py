@@ -221,10 +221,12 @@ IDENTITY = jfcl.models.task(lambda key: {"b": jnp.zeros(())}, lambda p, x: x + p
 @pytest.mark.slow_cases("3-macro_f1-0")
 @pytest.mark.parametrize("seed", [0, 1])
 @pytest.mark.parametrize(
-    ("classes", "name"), [(3, "macro_f1"), (3, "calibration_error"), (2, "auc"), (3, "confusion_matrix")]
+    ("classes", "name"), [(3, "macro_f1"), (4, "calibration_error"), (2, "auc"), (3, "confusion_matrix")]
 )
 def test_metrics_of_outputs_are_those_of_scikit_learn(classes, name, seed):
     logits, y, size = outputs_of(classes, seed)
+    if classes == 4:  # probabilities of 1 / 3, the upper end of a bin, and of 0.30 in the same bin, right and wrong
+        logits[0, :2], y[0, :2] = [[0, 0, 0, -99], [0, 0, 0, -1]], [0, 3]
     params, clients = {"b": jnp.zeros(1)}, jfcl.Clients({"x": logits, "y": y}, size)
     function = getattr(jfcl.metrics, name)
     found = jfcl.evaluate(IDENTITY, params, clients, np.zeros(5, int), metrics={name: function})[name]

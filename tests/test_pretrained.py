@@ -13,6 +13,7 @@ from small_network import NORMAL, PLAIN, C, D, H, M, N, Net
 
 import jfcl
 from jfcl.core import parameter_names
+from jfcl.core.parameters import named_parameters
 from jfcl.mapping.jitted import jitted
 from jfcl.mapping.memory import memory_of
 from jfcl.testing import count_compilations
@@ -167,13 +168,17 @@ def test_adapters_are_those_of_numpy(which):
 )
 def test_merged_models_predict_the_same(task):
     params, x = pretrained(task), data().examples["x"][0]
-    adapted = jfcl.models.lora(task, params, rank=1, targets=(lambda path: True) if task is PAIR else None)
+    adapted = jfcl.models.lora(task, params, rank=2, alpha=3.0, targets=(lambda path: True) if task is PAIR else None)
     start = jax.jit(adapted.init)(jax.random.key(0))
     apply, adapt = jax.jit(lambda p: task.apply(p, x)), jax.jit(lambda p: adapted.apply(p, x))
     np.testing.assert_allclose(adapt(start), apply(params), rtol=1e-5, atol=1e-6)
     own = moved(adapted, start)
     whole = jfcl.models.merged(adapted, own)
     assert jax.tree.structure(whole) == jax.tree.structure(params)
+    factors, before, after = map(named_parameters, (own, params, whole))
+    for name in {name[:-2] for name in factors if name.endswith("/a")}:
+        added = 3 / 2 * np.float64(factors[f"{name}/a"]) @ np.float64(factors[f"{name}/b"])
+        np.testing.assert_allclose(after[name] - before[name], added, rtol=1e-4, atol=1e-5)
     np.testing.assert_allclose(adapt(own), apply(whole), rtol=1e-4, atol=1e-5)
     assert np.abs(np.asarray(apply(whole)) - np.asarray(apply(params))).max() > 1e-2
     if task.head is not None:  # adapters of adapters, and a part of them
