@@ -161,6 +161,7 @@ def test_loops_multiply_what_is_in_them():
     assert found.sequential_steps == 15
     assert [(loop.trips, loop.collectives) for loop in found.loops] == [(5, 0), (3, 1)]
     assert found.seconds == pytest.approx(sum(found.parts.values()))
+    assert found.seconds == pytest.approx((15 * 3 + 3 * 1 + 1 + 3) * 3e-6, rel=0.01)  # kernels, and three collectives
 
 
 def test_cycles_of_the_tpu_compiler_are_its_seconds():
@@ -222,6 +223,16 @@ ENTRY %main (x: f32[2,{n[0]},{n[1]},3], k: f32[{size[0]},{size[1]},3,5]) -> f32[
   ROOT %c = f32[2,{out[0]},{out[1]},5]{{3,2,1,0}} convolution(%x, %k), window={{size={x(size)} stride={x(stride)} pad={pads} lhs_dilate={x(spread)} rhs_dilate={x(dilated)}}}, dim_labels=b01f_01io->b01f
 }}"""
     assert price(text, H100).flops == 2 * 2 * 3 * 5 * expected
+
+
+def test_operations_of_a_long_convolution_are_those_of_all_its_windows():
+    text = """
+ENTRY %main (x: f32[1,3000002,1], k: f32[3,1,1]) -> f32[1,3000000,1] {
+  %x = f32[1,3000002,1]{2,1,0} parameter(0)
+  %k = f32[3,1,1]{2,1,0} parameter(1)
+  ROOT %c = f32[1,3000000,1]{2,1,0} convolution(%x, %k), window={size=3}, dim_labels=b0f_0io->b0f
+}"""
+    assert price(text, H100).flops == 2 * 3 * 3_000_000
 
 
 @pytest.mark.parametrize(
@@ -295,15 +306,84 @@ def test_compiled_collectives_are_counted_with_their_bytes():
     assert price(text, targets.target("h100:2")).collectives == {"all-reduce": [1, 32 * 4]}
 
 
-def test_a_reduce_scatter_sends_what_it_adds_up():
-    text = """
-ENTRY %main (x: f32[400,64]) -> f32[100,64] {
-  %x = f32[400,64]{1,0} parameter(0)
-  ROOT %y = f32[100,64]{1,0} reduce-scatter(%x), replica_groups={}, dimensions={0}, to_apply=%add
-}"""
-    found, size = price(text, targets.target("h100:4")), 4 * 400 * 64
-    assert found.collectives == {"reduce-scatter": [1, size]}
-    assert found.seconds == pytest.approx(3 / 4 * size / H100.chip.link + 3e-6)
+@pytest.mark.parametrize(
+    ("kind", "result", "size", "share"),
+    [
+        ("all-reduce", "f32[400,64]", 400, 6 / 4),
+        ("all-gather", "f32[1600,64]", 1600, 3 / 4),
+        ("all-gather-start", "(f32[400,64], f32[1600,64])", 1600, 3 / 4),
+        ("reduce-scatter", "f32[100,64]", 400, 3 / 4),
+        ("collective-permute-start", "(f32[400,64], f32[400,64])", 400, 1),
+    ],
+)
+def test_collectives_send_parts_around_a_ring(kind, result, size, share):
+    """Of four chips: each sends three quarters of what it adds up, and three quarters of what all receive."""
+    text = f"""
+ENTRY %main (x: f32[400,64]) -> {result} {{
+  %x = f32[400,64]{{1,0}} parameter(0)
+  ROOT %y = {result} {kind}(%x), replica_groups={{}}, dimensions={{0}}
+}}"""
+    found, size = price(text, targets.target("h100:4")), 4 * 64 * size
+    assert found.collectives == {kind.removesuffix("-start"): [1, size]}
+    assert found.seconds == pytest.approx(share * size / H100.chip.link + 3e-6)
+
+
+LARGE, ROWS = 4 * 4096**2, 4 * 16 * 4096  # bytes
+PRODUCT = "lhs_contracting_dims={1}, rhs_contracting_dims={0}"
+NOTED = 'custom_call_target="__cublas$gemm", backend_config={"lhs_contracting_dimensions":["1"]}'
+COPY, NEGATE = "(f32[4096,4096], f32[4096,4096], u32[]) copy-start(%x)", "f32[4096,4096] negate(%x)"
+
+
+@pytest.mark.parametrize(
+    ("lines", "on_gpu", "on_tpu"),
+    [
+        ([f"f32[4096,4096] dot(%x, %x), {PRODUCT}"], 2 * 4096**3 / (0.7 * 494e12) + 3e-6, None),
+        ([f"f32[4096,4096] dot(%m, %x), {PRODUCT}"], 2 * 4096**3 / (0.7 * 494e12) + 3e-6, None),
+        ([f"f64[4096,4096] dot(%d, %d), {PRODUCT}"], 2 * 4096**3 / (0.7 * 33.5e12) + 3e-6, None),
+        ([f"f32[4096,4096] custom-call(%x, %x), {NOTED}"], 2 * 4096**3 / (0.7 * 494e12) + 3e-6, None),
+        ([NEGATE], 2 * LARGE / 3350e9 + 3e-6, 2 * LARGE / 819e9 + 1.2e-6),
+        ([COPY], LARGE / 3350e9, LARGE / 819e9),
+        ([COPY, NEGATE], 2 * LARGE / 3350e9 + 3e-6, 2 * LARGE / 819e9 + 1.2e-6),
+        (["(f32[4096,4096], f32[16,4096], s32[]) slice-start(%x)"], ROWS / 3350e9, ROWS / 819e9),
+        (["f32[16,4096] slice(%x)"], 2 * ROWS / 3350e9 + 3e-6, 2 * ROWS / 819e9 + 1.2e-6),
+        (
+            ["f32[4096,4096] dynamic-update-slice(%x, %u, %i)"],
+            2 * ROWS / 3350e9 + 3e-6,
+            2 * ROWS / 819e9 + 1.2e-6,
+        ),
+        (
+            ["f32[16,4096] gather(%x, %i), slice_sizes={1,4096}"],
+            2 * ROWS / 3350e9 + 3e-6,
+            2 * ROWS / 819e9 + 1.2e-6 + 16 * 20 / 1.5e9,
+        ),
+        (
+            ["f32[4096,4096] scatter(%x, %i, %u)"],
+            (2 * LARGE + ROWS + 64) / 3350e9 + 3e-6,
+            (2 * LARGE + ROWS + 64) / 819e9 + 1.2e-6 + 16 * 20 / 1.5e9,
+        ),
+        (
+            ["f32[4096,4096] sort(%x), dimensions={1}"],
+            20 * 2 * LARGE / 3350e9 + 3e-6,
+            6 * 78 * 4096**2 / (1024 * 1.5e9) + 1.2e-6,  # 12 stages of 1 to 12 comparisons, on vectors of 1,024
+        ),
+        (["f32[] constant(1)", "f32[] negate(%y0)"], 8 / 3350e9 + 3e-6, 10 / 1.5e9),
+    ],
+)
+def test_seconds_of_instructions(lines, on_gpu, on_tpu):
+    text = "\n".join(f"  %y{i} = {line}" for i, line in enumerate(lines))
+    text = f"""
+ENTRY %main (x: f32[4096,4096]) -> f32[] {{
+  %x = f32[4096,4096]{{1,0}} parameter(0)
+  %m = pred[4096,4096]{{1,0}} parameter(1)
+  %d = f64[4096,4096]{{1,0}} parameter(2)
+  %u = f32[16,4096]{{1,0}} parameter(3)
+  %i = s32[16,1]{{1,0}} parameter(4)
+{text}
+}}"""
+    found = price(text, H100)
+    assert found.seconds == pytest.approx(on_gpu)
+    assert found.mfu == pytest.approx(found.flops / 989e12 / on_gpu) and found.flops in (0, 2 * 4096**3)
+    assert on_tpu is None or price(text, V5E).seconds == pytest.approx(on_tpu)
 
 
 def test_parts_have_the_names_of_kernels():

@@ -140,8 +140,7 @@ class _Pricing:
         if i.op.removesuffix("-start") in COLLECTIVES:
             return self._collective(i)
         if i.op in COPIES:  # beside other work
-            copied = i.operands[0].arrays[:1] if i.op == "copy-start" else [a for a in i.arrays if a.size > 1]
-            size = min((a.nbytes for a in copied), default=0)
+            size = min((a.nbytes for a in i.arrays if a.size > 1), default=0)
             return Counter({("bytes", ""): size, ("copies", ""): size / self.chip.bandwidth})
         return self._plain(i)
 
@@ -155,7 +154,7 @@ class _Pricing:
         return Counter({key: n * value for key, value in once.items()} | {("steps", ""): n * max(inner_steps, 1)})
 
     def _collective(self, i: Instruction) -> Tally:
-        kind, n = i.op.removesuffix("-start"), max(self.count, 2)
+        kind, n = i.op.removesuffix("-start"), self.count
         size, of_operands = (sum(a.nbytes for j in some for a in j.arrays) for some in ((i,), i.operands))
         if i.op in ("all-gather-start", "collective-permute-start"):  # operands stand beside results
             size -= of_operands
