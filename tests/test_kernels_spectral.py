@@ -48,12 +48,12 @@ def test_a_rotation_changes_no_cluster():
 
 
 def test_a_point_without_affinities_is_a_part_of_its_own():
-    affinity, everyone = np.zeros((4, 4), np.float32), np.ones(4, bool)
-    affinity[:3, :3] = 1
+    affinity, everyone = np.zeros((5, 5), np.float32), np.ones(5, bool)
+    affinity[:4, :4] = [[1, 1, 0.1, 0.1]] * 2 + [[0.1, 0.1, 1, 1]] * 2  # of which the eigenvalue is 2 / 3
     cluster = pivoted_clusters(spectral_embedding(affinity, everyone, 2), everyone)
-    assert adjusted_rand_score([0, 0, 0, 1], cluster) == 1
-    affinity[2] = affinity[:, 2] = 0
-    assert not np.asarray(spectral_embedding(affinity, everyone & [True, True, False, False], 3))[:, 2].any()
+    assert adjusted_rand_score([0, 0, 0, 0, 1], cluster) == 1
+    affinity[2:] = affinity[:, 2:] = 0
+    assert not np.asarray(spectral_embedding(affinity, np.arange(5) < 2, 3))[:, 2].any()
 
 
 @pytest.mark.parametrize("seed", range(4))
