@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import multiprocessing
 import os
 import re
 import shlex
@@ -176,6 +177,24 @@ def test_processes_that_are_killed_or_interrupted():
     slow = in_processes({"quick": dict, "slow": partial(time.sleep, 600)}, 2)
     assert next(slow) == "quick"
     slow.close()  # as an error, or Ctrl-C: it is interrupted, and awaited
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("has_begun", [False, True])
+def test_an_interrupted_process_prints_no_traceback(has_begun, tmp_path, capfd):
+    """Neither one that still imports, nor one that has ended a part after the others were given up."""
+    file, processes = tmp_path / "begun", set()
+    deaf = f"import pathlib, signal, time; signal.signal(2, signal.SIG_IGN); pathlib.Path({str(file)!r}).touch()"
+
+    def interrupt():
+        processes.update(multiprocessing.active_children())
+        if file.exists() == has_begun:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        list(in_processes({"deaf": partial(exec, f"{deaf}; time.sleep(2)")}, 1, tick=interrupt))
+    assert [process.exitcode for process in processes] == [0 if has_begun else 130]
+    assert "Traceback" not in capfd.readouterr().err
 
 
 @pytest.mark.slow

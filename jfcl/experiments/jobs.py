@@ -14,6 +14,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
@@ -88,7 +89,7 @@ def in_processes(
             for slot in range(min(jobs, len(waiting))):
                 here, there = context.Pipe()
                 process = context.Process(target=_work, args=(there, jobs, slot, cores, cache), daemon=True)
-                process.start()
+                _start(process)
                 processes[here] = process
                 there.close()  # the process has the only other one, so that its end is that of the connection
                 send_next(here)
@@ -112,6 +113,19 @@ def in_processes(
             for connection, process in processes.items():
                 connection.close()
                 process.join()
+
+
+def _start(process: multiprocessing.process.BaseProcess) -> None:
+    """Starts a process that Ctrl-C reaches in `_work` only: while it imports, its answer would be a traceback."""
+    if hasattr(signal, "pthread_sigmask"):
+        resource_tracker.ensure_running()  # in its first call it unblocks Ctrl-C
+        former = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            process.start()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, former)
+    else:
+        process.start()
 
 
 def _raise_failure(name: str, process: multiprocessing.process.BaseProcess) -> None:
@@ -139,6 +153,8 @@ def _work(connection: Connection, jobs: int, slot: int, cores: int | None, cache
     else:
         mapping.divide_cpu(cores or max(1, mapping.num_cores() // jobs))
     try:
+        if hasattr(signal, "pthread_sigmask"):
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # one that came meanwhile arrives now
         while True:
             name, part = connection.recv()
             try:
@@ -148,7 +164,7 @@ def _work(connection: Connection, jobs: int, slot: int, cores: int | None, cache
                 sys.exit(1)
             connection.send(None)
             clear_programs()  # the next part has its own
-    except EOFError:  # there are no more
+    except (EOFError, ConnectionError):  # there are no more, or nobody waits for this one
         pass
     except KeyboardInterrupt:  # which the parent has seen
         sys.exit(130)
