@@ -81,7 +81,8 @@ def test_the_number_of_clusters_is_that_of_the_least_measure():
     affinity, blob = affinity_of(1, blobs=2)
     affinity = affinity**2  # narrower: the blobs are far apart
     others = np.where((np.arange(14) > 0) & (np.arange(14) > 0)[:, None], affinity, np.nan)
-    found = jax.device_get(jax.jit(partial(spectral_clusters, most=3))(others, mask=np.arange(14) > 0))
+    choose = jax.jit(partial(spectral_clusters, most=3))
+    found = jax.device_get(choose(others, mask=np.arange(14) > 0))
     everyone = np.ones(13, bool)
     vectors = np.asarray(spectral_embedding(affinity[1:, 1:], everyone, 4))
     clusters = {k: np.asarray(pivoted_clusters(vectors[:, :k], everyone)) for k in (2, 3)}
@@ -93,3 +94,6 @@ def test_the_number_of_clusters_is_that_of_the_least_measure():
     one, two = (jax.device_get(limited(affinity, limit=most)) for most in (1, 2))
     assert not one.cluster.any() and one.num_clusters == 1 and np.isnan(one.scores).all()
     np.testing.assert_allclose(two.scores, [np.nan, np.nan, measures[0], np.nan], rtol=1e-3)
+    vague = limited(affinity_of(0, blobs=1)[0], limit=2)
+    assert 1 < vague.scores[2] < 2 and vague.num_clusters == 1
+    assert np.isnan(choose(affinity, mask=np.arange(14) < 3).scores).tolist() == [True, True, False, True]
