@@ -197,8 +197,9 @@ def test_zero_and_minus_zero_are_one_similarity():
 def test_inside_jit_broken_clients_are_split_off_first(seed):
     similarity = similarities(9, seed) * 0.5
     similarity[4, :] = similarity[:, 4] = np.nan
-    side, cross = jax.jit(optimal_bipartition)(similarity)
-    assert cross == -1 and side.tolist() == [False] * 4 + [True] + [False] * 4
+    for linkage in ("single", "complete"):
+        side, cross = jax.jit(optimal_bipartition, static_argnames="linkage")(similarity, linkage=linkage)
+        assert cross == -1 and side.tolist() == [False] * 4 + [True] + [False] * 4
 
 
 @pytest.mark.slow
