@@ -197,8 +197,8 @@ def test_zero_and_minus_zero_are_one_similarity():
 def test_inside_jit_broken_clients_are_split_off_first(seed):
     similarity = similarities(9, seed) * 0.5
     similarity[4, :] = similarity[:, 4] = np.nan
-    for linkage in ("single", "complete"):
-        side, cross = jax.jit(optimal_bipartition, static_argnames="linkage")(similarity, linkage=linkage)
+    for kind in ("single", "complete"):
+        side, cross = jax.jit(optimal_bipartition, static_argnames="linkage")(similarity, linkage=kind)
         assert cross == -1 and side.tolist() == [False] * 4 + [True] + [False] * 4
 
 

@@ -278,6 +278,47 @@ def drawn(history_key, cohort, rounds, sampler=None):
     return [sampler(np.random.default_rng([*words, 0, t])) for t in range(1, rounds + 1)]
 
 
+class Heard(NamedTuple):
+    params: Any
+    cluster: Any
+    round: Any
+    heard: Any  # [N], the last round of a client with examples
+    visits: Any  # [2, N], with examples and without
+
+
+def test_remembered_clients_are_those_heard_last_and_keep_what_the_server_changes():
+    people = jfcl.Clients(jax.tree.map(lambda x: np.resize(x, (12, *x.shape[1:])), CLIENTS.examples), np.full(12, 3))
+    store = ClientStore.from_clients(people)
+
+    def init(key, clients):
+        none = jnp.zeros(len(clients.size), jnp.int32)
+        return Heard(jax.tree.map(lambda x: x[None], TASK.init(key)), none, jnp.int32(0), none, jnp.stack([none, none]))
+
+    def step(key, state, clients):
+        t, here = state.round + 1, clients.size > 0
+        visits = state.visits + jnp.stack([here, ~here]).astype(jnp.int32)
+        metrics = dict.fromkeys(("bytes_up", "bytes_down", "client_steps"), jnp.zeros(()))
+        metrics |= {"loss": jnp.ones(len(here)), "present": jnp.zeros(12).at[clients.id].add(1.0)}
+        return state._replace(round=t, heard=jnp.where(here, t, state.heard), visits=visits), metrics
+
+    algorithm = Algorithm(init, step, TASK, last_updates=lambda state: state.heard)
+    history = population(algorithm, store, cohort=3, remember=4, test_clients=None)
+    heard, visits = np.zeros(12, np.int32), np.zeros((12, 2), np.int32)
+    for t, ids in enumerate(drawn(KEY, 3, 6, make_sampler(store, 3)), 1):
+        present = np.array(history.records[t - 1]["present"])
+        assert sorted(present) == [0] * 5 + [1] * 7 and present[ids].all()
+        present[ids] = 0
+        remembered = np.flatnonzero(present)
+        assert sorted(heard[remembered]) == sorted(np.delete(heard, ids))[-4:]
+        visits[ids, 0] += 1
+        visits[remembered, 1] += heard[remembered] > 0  # who never took part has no row
+        heard[ids] = t
+    _, *rows = history.rows.arrays
+    np.testing.assert_array_equal(history.rows.seen, heard > 0)
+    for array, wanted in zip(rows, (heard, visits), strict=True):
+        np.testing.assert_array_equal(array[heard > 0], wanted[heard > 0])
+
+
 @pytest.mark.slow_cases("False")
 @pytest.mark.parametrize("mapped", [False, True])
 def test_every_client_goes_on_where_it_stopped(mapped):
