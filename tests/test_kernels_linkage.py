@@ -65,9 +65,10 @@ def test_equal_distances_and_extremes_make_valid_trees(linkage):
     assert far[0].tolist() == [0.0, 1.0, 1.0, 2.0] and np.isfinite(far).all()
 
 
-def test_many_infinite_distances_stay_the_largest():
-    part = np.arange(400) // 200
-    distances = jnp.where(part[:, None] == part[None, :], 1.0, jnp.inf)
+def test_many_broken_distances_stay_the_largest():
+    part, place = np.arange(400) // 200, np.arange(400)
+    broken = np.where((place[:, None] + place) % 2, np.inf, np.nan)
+    distances = jnp.where(part[:, None] == part[None, :], 1.0, broken)
     tree = jax.jit(partial(linkage_tree, linkage="ward"))(distances)
     np.testing.assert_array_equal(cut(tree, num_clusters=2), part)
 
