@@ -133,7 +133,6 @@ def cosine(quick: bool) -> list[Row]:
                 "NumPy U @ U.T (BLAS)": lambda h=host: h @ h.T,
                 "jitted U @ U.T": lambda u=updates: product_with_itself(u),
                 "pairwise_cosine": lambda u=updates: kernels.pairwise_cosine(u),
-                "gram": lambda u=updates: kernels.gram(u),
                 "squared_distances": lambda u=updates: kernels.squared_distances(u),
             }
         )

@@ -17,7 +17,6 @@ from jfcl.core.platforms import compiles_for_cuda
 from jfcl.kernels import (
     bipartition_of_updates,
     clip_norms,
-    gram,
     optimal_bipartition,
     pairwise_cosine,
     similarity_tolerance,
@@ -120,7 +119,6 @@ def test_pytree_is_its_concatenation():
     tree = {"w": normal((9, 4, 3), 0), "b": normal((9, 2), 1), "scale": normal((9,), 2)}
     flat = np.concatenate([leaf.reshape(9, -1) for leaf in jax.tree.leaves(tree)], axis=1)
     np.testing.assert_allclose(pairwise_cosine(tree), cosine(flat), atol=5e-7)
-    np.testing.assert_allclose(gram(tree), flat.astype(np.float64) @ flat.T, atol=1e-5)
     np.testing.assert_allclose(squared_distances(tree), cdist(flat, flat, "sqeuclidean"), atol=1e-4)
 
 
@@ -135,8 +133,6 @@ def test_zero_and_masked_rows():
     distances, others = np.asarray(squared_distances(updates, mask=mask)), np.delete(updates, 4, 0)
     assert np.isinf(np.delete(distances[4], 4)).all() and distances[4, 4] == 0
     np.testing.assert_allclose(np.delete(np.delete(distances, 4, 0), 4, 1), cdist(others, others) ** 2, atol=1e-5)
-    inner = np.asarray(gram(updates, mask=mask))
-    assert not inner[4].any() and np.isfinite(inner).all()
 
 
 def test_tiny_next_to_huge_rows():
@@ -198,7 +194,7 @@ def test_distances_in_spite_of_far_attackers():
 @pytest.mark.slow
 def test_many_at_once():
     batch = np.stack([normal((7, 3), seed) for seed in range(3)])
-    for kernel in (pairwise_cosine, gram, squared_distances):
+    for kernel in (pairwise_cosine, squared_distances):
         many = jax.vmap(kernel)(batch)
         for one, updates in zip(many, batch, strict=True):
             np.testing.assert_allclose(one, kernel(updates), atol=1e-6)
@@ -207,7 +203,7 @@ def test_many_at_once():
 @pytest.mark.slow
 def test_wide_updates_are_not_copied():
     shape = jax.ShapeDtypeStruct((50, 1_000_000), jnp.float32)  # 200 MB
-    for kernel in (pairwise_cosine, gram, squared_distances):
+    for kernel in (pairwise_cosine, squared_distances):
         memory = jax.jit(kernel).lower(shape).compile().memory_analysis()
         assert memory.temp_size_in_bytes < 20e6, kernel
 
@@ -227,7 +223,7 @@ def test_wide_updates_are_not_copied():
         (lambda: pairwise_cosine(np.ones((3, 2)), mask=np.ones(2, bool)), "mask must be bool of shape"),
         (lambda: pairwise_cosine(np.ones((3, 2)), mask=np.ones(3)), "mask must be bool of shape"),
         (lambda: pairwise_cosine(np.array([[1.0], [np.nan]])), r"finite, got 'NaN or infinity in 1 row\(s\)'"),
-        (lambda: gram(np.array([[np.inf]])), "points must be finite"),
+        (lambda: squared_distances(np.array([[np.inf]])), "points must be finite"),
         (
             lambda: squared_distances(np.ones((3, 2)), np.ones((3, 4))),
             r"centers must be as wide as the points, \[2\]",

@@ -99,7 +99,7 @@ SECTIONS = {
     "jfcl.hosts": {"": "connect devices several is_first fetch leave"},
     "jfcl.targets": {"": "target Target Chip mesh"},
     "jfcl.kernels": {
-        "Similarities": "pairwise_cosine gram squared_distances separation_gap similarity_tolerance profile_distances "
+        "Similarities": "pairwise_cosine squared_distances separation_gap similarity_tolerance profile_distances "
         "principal_vectors subspace_angles ANGLES",
         "Bipartitions and dendrograms": "optimal_bipartition bipartition_of_updates Bipartition linkage_tree "
         "cut cut_by_silhouette ChosenCut silhouette knee LINKAGES",

@@ -1,6 +1,6 @@
 """Kernels: functions of arrays, usable without the rest of the library.
 
-They compare clients (`pairwise_cosine`, `gram`, `squared_distances`), split them (`optimal_bipartition`,
+They compare clients (`pairwise_cosine`, `squared_distances`), split them (`optimal_bipartition`,
 `bipartition_of_updates`, dendrograms), cluster vectors (`threshold_clustering`, `kmeans`), and aggregate the updates of
 clients of which some are hostile (`centered_clip` and the other `AGGREGATORS`; `make_aggregator` makes one by name).
 
@@ -41,7 +41,7 @@ from jfcl.kernels.assignment import least_cost_assignment
 from jfcl.kernels.bipartition import Bipartition, optimal_bipartition, separation_gap
 from jfcl.kernels.bipartition_of_updates import bipartition_of_updates
 from jfcl.kernels.dendrogram import LINKAGES, ChosenCut, cut, cut_by_silhouette, linkage_tree, silhouette
-from jfcl.kernels.distances import gram, profile_distances, squared_distances
+from jfcl.kernels.distances import profile_distances, squared_distances
 from jfcl.kernels.kmeans import KMeans, kmeans
 from jfcl.kernels.knee import knee
 from jfcl.kernels.operators import OPERATORS, Operator, orthonormal

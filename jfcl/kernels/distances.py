@@ -20,27 +20,6 @@ from jfcl.kernels.dendrogram import as_pairs
 from jfcl.kernels.similarity import signed_sums
 
 
-def gram(points: PyTree, *, mask: jax.Array | None = None) -> jax.Array:
-    """Returns the inner products of all points, `Z Zᵀ` `[N, N]`, exactly symmetric.
-
-    `points` are `[N, D]`, or a pytree of arrays stacked on a leading axis. Rows that do not count by `mask` `[N]` bool
-    have inner product 0, even with NaN; inside `jit`, so have rows with NaN or infinity. Cost: `N² D` operations,
-    `O(N²)` memory beside the input.
-
-    Example:
-      >>> import jax.numpy as jnp
-      >>> gram(jnp.array([[1.0, 2.0], [3.0, 4.0]])).tolist()
-      [[5.0, 11.0], [11.0, 25.0]]
-    """
-    return _gram(*blocks.checked_rows(points, mask))
-
-
-@jax.jit
-def _gram(rows, mask):
-    usable = mask & blocks.finite_rows(rows)
-    return blocks.symmetric_product(rows, lambda part, leaf, start: blocks.usable_rows(part, usable))
-
-
 def squared_distances(points: PyTree, centers: PyTree | None = None, *, mask: jax.Array | None = None) -> jax.Array:
     """Returns squared Euclidean distances, `‖x‖² − 2 x·y + ‖y‖²`, relative to an origin among the points.
 
