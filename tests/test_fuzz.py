@@ -528,7 +528,6 @@ def test_counts_and_parameters_are_bounded_in_python_too():
         lambda: jfcl.local_training(optax.sgd(0.1), num_steps=1, batch_size=np.int64(2**31)),
         lambda: jfcl.kernels.threshold_clustering(np.eye(2), radius=1.0, num_rounds=2**31),
         lambda: jfcl.kernels.centered_clip(np.eye(2), radius=1.0, num_iters=2**31),
-        lambda: jfcl.kernels.geometric_median(np.eye(2), num_iters=2**31),
         lambda: jfcl.kernels.kmeans(np.eye(2), 1, key=jax.random.key(0), num_restarts=2**31),
     ):
         with pytest.raises(ValueError, match="at most 2147483647, got "):

@@ -14,6 +14,7 @@ from jfcl.kernels import blocks
 from jfcl.kernels.base import COLUMNS, is_computable, shares_columns, sum_dtype
 from jfcl.kernels.distances import central_origin
 
+TOLERANCE, MOST_STEPS = 1e-4, 300  # of Lloyd's steps in a run
 AT_ONCE = 2**20  # distances and numbers of centres, of all runs that are made at once
 
 
@@ -30,9 +31,7 @@ def kmeans(
     num_clusters: int,
     *,
     key: jax.Array,
-    num_iters: int = 300,
     num_restarts: int = 10,
-    tol: float = 1e-4,
     mask: jax.Array | None = None,
 ) -> KMeans:
     """Clusters points so that their squared distances to the cluster means are small (Lloyd 1982).
@@ -44,9 +43,9 @@ def kmeans(
       points: `[N, D]`.
       num_clusters: `K`, from 1 to the number of points that count.
       key: of the starts.
-      num_iters: Lloyd steps at most, for each run, at least 1.
-      num_restarts: runs, at least 1; the one with the lowest inertia is returned, up to rounding the first.
-      tol: a run ends when the squared moves of all centres sum to at most this times the mean variance of a coordinate.
+      num_restarts: runs, at least 1; the one with the lowest inertia is returned, up to rounding the first. A run ends
+        when the squared moves of all centres sum to at most 1e-4 times the mean variance of a coordinate, or after 300
+        steps.
       mask: `[N]` bool: points that count. Inside `jit`, points with NaN or infinity do not.
 
     Returns:
@@ -65,13 +64,12 @@ def kmeans(
     (points,), mask = blocks.checked_rows(jnp.asarray(points), mask)
     total = int(mask.sum()) if is_computable(mask) else len(points)
     check(1 <= num_clusters <= total, "num_clusters", num_clusters, f"from 1 to the number of points, {total}")
-    check_count("num_iters", num_iters)
     check_count("num_restarts", num_restarts)
-    return _kmeans(points, key, tol, mask, num_clusters=num_clusters, num_iters=num_iters, num_restarts=num_restarts)
+    return _kmeans(points, key, mask, num_clusters=num_clusters, num_restarts=num_restarts)
 
 
-@partial(jax.jit, static_argnames=("num_clusters", "num_iters", "num_restarts"))
-def _kmeans(points, key, tol, mask, *, num_clusters, num_iters, num_restarts):
+@partial(jax.jit, static_argnames=("num_clusters", "num_restarts"))
+def _kmeans(points, key, mask, *, num_clusters, num_restarts):
     points = points.astype(sum_dtype(points))
     usable = mask & blocks.finite_rows([points])
     (origin,) = central_origin([points], usable)
@@ -133,7 +131,7 @@ def _kmeans(points, key, tol, mask, *, num_clusters, num_iters, num_restarts):
 
     def run(key):
         moving = (start(key), jnp.full((), jnp.inf, z.dtype), 0)
-        going = lambda carry: (carry[1] > tol * variance) & (carry[2] < num_iters)  # noqa: E731
+        going = lambda carry: (carry[1] > TOLERANCE * variance) & (carry[2] < MOST_STEPS)  # noqa: E731
         centers = jax.lax.while_loop(going, lloyd, moving)[0]
         cluster = jnp.argmin(distances(centers), axis=1).astype(jnp.int32)
         return KMeans(centers, cluster, inertia(centers, cluster))

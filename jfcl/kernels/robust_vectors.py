@@ -16,6 +16,7 @@ from jfcl.kernels.robust import check_weights, combine, counted, lowest, means_a
 
 MEDIAN_TOLERANCE = 1e-6  # the length of the mean unit vector towards all updates at which the steps end
 MEDIAN_STEPS = 300  # at most
+SMOOTHING = 1e-6  # the largest distance below which all distances count alike
 
 
 def _krum_scores(squares: jax.Array, usable: jax.Array, num_malicious: jax.Array) -> jax.Array:
@@ -104,22 +105,16 @@ def geometric_median(
     updates: PyTree,
     *,
     weights: jax.Array | None = None,
-    num_iters: int | None = None,
-    smoothing: float = 1e-6,
     mask: jax.Array | None = None,
 ) -> PyTree:
     """Returns the point with the smallest sum of distances to all updates (Pillutla et al. 2022).
 
-    From the coordinate-wise median, `v ← Σ_i β_i z_i / Σ_i β_i` with `β_i = w_i / max(smoothing, ‖z_i − v‖)`.
-
-    Args:
-      num_iters: steps, at least 1; 3 to 5 are enough in Pillutla et al. Default: until the weighted mean of the unit
-        vectors towards the updates is shorter than 1e-6, at most 300 steps. The sum of distances is then within a
-        factor of `1 + 2e-6` of its minimum. Before them, a start that is an update is left by a step of Vardi and Zhang
-        (2000). At the end, the nearest update is returned where it is the median itself, which the steps only approach.
-      smoothing: above 0; smaller distances count as this one, so that a step away from an update is possible. Without
-        `num_iters` it is at most 1e-6 of the median distance at the start: updates of any scale have their median.
-      updates, weights, mask: see `jfcl.kernels`.
+    From the coordinate-wise median, `v ← Σ_i β_i z_i / Σ_i β_i` with `β_i = w_i / max(ν, ‖z_i − v‖)`, until the
+    weighted mean of the unit vectors towards the updates is shorter than 1e-6, at most 300 steps. The sum of distances
+    is then within a factor of `1 + 2e-6` of its minimum. Before them, a start that is an update is left by a step of
+    Vardi and Zhang (2000). At the end, the nearest update is returned where it is the median itself, which the steps
+    only approach. `ν`, by which a step away from an update is possible, is 1e-6, and at most 1e-6 of the median
+    distance at the start: updates of any scale have their median. See `jfcl.kernels` for the arguments.
 
     Cost: two passes a step (10 to 30 steps where updates surround their median, more where they lie nearly on a line or
     the median is near an update), and one sort of N numbers D times.
@@ -130,28 +125,19 @@ def geometric_median(
       >>> bool(jnp.abs(v).max() < 1.5)
       True
     """
-    check_count("num_iters", 1 if num_iters is None else num_iters)
-    check(smoothing > 0, "smoothing", smoothing, "above 0")
     rows, usable = counted(updates, mask)
-    least = jnp.asarray(smoothing, sum_dtype(*rows))
-    return like(updates, _weiszfeld(rows, usable, check_weights(weights, rows), least, num_iters))
+    return like(updates, _weiszfeld(rows, usable, check_weights(weights, rows)))
 
 
-@partial(jax.jit, static_argnames="num_iters")
-def _weiszfeld(rows, usable, weights, smoothing, num_iters):
-    counted = jnp.where(usable, weights, jnp.zeros_like(weights))
-
-    def step(point, least=smoothing):
-        """Returns the next point, and the updates' weights in it before they are scaled to sum to 1."""
-        pulls = counted / jnp.maximum(blocks.distances_from(rows, point, usable), least)
-        return combine(rows, shares(pulls, usable), usable), pulls
-
-    if num_iters is not None:
-        return jax.lax.fori_loop(0, num_iters, lambda _, point: step(point)[0], medians(rows, usable))
+@jax.jit
+def _weiszfeld(rows, usable, weights):
+    counted, smoothing = jnp.where(usable, weights, jnp.zeros_like(weights)), jnp.asarray(SMOOTHING, weights.dtype)
 
     def towards(carry):
         point, _, t = carry
-        new, pulls = step(point, least)
+        # The weights of the updates in the next point, before they are scaled to sum to 1.
+        pulls = counted / jnp.maximum(blocks.distances_from(rows, point, usable), least)
+        new = combine(rows, shares(pulls, usable), usable)
         # A step is the mean unit vector towards the updates times their harmonic mean distance.
         reach = counted.sum() / jnp.maximum(pulls.sum(), jnp.finfo(pulls.dtype).tiny)
         length = _norm([(a - b).astype(pulls.dtype) for a, b in zip(new, point, strict=True)])
@@ -203,22 +189,20 @@ def centered_clip(
     radius: Any,
     center: PyTree | None = None,
     num_iters: int = 1,
-    weights: jax.Array | None = None,
     mask: jax.Array | None = None,
 ) -> PyTree:
     """Returns the mean of the updates, each clipped to within `radius` of the centre, after `num_iters` iterations.
 
-        v ← v + Σ_i w_i (z_i − v) min(1, τ / ‖z_i − v‖)
+        v ← v + (1/N) Σ_i (z_i − v) min(1, τ / ‖z_i − v‖)
 
-    One client moves the result by at most `num_iters · radius · w_i` with any update. An infinite radius gives the
-    weighted mean.
+    One client moves the result by at most `num_iters · radius / N` with any update. An infinite radius gives the mean.
 
     Args:
       radius: `τ`, a number above 0.
       center: `[D]`, or the pytree without the client axis, finite: the first centre `v`, the last round's result in the
         paper; default zeros.
       num_iters: iterations, at least 1.
-      updates, weights, mask: see `jfcl.kernels`.
+      updates, mask: see `jfcl.kernels`.
 
     Cost: one read of every update an iteration, in blocks that stay in the cache. For many iterations of few clients,
     `N² D` operations once, and `N²` operations an iteration.
@@ -242,7 +226,7 @@ def centered_clip(
         blocks.refuse_nonfinite([c[None, :] for c in start], "center")
     run = _clip_by_products if products_are_cheaper(len(usable), num_iters) else _clip
     limit = jnp.asarray(radius, sum_dtype(*rows))
-    return like(updates, run(rows, usable, start, limit, check_weights(weights, rows), num_iters=num_iters))
+    return like(updates, run(rows, usable, start, limit, num_iters=num_iters))
 
 
 def products_are_cheaper(count: int, num_iters: int) -> bool:
@@ -256,8 +240,9 @@ def _pull(distances: jax.Array, radius: jax.Array) -> jax.Array:
 
 
 @partial(jax.jit, static_argnames="num_iters")
-def _clip(rows, usable, start, radius, weights, *, num_iters):
-    weights, wide = shares(weights, usable), sum_dtype(*rows)
+def _clip(rows, usable, start, radius, *, num_iters):
+    wide = sum_dtype(*rows)
+    weights = shares(usable.astype(wide), usable)
 
     def iterations(clean):
         def iterate(_, center):
@@ -282,9 +267,9 @@ def _clip(rows, usable, start, radius, weights, *, num_iters):
 
 
 @partial(jax.jit, static_argnames="num_iters")
-def _clip_by_products(rows, usable, start, radius, weights, *, num_iters):
+def _clip_by_products(rows, usable, start, radius, *, num_iters):
     """As `_clip`, with the centre as a combination of the updates and of the first centre."""
-    weights = shares(weights, usable)
+    weights = shares(usable.astype(radius.dtype), usable)
     starts = [v[None, :] for v in start]
     products = inner_products(rows, starts, usable)
 
