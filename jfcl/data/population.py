@@ -21,7 +21,7 @@ class Population(NamedTuple):
       clients: the training examples of all clients.
       cohort: `C`, the number of clients in a round. (Methods have an option `cohort` for clients on the device.)
       test_clients: test examples of the same clients; without them nothing is evaluated.
-      sampling, strata: as in `jfcl.simulation.cohorts.make_sampler`: "uniform", "size" or "stratified".
+      sampling: "uniform", "size" or "stratified", as in `jfcl.simulation.cohorts.make_sampler`.
       dropout: the probability, in [0, 1), that a sampled client does not answer. It then counts as a client without
         examples, and its row stays as it is.
       stragglers: over-selection, 0 or more: `C (1 + stragglers)` clients are drawn (rounded, a half to the even
@@ -50,7 +50,6 @@ class Population(NamedTuple):
     cohort: Annotated[int, Range(1)]
     test_clients: ClientStore | None = None
     sampling: str = "uniform"
-    strata: Any = None
     dropout: Annotated[float, Interval("[0, 1)")] = 0.0
     stragglers: Annotated[float, Interval("[0, inf)")] = 0.0
     remember: Annotated[int | None, Range(0)] = None

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import numpy as np
 
-from jfcl.core import INT32, Clients, check, check_choice, check_integers
+from jfcl.core import Clients, check, check_choice
 from jfcl.data.store import ClientStore
 
 SAMPLING = ("uniform", "size", "stratified")
@@ -32,14 +32,13 @@ class DrawnCohort(NamedTuple):
     counts: dict[str, int]
 
 
-def make_sampler(store: ClientStore, count: int, sampling: str = "uniform", strata: Any = None):
+def make_sampler(store: ClientStore, count: int, sampling: str = "uniform"):
     """Returns a function `(rng) -> [count]` of ids in ascending order, drawn without replacement.
 
     Args:
       sampling: "uniform"; "size": one after the other, each of the clients left with a probability proportional to its
-        number of examples; "stratified": uniformly within strata, from each its share of the clients, rounded up or
-        down at random with the exact share as the mean.
-      strata: `[N]` integers; default: the store's true clusters.
+        number of examples; "stratified": uniformly within the store's true clusters, from each its share of the
+        clients, rounded up or down at random with the exact share as the mean.
 
     Cost of a draw: `O(count)` for "uniform" and "stratified", `O(count log N)` for "size" (`O(N)` where the cohort is a
     large part of the population, or a few clients have most of the examples).
@@ -47,10 +46,9 @@ def make_sampler(store: ClientStore, count: int, sampling: str = "uniform", stra
     n = len(store)
     check_choice("sampling", sampling, SAMPLING)
     if sampling == "stratified":
-        strata = store.cluster if strata is None else strata
-        check(strata is not None, "strata", None, "given: the store holds no true clusters")
-        return _stratified(check_integers("strata", strata, n, within=INT32), n, count)
-    check(strata is None, "strata", strata, 'left out unless sampling="stratified"')
+        accepted = "uniform or size: the store holds no true clusters, which are the strata"
+        check(store.cluster is not None, "sampling", sampling, accepted)
+        return _stratified(store.cluster, n, count)
     if sampling == "uniform":
         return lambda rng: np.sort(rng.choice(n, count, replace=False, shuffle=False))
     return _by_size(store, count)

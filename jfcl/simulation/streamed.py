@@ -126,7 +126,7 @@ class Streamed:
         check(key.ndim == 0, "key", key.shape, "a single key, for a population")
         _check_population(population, algorithm)
         store, tests, size = population.clients, population.test_clients, population.cohort
-        sampler = make_sampler(store, population.asked, population.sampling, population.strata)
+        sampler = make_sampler(store, population.asked, population.sampling)
         self._words = np.asarray(jax.random.key_data(key)).tolist()
         self._evaluated = evaluated = _evaluated(population.evaluate, len(store), self._words)
         tested = tests is None or (tests.sizes(evaluated) > 0).any()
@@ -161,8 +161,7 @@ class Streamed:
         drawn |= {"key": self._words} | ({"remember": self._remember} if self._remember else {})
         drawn |= {"clients": len(self._store), "store": self._store.hash}
         drawn["test_store"] = None if tests is None else tests.hash
-        strata = None if population.strata is None else zlib.crc32(np.asarray(population.strata, np.int64).tobytes())
-        return {"cohorts": drawn | {"evaluated": zlib.crc32(self._evaluated.tobytes()), "strata": strata}}
+        return {"cohorts": drawn | {"evaluated": zlib.crc32(self._evaluated.tobytes())}}
 
     def place(self, serve: str, further: tuple) -> None:
         """Prepares the evaluations, always of the same clients, under the models that they are served."""
