@@ -13,7 +13,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jfcl.core.checks import check, check_count
+from jfcl.core.checks import check
 from jfcl.core.platforms import by_platform
 from jfcl.kernels.base import row_mask
 from jfcl.kernels.dendrogram import cut, linkage_tree
@@ -29,7 +29,7 @@ class Bipartition(NamedTuple):
     Attributes:
       side: `[N]` bool, False for the first active client's side (and for inactive clients).
       cross_similarity: `[]`, the largest similarity across; `inf` where fewer than two clients are active, the minimum
-        over no bipartition at all. With `min_size` above 1: the similarity of the removed edge.
+        over no bipartition at all.
     """
 
     side: jax.Array
@@ -37,34 +37,23 @@ class Bipartition(NamedTuple):
 
 
 def optimal_bipartition(
-    similarity: jax.Array, active: jax.Array | None = None, *, linkage: str = "single", min_size: int = 1
+    similarity: jax.Array, active: jax.Array | None = None, *, linkage: str = "single"
 ) -> Bipartition:
     """Returns the bipartition with the smallest largest similarity across (Clustered Federated Learning, equation 25).
 
     Where several bipartitions are optimal, the side of the first active client is the smallest possible: the clients
     connected to it through similarities above `cross_similarity`. That depends on the values alone.
 
-    With `min_size` above 1, the maximum spanning tree of the active clients loses its weakest edge with at least
-    `min_size` clients on both sides, as in HDBSCAN's condensed tree (Campello, Moulavi, Sander 2013). The sides are the
-    two components of the tree without that edge, and `cross_similarity` is its similarity. This is not the minimum of
-    equation 25 over bipartitions with `min_size` clients on each side, which is reached by collecting the outliers of
-    all groups on one side and separates no groups. Of equal similarities, that of the pair `(i, j)`, `i < j`, first in
-    lexicographic order counts as the largest, so that the sides depend on the order of the clients too.
-
     Args:
       similarity: `[N, N]`, symmetric (checked outside `jit`); the diagonal is not read.
       active: `[N]` bool, the members of the cluster to split; default all. Other clients change neither side.
       linkage: `"single"`: the paper's, exact. `"complete"`: the last merge of complete linkage, as in the authors'
         later public code; it keeps the sides compact and is not optimal in the paper's sense.
-      min_size: the least number of clients on each side, at most half of `N`; above 1 for single linkage only (complete
-        linkage has no spanning tree, only its last merge).
 
     Returns:
-      `Bipartition(side [N] bool, cross_similarity [])`. Where no edge leaves `min_size` clients on both sides, `side`
-      is all False and `cross_similarity` is `inf`. Inside `jit`, NaN and infinite similarities count as -1.
+      `Bipartition(side [N] bool, cross_similarity [])`. Inside `jit`, NaN and infinite similarities count as -1.
 
-    Cost: `N` steps of `O(N)`, each similarity read once. With `min_size` above 1 `2 N` steps of one number more.
-    Complete linkage: at most `3 N` such steps, and a copy.
+    Cost: `N` steps of `O(N)`, each similarity read once. Complete linkage: at most `3 N` such steps, and a copy.
 
     Example:
       >>> import jax.numpy as jnp
@@ -72,30 +61,17 @@ def optimal_bipartition(
       >>> side, cross = optimal_bipartition(a)
       >>> side.tolist(), round(float(cross), 3)
       ([False, False, True], 0.1)
-
-      Two groups and an outlier, which `min_size` leaves with its nearest group:
-
-      >>> x = jnp.array([0.0, 1.0, 6.0, 7.0, 20.0])
-      >>> a = 1 - jnp.abs(x[:, None] - x[None, :]) / 20
-      >>> optimal_bipartition(a).side.tolist(), optimal_bipartition(a, min_size=2).side.tolist()
-      ([False, False, False, False, True], [False, False, True, True, True])
     """
     similarity = as_similarity(similarity)
     check(linkage in LINKAGES, "linkage", linkage, f"one of {LINKAGES}")
-    count = len(similarity)
-    check_count("min_size", min_size)
-    half = f"at most half of the N = {count} clients, {count // 2}, so choose a smaller one or add clients"
-    check(min_size == 1 or 2 * min_size <= count, "min_size", min_size, half)
-    check(min_size == 1 or linkage == "single", "min_size", min_size, 'for linkage="complete" 1')
-    active = row_mask(active, count, name="active")
-    return _optimal_bipartition(similarity, active, linkage, int(min_size))
+    return _optimal_bipartition(similarity, row_mask(active, len(similarity), name="active"), linkage)
 
 
-@jax.jit(static_argnames=("linkage", "min_size"))
-def _optimal_bipartition(similarity, active, linkage, min_size=1):
+@jax.jit(static_argnames="linkage")
+def _optimal_bipartition(similarity, active, linkage):
     if linkage == "complete" and len(similarity) > 1:
         return _last_merge(similarity, active)
-    side, cross = bipartitions_of_clusters(similarity, active, None, 1, min_size)
+    side, cross = bipartitions_of_clusters(similarity, active, None, 1)
     return Bipartition(side, cross[0])
 
 
@@ -105,8 +81,20 @@ def bipartitions_of_clusters(
 ) -> Bipartition:
     """Returns the `optimal_bipartition` of the active clients of every cluster, for the cost of one.
 
-    `cluster` is `[N]` int32 in `0..K-1`, or None: one cluster of all. The result is
-    `Bipartition(side [N] bool, cross_similarity [K])`.
+    With `min_size` above 1, the maximum spanning tree of the active clients loses its weakest edge with at least
+    `min_size` clients on both sides, as in HDBSCAN's condensed tree (Campello, Moulavi, Sander 2013). The sides are the
+    two components of the tree without that edge, and `cross_similarity` is its similarity. This is not the minimum of
+    equation 25 over bipartitions with `min_size` clients on each side, which is reached by collecting the outliers of
+    all groups on one side and separates no groups. Of equal similarities, that of the pair `(i, j)`, `i < j`, first in
+    lexicographic order counts as the largest, so that the sides depend on the order of the clients too.
+
+    Args:
+      cluster: `[N]` int32 in `0..K-1`, or None: one cluster of all.
+      min_size: the least number of clients on each side. Above 1, there are `2 N` steps of one number more.
+
+    Returns:
+      `Bipartition(side [N] bool, cross_similarity [K])`. Where no edge leaves `min_size` clients on both sides of a
+      cluster, `side` is False for all of it, and its `cross_similarity` is `inf`.
     """
     labels = jnp.zeros(len(active), jnp.int32) if cluster is None else cluster
 
