@@ -150,7 +150,7 @@ def test_radius_by_round_and_centre(form, seed):
         np.testing.assert_allclose(ours, truth[-1], atol=2e-5)
 
 
-@pytest.mark.slow_cases("*-gram", "index-1-False-direct", "index_shrunk-*-direct")
+@pytest.mark.slow_cases("*-gram", "index-1-False-direct")
 @FORMS
 @pytest.mark.parametrize(
     ("rule", "factor", "strict"), [("index", 1, False), ("index_shrunk", 0.99, False), ("index_strict", 1, True)]

@@ -141,6 +141,19 @@ def test_large_batches_in_parts_are_the_same(most):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
 
 
+class Dropping(nn.Module):
+    @nn.compact
+    def __call__(self, x, train=False):
+        return nn.Dense(V)(nn.Dropout(0.5, deterministic=not train)(nn.Embed(V, 8)(x)))
+
+
+def test_dropout_draws_other_numbers_for_each_part_of_a_batch(monkeypatch):
+    monkeypatch.setattr(language, "MOST_LOGITS", 1)
+    task, batch = language_model(Dropping(), L, V), {"x": np.repeat(texts()[:1], 3, axis=0)}
+    losses, _ = jax.jit(task.train_loss)(jax.random.key(0), task.init(jax.random.key(1)), batch, np.ones(3, bool))
+    assert task.at_once == 1 and len({*losses.tolist()}) == 3
+
+
 @pytest.mark.slow
 def test_clients_together_are_each_client_alone():
     task, x = small(), texts((3, 4))

@@ -9,6 +9,7 @@ import optax
 import pytest
 from scipy.signal import correlate
 from scipy.special import log_softmax
+from small_network import KEPT, NORMAL, D
 
 import jfcl
 from benchmarks.papers.networks import cnn_fashion32
@@ -523,6 +524,20 @@ def test_several_outputs_in_bfloat16():
         in_bfloat16(task._replace(init=lambda key: jnp.ones(3))).apply, np.ones(3), np.ones((2, 3))
     )
     assert {name: x.dtype for name, x in outputs.items()} == {"sum": jnp.float32, "x": jnp.float32}
+
+
+def test_running_means_of_a_model_in_bfloat16_are_float32():
+    """1000 and 1001 are one number of bfloat16."""
+    task, batch = in_bfloat16(NORMAL), {"x": np.ones((2, D), np.float32), "y": np.zeros(2, np.int32)}
+
+    @jax.jit
+    def new_mean(old):
+        params = NORMAL.init(jax.random.key(0))
+        params["BatchNorm_0"]["mean"] += old
+        return task.train_loss(jax.random.key(1), params, batch, np.ones(2, bool))[1]["BatchNorm_0"]["mean"]
+
+    with jax.numpy_dtype_promotion("standard"):  # flax adds both types
+        np.testing.assert_allclose(new_mean(1001.0) - new_mean(1000.0), KEPT, atol=1e-3)
 
 
 @pytest.mark.slow
