@@ -108,14 +108,13 @@ def profile_distances(similarity: jax.Array, *, mask: jax.Array | None = None) -
 
 @jax.jit
 def _profile_distances(similarity, mask):
-    counts = mask.astype(similarity.dtype)
+    num_others = mask.sum() - 2  # than a pair that counts
 
     def to_all(i):
         apart = jnp.abs(similarity - similarity[i][None, :])  # [j, z]; 0 for clients that do not count
         pair = jnp.diagonal(apart) + apart[:, i]  # z is neither of the two
-        num_others = counts.sum() - counts - counts[i]
-        distance = (apart.sum(axis=1) - pair) / jnp.maximum(num_others, 1)
-        return jnp.where(mask & mask[i] & (num_others > 0) & (jnp.arange(len(counts)) != i), distance, 0.0)
+        distance = (apart.sum(axis=1) - pair) / jnp.maximum(num_others, 1).astype(apart.dtype)
+        return jnp.where(mask & mask[i] & (num_others > 0) & (jnp.arange(len(mask)) != i), distance, 0.0)
 
     distances = jax.lax.map(to_all, jnp.arange(len(similarity)))
     return jnp.maximum((distances + distances.T) / 2, 0.0)
