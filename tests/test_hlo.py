@@ -357,9 +357,9 @@ COPY, NEGATE = "(f32[4096,4096], f32[4096,4096], u32[]) copy-start(%x)", "f32[40
             2 * ROWS / 819e9 + 1.2e-6 + 16 * 20 / 1.5e9,
         ),
         (
-            ["f32[4096,4096] scatter(%x, %i, %u)"],
-            (2 * LARGE + ROWS + 64) / 3350e9 + 3e-6,
-            (2 * LARGE + ROWS + 64) / 819e9 + 1.2e-6 + 16 * 20 / 1.5e9,
+            ["f32[4096,4096] scatter(%x, %j, %u)"],
+            (2 * LARGE + ROWS + 128) / 3350e9 + 3e-6,
+            (2 * LARGE + ROWS + 128) / 819e9 + 1.2e-6 + 16 * 20 / 1.5e9,
         ),
         (
             ["f32[4096,4096] sort(%x), dimensions={1}"],
@@ -378,6 +378,7 @@ ENTRY %main (x: f32[4096,4096]) -> f32[] {{
   %d = f64[4096,4096]{{1,0}} parameter(2)
   %u = f32[16,4096]{{1,0}} parameter(3)
   %i = s32[16,1]{{1,0}} parameter(4)
+  %j = s32[16,2]{{1,0}} parameter(5)
 {text}
 }}"""
     found = price(text, H100)
