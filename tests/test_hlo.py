@@ -412,6 +412,7 @@ def test_only_rows_are_written():
     ("root", "moved"),
     [
         ("ROOT %d = f32[100,64] dynamic-update-slice(%a, %u, %i, %i)", 2 * 256 + 4),
+        ("%b = f32[100,64] bitcast(%a)\n  ROOT %d = f32[100,64] dynamic-update-slice(%b, %u, %i, %i)", 2 * 256 + 4),
         ("ROOT %e = f32[100,64] exp(%d)", 2 * 25600 + 260),
     ],
 )
