@@ -207,6 +207,13 @@ def test_of_kinds_that_occur_once_one_stays_in_training():
     assert len(train) == 1 and len(test) == 2
 
 
+@pytest.mark.parametrize(("fraction", "held"), [(0.01, [1, 1]), (0.99, [2, 4])])
+def test_of_kinds_that_occur_more_often_one_is_held_out_and_one_stays(fraction, held):
+    kind = np.repeat([0, 1, 2], [3, 5, 1])
+    train, test = stratified_hold_out(kind, fraction, seed=0)
+    assert np.bincount(kind[test]).tolist() == held and sorted([*train, *test]) == list(range(9))
+
+
 @pytest.mark.parametrize("options", [{"partition": "label"}, {"partition": "dirichlet", "alpha": 0.2}])
 def test_test_labels_follow_the_clients_training_labels(options):
     fed = build(load("digits"), num_clients=10, test_fraction=0.3, seed=1, **options)

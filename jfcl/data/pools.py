@@ -305,7 +305,8 @@ def divide_test(pooled: Pooled, parts: list[np.ndarray], group: int) -> list[np.
 def stratified_hold_out(kind, fraction: float, *, seed) -> tuple[np.ndarray, np.ndarray]:
     """Splits indices into train and test, sorted, stratified by `kind`, `[n]` integers (labels or writers).
 
-    The only example of a kind stays in training; where every kind has only one, all are divided as one kind.
+    Of a kind with several examples, each side has at least one. The only example of a kind stays in training; where
+    every kind has only one, all are divided as one kind.
     """
     rng = np.random.default_rng(seed)
     held = np.zeros(len(kind), bool)
