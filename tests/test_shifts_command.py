@@ -8,11 +8,13 @@ import itertools
 import json
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 import time
 import types
 import weakref
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -179,6 +181,15 @@ def test_what_a_kill_leaves_is_continued_and_gives_the_same(whole, tmp_path):
     with pytest.warns(UserWarning, match="is damaged: .*; the cell runs again"):
         assert jfcl.shifts(**SMALL, out=tmp_path / "killed", jobs=1).done == 3
     assert results(tmp_path / "killed") == results(whole)
+
+
+def test_a_copy_of_a_cell_is_not_another_one(whole, tmp_path):
+    folder = Path(shutil.copytree(whole, tmp_path / "copied"))
+    cells = sorted((folder / "cells").iterdir())
+    shutil.copy(cells[0], cells[1])
+    with pytest.warns(UserWarning, match=rf"{cells[1].name} is damaged: .*{cells[0].stem}; the cell runs again"):
+        jfcl.shifts(**SMALL, out=folder, jobs=1)
+    assert results(folder) == results(whole)
 
 
 def test_no_image_of_the_held_out_clients_is_trained_or_tested_on():

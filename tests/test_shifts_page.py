@@ -3,6 +3,7 @@
 import itertools
 import json
 import re
+import shutil
 from urllib.parse import unquote
 
 import numpy as np
@@ -347,6 +348,11 @@ def test_a_folder_without_whole_cells_is_refused(tmp_path):
     files.write_json(file, files.seal(saved | {"setting": "of others"}))
     with pytest.raises(ValueError, match="with a finished cell"):
         write_page(folder)
+    files.write_json(file, files.seal(saved))
+    copy = shutil.copy(file, file.with_stem("a copy"))
+    with pytest.raises(ValueError, match=r"a copy\.json is damaged: .* digits-rotation-1-fedavg"):
+        write_page(folder)
+    copy.unlink()
     del saved["runs"]
     files.write_json(file, files.seal(saved))
     with pytest.raises(ValueError, match=r"fedavg.json is damaged: it lacks 'runs'"):
@@ -358,8 +364,9 @@ def test_methods_without_a_number_of_clusters_are_ranked_among_themselves(tmp_pa
     page = Page(write_page(folder).read_bytes())
     assert {row["method"]: row["mean rank"] for row in page.rows("ranks-known")} == {"local": "1.00", "fedavg": "2.00"}
     assert "ranks-auto" not in page.tables
-    for file in (folder / "cells").iterdir():  # a part may have cells under conditions alone
+    for file in sorted((folder / "cells").iterdir()):  # a part may have cells under conditions alone
         saved = json.loads(file.read_text())
+        file = file.rename(file.with_stem(f"{file.stem}-hostile0.3"))
         files.write_json(file, files.seal(saved | {"cell": saved["cell"] | {"hostile": 0.3}}))
     page = Page(write_page(folder).read_bytes())
     assert len(rows_of(page, "hostile")) == 2 and page.text.count("Not run.") == 4

@@ -169,9 +169,12 @@ def read_cell(file: Path, digest: str) -> Result | None:
     if saved.get("setting") != digest:
         return None
     try:
-        return Result(**saved["cell"], **{name: saved[name] for name in Result.__annotations__})
+        result = Result(**saved["cell"], **{name: saved[name] for name in Result.__annotations__})
     except (KeyError, TypeError) as error:
         raise ValueError(f"{file} is damaged: it lacks {error}") from None
+    if result.name != file.stem:  # a copy would count twice
+        raise ValueError(f"{file} is damaged: it holds the cell {result.name}")
+    return result
 
 
 def read_cells(folder: Path) -> list[Result]:
