@@ -66,7 +66,8 @@ def from_frame(
         numbers or booleans become targets `[n, T]` float32, for a regression or a task of your own.
       kind: what the targets are: "classification" or "regression". Default: integers, strings and booleans are labels,
         and numbers with fractions are targets of a regression; whole numbers that are floats, such as 0.0 and 1.0, need
-        `kind`, and so do integers of which most do not occur, such as prices and years.
+        `kind`, and so do integers that begin neither at -1, 0 nor 1, as ages and years do, or of which most do not
+        occur, such as prices.
       scale: whether inputs that are single numbers are scaled to mean 0 and deviation 1 over all rows of `frame`, also
         those that `build` then holds out. Give `test` for statistics of training examples alone.
       extra: columns that become further arrays of the examples under their names, such as weights or masks.

@@ -147,7 +147,7 @@ def federated_clustering(
         together. The last group is smaller where `S` does not divide `N`; a single client steps along its own gradient.
       adversary: hostile clients; the attack is on the gradients that they send, separately for each model.
       client_axis: mapping over the clients' models, each of which compares `S · D` numbers; default: one at a time on a
-        CPU or TPU, as many as fit 1 GB on a GPU. A mapping of all models at once is divided likewise on a GPU or TPU.
+        CPU or TPU, as many as fit 2 GB on a GPU. A mapping of all models at once is divided likewise on a GPU or TPU.
 
     Returns:
       `Algorithm` with a `PersonalState`. With groups of `S` clients: `N S` gradients a round, those of a group at one
