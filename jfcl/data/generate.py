@@ -196,7 +196,7 @@ def open_stores(path: str | Path) -> tuple[ClientStore, ClientStore]:
 
 
 def _compact(parts: Iterator[dict[str, np.ndarray]]) -> dict[str, tuple]:
-    """Returns the smallest types that hold every value of the examples exactly, for `ClientStore.create`."""
+    """Returns the smallest types that hold every value of the examples exactly, for `ClientStore.create_indexed`."""
 
     def is_exact(x: np.ndarray, per_unit: float) -> bool:
         if x.dtype.kind != "f" or x.min() < 0 or x.max() * per_unit > 255:
