@@ -15,7 +15,8 @@ from jfcl.core import Clients
 from jfcl.mapping import axis as axis_module
 from jfcl.mapping import memory
 from jfcl.mapping.axis import auto, chunked, client_mesh, map_reduce, pmapped, sharded
-from jfcl.mapping.placement import num_rows, place
+from jfcl.mapping.memory import in_lots, sharding_of
+from jfcl.mapping.placement import held, num_rows, place
 from jfcl.simulation import evaluation
 
 
@@ -159,6 +160,9 @@ def test_clients_are_placed_once_with_empty_ones_behind():
     assert num_rows(axis, 3) == 4 and placed.size.tolist() == [2, 1, 2, 0] and placed.id.tolist() == [5, 9, 7, 10]
     np.testing.assert_array_equal(placed.examples["x"][:3], x)
     assert {tuple(s.data.shape) for s in placed.examples["x"].addressable_shards} == {(2, 2, 2)}
+    for shape, axis, divided in (((4, 4), 0, ("clients",)), ((4, 4), 1, (None, "clients")), ((4, 3), 1, ())):
+        spec = sharding_of(np.zeros(shape), client_mesh(2), 4, axis).spec
+        assert spec == jax.sharding.PartitionSpec(*divided)
     untouched = place(jax.vmap, Clients({"x": x}, np.array([2, 1, 2], np.int32)))
     assert untouched.id is None and untouched.size.shape == (3,)
 
@@ -172,8 +176,14 @@ def test_more_devices_than_there_are():
 
 def test_a_device_maps_its_clients_as_is_fastest_there(monkeypatch):
     assert sharded(client_mesh()).inner == pmapped().inner == chunked(1)
+    images = Clients({"x": np.zeros((2, 5, 4, 3), np.float32)}, np.full(2, 5))
+    task = jfcl.models.task(lambda key: jnp.ones(()), lambda w, x: w * x, kind="regression")
+    flat = task._replace(input_shape=(4, 3))
+    assert held(jax.vmap, flat, images) is images and in_lots(jax.vmap, task, images) is jax.vmap
     monkeypatch.setattr(axis_module, "platform", lambda devices=None: "gpu")
     assert sharded(client_mesh()).inner is pmapped().inner is jax.vmap
+    assert held(jax.vmap, flat, images).examples["x"].shape == (2, 5, 12) and held(jax.vmap, task, images) is images
+    assert in_lots(jax.vmap, task, images, num_models=3) == chunked(2**15 // (3 * 5))  # forward passes at once
 
 
 def test_what_is_no_mesh_and_devices_inside_devices():

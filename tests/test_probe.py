@@ -1,6 +1,8 @@
 """The probe of mappings, and what is said of memory before a run starts."""
 
+import contextlib
 import json
+import math
 import os
 from functools import partial
 
@@ -189,6 +191,51 @@ def test_too_little_memory_is_said_before_anything_runs(monkeypatch, tmp_path):
     with pytest.raises(ValueError, match="chunks of at most 4 clients"):
         jfcl.simulate(algorithm, clients, key=jax.random.key(0), num_rounds=1, client_axis=large)
     assert not (tmp_path / "x").exists(), "a run that was refused leaves nothing in the way of the next"
+
+
+SHARDED = jfcl.sharded(client_mesh(2), jax.vmap)
+
+
+@pytest.mark.parametrize(
+    ("kind", "axis", "options", "copies", "parts"),
+    [
+        ("cpu", jax.vmap, {}, 0, 1),
+        ("cpu", jax.vmap, {"copies": 2, "tests": 3}, 2 + 3, 1),
+        ("cpu", SHARDED, {}, 1, 1),  # the devices share their memory
+        ("gpu", jax.vmap, {"tests": 1}, 1 + 1, 1),
+        ("gpu", SHARDED, {"copies": 2}, 2, 2),
+    ],
+)
+def test_a_run_needs_memory_for_its_data_and_twice_its_state(monkeypatch, kind, axis, options, copies, parts):
+    clients, _, task, training = problem()
+    algorithm = jfcl.local_only(task, training, client_axis=axis)
+    state = jax.eval_shape(lambda: jax.tree.map(lambda x: x[None], algorithm.init(jax.random.key(0), clients)))
+    options = options | {"tests": [clients] * options.get("tests", 0)}
+    data, rows, shared = (
+        sum(math.prod(x.shape) * x.dtype.itemsize for x in leaves)
+        for leaves in (
+            jax.tree.leaves(clients.examples),
+            [x for x in jax.tree.leaves(state) if x.shape[1:2] == (7,)],
+            [x for x in jax.tree.leaves(state) if x.shape[1:2] != (7,)],
+        )
+    )
+    needed = (copies * data + 2 * rows) / parts + 2 * shared
+    monkeypatch.setattr(memory, "needed_memory", lambda *_: 0)
+    monkeypatch.setattr(memory.mapping, "platform_of", lambda axis: kind)
+    monkeypatch.setattr(memory, "free_memory", lambda: needed + 1)
+    memory.check_memory(algorithm, clients, axis, state, **options)
+    monkeypatch.setattr(memory, "free_memory", lambda: needed)
+    with pytest.raises(ValueError, match="use fewer clients or examples, or a smaller model"):
+        memory.check_memory(algorithm, clients, axis, state, **options)
+    # Of a round, which is compiled for one device of several that share the memory, and for one of three seeds.
+    monkeypatch.setattr(memory, "needed_memory", lambda *_: needed)
+    monkeypatch.setitem(memory.TEMPORARIES, kind, 10**6)  # so that it might not fit
+    times = 3 * (2 if axis is SHARDED and kind == "cpu" else 1)
+    most = copies * data / parts + times * needed
+    for free, fits in ((most, False), (most + 1, True)):
+        monkeypatch.setattr(memory, "free_memory", lambda free=free: free)
+        with contextlib.nullcontext() if fits else pytest.raises(ValueError, match="memory must be"):
+            memory.check_memory(algorithm, clients, axis, state, seeds_at_once=3, **options)
 
 
 @pytest.mark.slow
