@@ -384,8 +384,11 @@ def test_nothing_is_compiled_again():
     population(num_rounds=5)
     key = jax.random.key(8)
     with count_compilations() as compiled:
-        population(num_rounds=5, key=key, dropout=0.5, stragglers=0.5)
+        records = population(num_rounds=5, key=key, dropout=0.5, stragglers=0.5).records
     assert compiled.count == 0
+    asked, dropped, cut = (records[-1][name] for name in ("asked", "dropped", "cut"))
+    assert asked == 5 * 6 and 0 < dropped < 30 and cut > 0
+    assert sum(row["participants"] for row in records) == asked - dropped - cut
 
 
 @pytest.mark.slow

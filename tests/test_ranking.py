@@ -86,6 +86,7 @@ def test_groups_are_the_largest_that_do_not_differ():
         fits = [(i, j) for i, j in itertools.combinations(range(8), 2) if mean_ranks[j] - mean_ranks[i] < difference]
         largest = [(i, j) for i, j in fits if not any(a <= i and j <= b and (a, b) != (i, j) for a, b in fits)]
         assert ranking.groups(mean_ranks, difference) == largest
+    assert ranking.groups(np.array([1.0, 2.0, 2.5]), 1.0) == [(1, 2)]
 
 
 def test_signed_rank_is_exact():
@@ -109,7 +110,7 @@ def test_holm_steps_down():
         so_far = max(so_far, min(1, p[i] * (5 - place)))
         by_hand[i] = so_far
     assert ranking.holm(p) == pytest.approx([by_hand[i] for i in range(5)])
-    assert ranking.holm([]) == []
+    assert ranking.holm([0.7, 0.4]) == [0.8, 0.8] and ranking.holm([0.7, 0.6]) == [1, 1] and ranking.holm([]) == []
 
 
 def test_neighbours_are_tested_in_their_order():
