@@ -266,6 +266,7 @@ def test_labels_of_a_group_go_together():
         (lambda: power_law(10, 2, exponent=-1.0, seed=0), "exponent must be at least 0"),
         (lambda: quantity(10, 2, alpha=0.0, seed=0), "alpha must be positive"),
         (lambda: lognormal(10, 2, sigma=-1.0, seed=0), "sigma must be at least 0"),
+        (lambda: lognormal(10, 2, sigma="1", seed=0), "sigma must be at least 0"),
         (lambda: label_groups([0, 1] * 5, 2, num_groups=3, seed=0), "num_groups must be at most 2"),
         (
             lambda: pathological(np.zeros(10, int), 2, seed=0),

@@ -144,7 +144,7 @@ def lognormal(num_examples, num_clients: int, *, sigma: float = 1.0, seed: Seed,
       >>> sorted(len(part) for part in lognormal(100, 4, sigma=1.0, seed=0))
       [18, 22, 23, 37]
     """
-    check(0 <= sigma <= 100, "sigma", sigma, "at least 0, and at most 100")
+    check(is_number(sigma) and 0 <= sigma <= 100, "sigma", sigma, "at least 0, and at most 100")
     return _by_weights(num_examples, num_clients, seed, min_size, lambda rng: rng.lognormal(0, sigma, num_clients))
 
 
