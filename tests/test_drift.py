@@ -46,6 +46,7 @@ def test_patterns_are_those_of_the_papers():
     late = drift_pattern("incremental", 10, num_steps=20)
     assert [int(np.argmax(late[:, i] > 0)) for i in (0, 3, 6)] == [10, 11, 12] and (late[12:] == expected[12:]).all()
     assert (drift_pattern("sudden", 10, num_steps=2, num_clusters=2)[1] == 1).all()
+    assert drift_pattern("recurrent", 10, num_steps=3).any(axis=1).tolist() == [False, True, False]
 
     # FlexCFL: pairs swap, so that clusters keep their sizes; about one client in twenty moves, or stays by its pair.
     swap = drift_pattern("swap", 4000, num_steps=6, seed=3)
@@ -67,6 +68,8 @@ def test_patterns_are_those_of_the_papers():
         ({"num_clusters": 1}, "num_clusters must be at least 2, the clusters of the drift"),
         ({"name": "sudden", "num_clusters": 1}, "num_clusters must be at least 2 with drift"),
         ({"name": "swap", "num_steps": 1}, "num_steps must be an integer, at least 2"),
+        ({"name": "R", "num_steps": 2}, "num_steps must be an integer, at least 3"),  # all clients would stay
+        ({"name": "recurrent", "num_steps": 2}, "num_steps must be an integer, at least 3"),
     ],
 )
 def test_wrong_patterns_are_refused(options, words):

@@ -14,6 +14,7 @@ STEPS = 10  # of a pattern, if nothing else is said
 GROUPS = (0.3, 0.6)  # of clients that drift in three ways: their bounds
 EVERY = 2  # steps between the draws of "R"
 SWAPS = 0.05  # the probability that a pair swaps
+LEAST = {"R": EVERY + 1, "recurrent": 3}  # steps, with fewer of which no client would move
 
 # A pattern in each line: a row for every step, a digit for every client.
 _LINES = """
@@ -50,7 +51,8 @@ def drift_pattern(
       name: a name in `PATTERNS`. "A" to "F", "R" and "W" to "Z" are FedDrift's; "sudden", "incremental" and "recurrent"
         are FedCCFA's, "swap" is FlexCFL's.
       num_clients: `N`. FedDrift's patterns have 10 columns; the client after the tenth has the first column again.
-      num_steps: `T`; default: 10. FedDrift's patterns have 10, except "R".
+      num_steps: `T`; default: 10. FedDrift's patterns have 10, except "R". "R" and "recurrent" take 3 or more,
+        the others 2 or more; with fewer than 5, the last groups of "incremental" do not move.
       num_clusters: `K`, at least 1 plus the largest cluster in a pattern of FedDrift (2 for "A", "W", "X" and "Y",
         3 for "Z", 4 for the others). In "R" and "swap" all occur, in FedCCFA's those that three groups can reach.
       seed: for "R" and "swap".
@@ -83,7 +85,7 @@ def drift_pattern(
         check(num_clients >= columns, "num_clients", num_clients, f"at least {columns}, as in pattern {name!r}")
         return check_pattern(rows[:, np.arange(num_clients) % columns], num_clients, num_clusters)
     num_steps = STEPS if num_steps is None else num_steps
-    check_count("num_steps", num_steps, least=2)
+    check_count("num_steps", num_steps, least=LEAST.get(name, 2))
     check_count("seed", seed, least=0, most=2**63 - 1)
     check(num_clusters > 1, "num_clusters", num_clusters, "at least 2 with drift")
     # Not the numbers by which hostile clients are drawn from the same seed: these would be paired with one another.
