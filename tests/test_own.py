@@ -329,6 +329,14 @@ def test_a_run_on_an_own_store_says_what_is_known_of_it(folder, capsys):
     assert cli.main(["compare", "own"]) == 0 and cli.main(["report", "own"]) == 0
 
 
+def test_an_own_store_without_inputs_is_refused(tmp_path):
+    for part in ("train", "test"):
+        people = [{"image": np.zeros((2, 3), np.float32), "y": np.zeros(2, np.int32)}] * 3
+        jfcl.data.ClientStore.create(tmp_path / part, people, num_classes=2)
+    with pytest.raises(ValueError, match=r"of examples with inputs 'x', got \['image', 'y'\]"):
+        run(Config("fedavg", store=str(tmp_path), cohort=3, model="linear"))
+
+
 FEW = {"clients": 8, "clusters": 2, "rounds": 2, "model": "linear", "malicious": 0.25, "examples_per_client": 5}
 
 

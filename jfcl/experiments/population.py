@@ -56,6 +56,7 @@ def open_population(
             folder = Path(stack.enter_context(scratch)) / "store"
         new_stores = stack.enter_context(_cleared(Path(folder), out))
         config, store, tests, vocab_size = _make_or_open(config, Path(folder), data_dir, progress, new_stores)
+        check("x" in store.fields, f"store {store.path}", sorted(store.fields), "of examples with inputs 'x'")
         unknown = store.cluster is None and "cluster" in lookup.find_method(config.method).options
         check(not unknown, "method", config.method, "one for unknown clusters")
         # Evaluated clients.
