@@ -229,6 +229,8 @@ def test_populations_mix_clusters_too(tmp_path, heterogeneity):
     shares = np.array([np.random.default_rng((3, 101)).dirichlet([0.5] * 3, 50)[i] for i in (49, 3)])
     np.testing.assert_allclose(found, shares, atol=0.01)
     assert many.cluster[[49, 3]].tolist() == shares.argmax(axis=1).tolist() and many.sizes().tolist() == [100] * 50
+    with pytest.raises(ValueError, match=r"ids must be in 0\.\.49, got \[-1, 3\]"):
+        mixture_of(many, [3, -1])
     plain, _ = generate_store(tmp_path / "r", "digits", num_clients=3, examples_per_client=5)
     assert mixture_of(plain) is None
 

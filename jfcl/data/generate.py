@@ -14,7 +14,7 @@ import numpy as np
 from rich.console import Console
 from rich.progress import track
 
-from jfcl.core import check, check_count
+from jfcl.core import check, check_count, check_integers
 from jfcl.core.files import new_folder
 from jfcl.data import pools
 from jfcl.data.build import mixed
@@ -164,6 +164,9 @@ def mixture_of(store: ClientStore, ids: Any = None) -> np.ndarray | None:
     Returns:
       `[C, K]` float32, as `Federation.mixture`; None for a store without a mixture.
 
+    Raises:
+      ValueError: ids outside `0..N-1`.
+
     Example:
       >>> import tempfile
       >>> folder, options = tempfile.mkdtemp() + "/population", {"num_clients": 30, "examples_per_client": 5}
@@ -175,10 +178,11 @@ def mixture_of(store: ClientStore, ids: Any = None) -> np.ndarray | None:
     settings = store.about.get("made", {})
     if settings.get("mixture") is None or store.rows is None:
         return None
+    ids = range(len(store)) if ids is None else check_integers("ids", ids, within=(0, len(store) - 1))
     rules = pools.Rules(**{name: settings.get(name) for name in pools.Rules._fields})
     count = rules.num_clusters
     per_cell = len(store.arrays["x"]) // (count * rules.variants)  # the store has the same examples once for each cell
-    parts = [store.rows[store.offsets[i] : store.offsets[i + 1]] for i in (range(len(store)) if ids is None else ids)]
+    parts = [store.rows[store.offsets[i] : store.offsets[i + 1]] for i in ids]
     return np.array([np.bincount(rows // per_cell % count, minlength=count) / len(rows) for rows in parts], np.float32)
 
 
