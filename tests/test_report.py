@@ -800,6 +800,30 @@ def test_seeds_that_found_the_clusters_are_explained():
     assert comparison.results_rows(without)[1][2][6] == "–"
 
 
+def test_a_mean_over_seeds_is_of_all_of_them():
+    """But for the rounds to recovery, which are those of the seeds that have found the clusters."""
+    rows = [
+        {"seed": 0, "accuracy": 0.5, "loss": 1.0, "cluster_accuracy": 0.75, "rounds_to_recovery": 4},
+        {"seed": 1, "accuracy": 0.75, "loss": None, "cluster_accuracy": 0.995, "rounds_to_recovery": None},
+    ]
+    run = {"per_seed": rows, "num_clusters": 2, "mean": {"accuracy": 0.625, "clusters_in_use": 2.5}}
+    assert comparison.over_seeds(run, "accuracy") == (0.625, pytest.approx(np.sqrt(2) / 8))
+    assert comparison.over_seeds(run, "cluster_accuracy") == (0.8725, pytest.approx(0.245 / np.sqrt(2)))
+    assert comparison.over_seeds(run, "rounds_to_recovery") == (4, None)
+    assert comparison.over_seeds(run, "loss") == comparison.over_seeds(run | {"num_clusters": 1}, "adjusted_rand")
+    assert comparison.over_seeds(run | {"num_clusters": 1}, "cluster_accuracy") == (None, None)
+    # A run in perplexities beside one without any.
+    text = [{"seed": 0, "accuracy": None, "perplexity": 2.0, "rounds_to_recovery": None}]
+    text = {"per_seed": text, "num_clusters": 2, "mean": {"perplexity": 2.0, "accuracy": None, "clusters_in_use": 1.0}}
+    heads, (first, second) = comparison.results_rows({"a": run, "b": text})
+    assert heads[1] == "perplex-\nity" and first[1:4] == ["–", "–", "87.2±17.3"] and second[1] == "2.0"
+    assert first[5:7] == ["2.5", "4 (1/2)"] and comparison.recovered_seeds(run | {"num_clusters": 1}) == 0
+    # 99 % of the clients are enough; those of an unknown cluster say nothing.
+    clusters, true = np.array([[0, 0, 1, 2], [1, 1, 0, 2]]), np.array([0, 0, 1, -1])
+    [note] = comparison.clusters_notes(run, clusters, true)
+    assert note == "the true clusters are found in 1 of 2 seeds, and not in seed 0 (75.0 % of the clients)"
+
+
 def test_tables_of_files_and_pages_have_the_metrics_of_the_user():
     known = {"accuracy": 0.5, "bytes_up": 8.0, "newcomer_loss": 1.0, "rounds_to_recovery": None}
     rows = [{"seed": s} | known | {"macro_f1": f1} for s, f1 in enumerate([0.25, 0.5])]
