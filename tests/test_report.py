@@ -713,7 +713,7 @@ def test_options_that_follow_from_others_are_shown_as_they_are_used(given, used)
 
 
 def test_options_of_a_run_in_python_are_not_known_and_those_of_others_compared():
-    options = {"a": {"attack": "ipm", "malicious": 0.1}, "b": {}}
+    options = {"a": {"attack": "ipm", "malicious": 0.1, "lr": 0.5}, "b": {"lr": 0.5}}
     configs = {name: to_saved(Config("fedavg", **given), "") for name, given in options.items()}
     found = comparison.differences(configs | {"c": {"key": [0, 1], "num_rounds": 9}})
     assert found["attack"] == {"a": "ipm", "b": "–", "c": "not known"}
@@ -819,7 +819,7 @@ def test_a_mean_over_seeds_is_of_all_of_them():
     assert heads[1] == "perplex-\nity" and first[1:4] == ["–", "–", "87.2±17.3"] and second[1] == "2.0"
     assert first[5:7] == ["2.5", "4 (1/2)"] and comparison.recovered_seeds(run | {"num_clusters": 1}) == 0
     # 99 % of the clients are enough; those of an unknown cluster say nothing.
-    clusters, true = np.array([[0, 0, 1, 2], [1, 1, 0, 2]]), np.array([0, 0, 1, -1])
+    clusters, true = np.array([[0, 0, 1, 1], [1, 1, 0, 1]]), np.array([0, 0, 1, -1])
     [note] = comparison.clusters_notes(run, clusters, true)
     assert note == "the true clusters are found in 1 of 2 seeds, and not in seed 0 (75.0 % of the clients)"
 
