@@ -1,7 +1,8 @@
 """`jfcl bench` and what it is made of: counts against hand and XLA, rows against each other, bad input; no times."""
 
+import argparse
 import dataclasses
-import importlib
+import importlib.util
 import json
 import re
 import shlex
@@ -14,7 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks.papers.recipes import RECIPES
+from benchmarks.papers import __main__ as papers
+from benchmarks.papers.recipes import RECIPES, _check_entry
 from jfcl import cli, plots
 from jfcl.experiments import bench
 from jfcl.experiments.config import to_saved
@@ -270,6 +272,62 @@ def test_the_commands_of_drift_write_the_files_that_hold_them(peers_job, monkeyp
         module.main()
         assert file.name == f"{written[-1]}-cpu-2-cores.json"
     assert len(written) > 3
+
+
+class Parsed(Exception):
+    """The options of a script are right; it does not run."""
+
+
+def benchmark_commands() -> list[list[str]]:
+    """Returns the commands of the scripts and of the papers' experiments, on all pages and in the results."""
+    pages = [BENCHMARKS / "README.md", *BENCHMARKS.parent.glob("*.md"), *BENCHMARKS.parent.glob("docs/**/*.md")]
+    results = [json.loads(file.read_text()) for file in BENCHMARKS.glob("results/**/*.json")]
+    lines = [result.get("command") or "" for result in results]
+    for text in (page.read_text().replace("\\\n", " ") for page in pages):
+        lines += re.findall(r"^ *(python (?:benchmarks/|-m benchmarks\.papers).*)", text, re.MULTILINE)
+        lines += [" ".join(code.split()) for code in re.findall(r"(?<!`)`([^`]+)`(?!`)", text)]
+    found = []
+    for line in (line.partition("  #")[0] for line in lines):
+        if line.partition(" ")[0] in RECIPES:  # so do the pages of the papers write them
+            line = f"python -m benchmarks.papers {line}"
+        elif re.match(r"\w+\.py --", line):
+            line = f"python benchmarks/{line}"
+        is_form = re.search(r"\b(NAME|PART|TASK|DIR)\b|, (and|with) |…", line)  # no command, but what one is like
+        if re.match(r"python (benchmarks/|-m benchmarks\.papers)", line) and not is_form:
+            words = shlex.split(line.partition(" for the table")[0], comments=True)
+            found.append(words[1 if words[1] != "-m" else 2 :])
+    return found
+
+
+def test_the_commands_of_the_pages_and_of_the_results_are_understood(peers_job, monkeypatch):
+    parse_args = argparse.ArgumentParser.parse_args
+
+    def parse_and_stop(parser, args=None):
+        parse_args(parser, args)
+        raise Parsed
+
+    commands, scripts = benchmark_commands(), {}
+    assert len(commands) > 80
+    for command, *words in commands:
+        if command == "benchmarks.papers":
+            args = papers.parser().parse_args(words)
+            recipe = RECIPES[args.name] if args.name else None  # --list has none
+            for entry, value in papers.changes_of(args).items():
+                known = recipe.small if recipe.full[entry] is None else recipe.full
+                _check_entry(entry, value, known[entry])
+            continue
+        script = BENCHMARKS.parent / command
+        if "def main" not in script.read_text():
+            assert not words, command
+            continue
+        if script not in scripts:
+            spec = importlib.util.spec_from_file_location(f"script_{script.stem}", script)
+            scripts[script] = importlib.util.module_from_spec(spec)
+            spec.loader.exec_module(scripts[script])
+        with monkeypatch.context() as patched, pytest.raises(Parsed):
+            patched.setattr(argparse.ArgumentParser, "parse_args", parse_and_stop)
+            patched.setattr(sys, "argv", [command, *words])
+            scripts[script].main()
 
 
 def test_every_script_answers_help():
