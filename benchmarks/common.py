@@ -12,6 +12,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+import jfcl
 from jfcl.simulation.folder import environment
 
 ROOT = Path(__file__).resolve().parent
@@ -70,7 +71,13 @@ def results_file(name: str) -> Path:
 def rows_there(name: str) -> list[dict[str, Any]]:
     """Returns the rows of `results_file(name)`; none if it is not there."""
     file = results_file(name)
-    return json.loads(file.read_text())["rows"] if file.exists() else []
+    return kept_rows(json.loads(file.read_text())) if file.exists() else []
+
+
+def kept_rows(results: dict[str, Any]) -> list[dict[str, Any]]:
+    """Returns the rows of `results`, to which others will be added; those of another version of jfcl name theirs."""
+    version = results["versions"]["jfcl"]
+    return [row if version == jfcl.__version__ else {"jfcl": version} | row for row in results["rows"]]
 
 
 def is_of_another(path: Path, command: str) -> bool:

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 import optax
-from common import RESULTS, print_table, report
+from common import RESULTS, kept_rows, print_table, report
 from matplotlib.figure import Figure
 
 import jfcl
@@ -206,7 +206,7 @@ def main() -> None:
             report(name, f"rounds on {kind}", [*columns, "compile_seconds"], rows, partial=case != args.cases[-1])
         return
     targets.only_compile()
-    rows = json.loads(FILE.read_text())["rows"] if FILE.exists() else []
+    rows = kept_rows(json.loads(FILE.read_text())) if FILE.exists() else []
     jobs = [(name, target) for name in args.cases for target in args.targets]
     jobs += [("ifca-mlp", target) for target in SCALING] if args.scaling else []
     for name, target in dict.fromkeys(jobs):

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import jfcl
 from benchmarks.papers import __main__ as papers
 from benchmarks.papers.recipes import RECIPES, _check_entry
 from jfcl import cli, plots
@@ -261,6 +262,17 @@ def test_a_trial_does_not_add_to_the_results_nor_rows_of_another_device(script, 
         monkeypatch.setattr(sys, "argv", [script, *arguments, *more])
         module.main()
     assert written == [(None, new), (script.replace("_", "-"), new)]
+
+
+def test_rows_that_stay_keep_the_version_that_measured_them(peers_job, monkeypatch, tmp_path):
+    common, name = importlib.import_module("common"), "mixtures"
+    monkeypatch.setattr(common, "RESULTS", tmp_path)
+    monkeypatch.setattr(common, "environment", lambda: {"device": "1 x CPU", "versions": {"jfcl": "0.1.0"}})
+    common.report(name, "", ["value"], [{"value": 1.0}], "command")
+    monkeypatch.setattr(common, "environment", lambda: {"device": "1 x CPU", "versions": {"jfcl": jfcl.__version__}})
+    for _ in range(2):
+        common.report(name, "", ["value"], [*common.rows_there(name), {"value": 2.0}], "command")
+    assert common.rows_there(name) == [{"jfcl": "0.1.0", "value": 1.0}, {"value": 2.0}, {"value": 2.0}]
 
 
 def test_the_commands_of_drift_write_the_files_that_hold_them(peers_job, monkeypatch):
