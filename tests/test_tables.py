@@ -263,8 +263,10 @@ SECONDS = 1.7e9 + np.arange(20.0)
 
 @pytest.mark.parametrize("name", ["Unnamed: 0", "id"])
 @pytest.mark.parametrize("of_test", [range(12), range(40, 52), range(60, 72)])
-def test_numbers_of_rows_are_left_out_however_those_of_the_test_split_begin(name, of_test):
-    frames = [pd.DataFrame({name: rows, "age": np.arange(len(rows)) % 7, "label": 1}) for rows in (range(60), of_test)]
+@pytest.mark.parametrize("first", [0, 1])
+def test_numbers_of_rows_are_left_out_however_those_of_the_test_split_begin(name, of_test, first):
+    numbers = (first + np.array(rows) for rows in (range(60), of_test))
+    frames = [pd.DataFrame({name: rows, "age": np.arange(len(rows)) % 7, "label": 1}) for rows in numbers]
     data = from_frame(frames[0], test=frames[1])
     assert data.table["left_out"] == [name] and data.test["x"].shape == (12, 1)
 
@@ -334,6 +336,18 @@ def test_errors_of_rounding_are_no_different_numbers():
 def test_what_would_be_read_wrongly_is_refused(make, words):
     with pytest.raises(ValueError, match=words):
         make(people(np.random.default_rng(0)))
+
+
+def test_numbers_are_scaled_by_the_deviation_of_all_rows_and_constant_ones_are_zero():
+    frame = pd.DataFrame({"a": [3.0, 3.0, 3.0, 3.0], "b": [1.0, 2.0, 2.0, 3.0], "y": [0, 1, 0, 1]})
+    x = from_frame(frame, scale=True).train["x"]
+    np.testing.assert_allclose(x, np.stack([np.zeros(4), np.array([-1, 0, 0, 1]) / np.sqrt(0.5)], axis=1), rtol=1e-6)
+
+
+def test_names_of_clients_in_a_file_keep_their_zeros(tmp_path):
+    (tmp_path / "a.csv").write_text("user,age,label\n007,1.5,0\n7,2.5,1\n007,2.0,1\n")
+    data = from_frame(tmp_path / "a.csv", by="user")
+    assert data.writer_names == ["007", "7"] and data.writer["train"].tolist() == [0, 1, 0]
 
 
 def test_a_column_that_is_named_twice_counts_once():
