@@ -18,6 +18,7 @@ from jfcl.data import (
     generate_store,
     read_rows,
 )
+from jfcl.data.values import array_beside
 
 MODES = ("1", "L", "P", "PA", "LA", "La", "RGB", "RGBX", "RGBA", "RGBa", "CMYK", "YCbCr", "LAB", "HSV")
 MODES += ("I", "I;16", "I;16L", "I;16B", "F", "P with transparency", "L with transparency")
@@ -386,3 +387,10 @@ def test_tensors_of_torch():
     np.testing.assert_allclose(found, grey.numpy().transpose(0, 2, 3, 1) / 255, rtol=1e-6)
     with pytest.raises(ValueError, match=r"images of unknown white, int32 of shape \[9, 8, 1\] an example"):
         from_torch([torch.utils.data.TensorDataset(grey.int(), torch.arange(4))])
+
+
+def test_arrays_beside_images_move_their_channels_only_in_the_plane_of_the_images():
+    maps = np.arange(24.0).reshape(1, 2, 3, 4)
+    moved = array_beside(maps, "w", moved=True, plane=(3, 4))
+    np.testing.assert_array_equal(moved, maps.transpose(0, 2, 3, 1))
+    np.testing.assert_array_equal(array_beside(maps, "w", moved=True, plane=(4, 4)), maps)
