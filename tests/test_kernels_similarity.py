@@ -98,6 +98,17 @@ def test_tolerance_in_float64():
         jax.eval_shape(bipartition_of_updates, rows)  # without a warning of JAX: all indices have one type
 
 
+def test_rows_of_any_length_in_float64():
+    z = normal((2, 3), 0).astype(np.float64)
+    expected = cosine(z)
+    z /= np.linalg.norm(z, axis=1, keepdims=True)
+    with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
+        for scale in (1e-300, 1e300):
+            updates = jnp.asarray(z * [[1.0], [scale]])
+            np.testing.assert_allclose(pairwise_cosine(updates), expected, atol=1e-13)
+            np.testing.assert_allclose(clip_norms(updates, radius=0.5)[0][1], min(scale, 0.5) * z[1], rtol=1e-13)
+
+
 @pytest.mark.slow_cases("10000")
 @pytest.mark.parametrize("dim", [100, 10**4])
 def test_directions_further_apart_than_the_tolerance_are_told_apart(dim):

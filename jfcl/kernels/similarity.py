@@ -94,9 +94,10 @@ def unit_scale(rows: list[jax.Array], usable: jax.Array) -> tuple[jax.Array, jax
         return jnp.ones(norms.shape, norms.dtype), norms
 
     def careful():
+        limits = jnp.finfo(norms.dtype)
         largest = jnp.stack([jnp.abs(x).max(axis=1, initial=0).astype(norms.dtype) for x in rows]).max(axis=0)
         largest = jax.lax.pmax(largest, COLUMNS) if shares_columns() else largest
-        exponent = jnp.clip(jnp.frexp(largest)[1], -125, 125)
+        exponent = jnp.clip(jnp.frexp(largest)[1], limits.minexp + 1, limits.maxexp - 3)
         power = jnp.ldexp(jnp.ones_like(norms), -jnp.where(usable & (largest > 0), exponent, 0))
 
         def add(part, leaf, start, total):
