@@ -34,7 +34,7 @@ def _shorten(rows, usable, radius):
     longer = norms > radius
     power, inverse = jnp.where(longer, power, 1.0), jnp.where(longer, inverse * radius, 1.0)
     # In the type of the norms: rounded to 16 bits, the factor of a long update can be 0.
-    return [usable_rows(scaled_rows(x, usable, (power, inverse)), usable) for x in rows]
+    return [scaled_rows(x, usable, (power, inverse)) for x in rows]
 
 
 def clip_norms(updates: PyTree, *, radius: Any, mask: jax.Array | None = None) -> tuple[PyTree, jax.Array]:
