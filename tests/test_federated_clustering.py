@@ -326,7 +326,7 @@ def test_centres_are_carried_to_clients_that_begin():
 
 @pytest.mark.slow
 def test_many_clients_need_no_square_array(monkeypatch):
-    monkeypatch.setattr(sys.modules["jfcl.methods.myopic_clustering"], "DENSE_UP_TO", 40)
+    monkeypatch.setattr(sys.modules["jfcl.methods.myopic_clustering"], "MOST_STARTS", 40)
     rng = np.random.default_rng(0)
     group = np.repeat([0, 1, 2], [45, 40, 40])
     points = np.float32([[0, 0], [6, 0], [0, 6]])[group] + 0.1 * rng.standard_normal((125, 2)).astype(np.float32)

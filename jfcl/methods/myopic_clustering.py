@@ -31,7 +31,7 @@ from jfcl.methods.personal import initial_state
 from jfcl.robust.aggregate import attacked, where_rows
 from jfcl.training import local
 
-DENSE_UP_TO = 1024  # clients: an [N, N] of 4 MB
+MOST_STARTS = 1024  # of more points, these may be starts: a distance matrix of 4 MB at most
 
 
 class CentersState(NamedTuple):
@@ -147,7 +147,7 @@ def densest(points: PyTree, usable: jax.Array, ids: jax.Array, rule: dict, num_c
     A start takes the points around it out of the choice of the next. With a radius, it is the point with most of the
     remaining points within the radius; with a quantile `q`, the one with the smallest distance to its `q N` nearest
     remaining points (to all that remain, where they are fewer). Unlike the farthest points, these are not outliers. Of
-    more than `DENSE_UP_TO` points, only that number, drawn by the clients' `ids` `[N]`, can be starts, and no `[N, N]`
+    more than `MOST_STARTS` points, only that number, drawn by the clients' `ids` `[N]`, can be starts, and no `[N, N]`
     is held.
     """
     rows, distances = distances_of_candidates(points, usable, ids)
@@ -182,10 +182,10 @@ def densest(points: PyTree, usable: jax.Array, ids: jax.Array, rule: dict, num_c
 def distances_of_candidates(points: PyTree, usable: jax.Array, ids: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Returns the rows `[S]` int32 of the points `[N, ...]` that can be starts, and their distances `[S, N]`."""
     n = len(usable)
-    if n <= DENSE_UP_TO:
+    if n <= MOST_STARTS:
         return jnp.arange(n, dtype=jnp.int32), jnp.sqrt(squared_distances(points, mask=usable))
     draws = jax.vmap(lambda i: jax.random.uniform(jax.random.fold_in(jax.random.key(0), i)))(ids)
-    rows = jnp.argsort(jnp.where(usable, draws, 2.0))[:DENSE_UP_TO].astype(jnp.int32)
+    rows = jnp.argsort(jnp.where(usable, draws, 2.0))[:MOST_STARTS].astype(jnp.int32)
     candidates = jax.tree.map(lambda z: z[rows], points)
     return rows, jnp.sqrt(squared_distances(points, candidates, mask=usable)).T
 
@@ -200,7 +200,7 @@ def cluster_points(
         return densest(points, usable, ids, rule, num_clusters)
 
     starts = if_rare(is_first, new_starts, lambda: carried[0]) if carried else new_starts()
-    form = "auto" if len(usable) <= DENSE_UP_TO else "direct"  # no [N, N] of many clients
+    form = "auto" if len(usable) <= MOST_STARTS else "direct"  # no [N, N] of many clients
     centers = threshold_clustering(points, starts, **rule, weights=weight, mask=usable, form=form)
     return centers, jnp.argmin(squared_distances(points, centers), axis=1).astype(jnp.int32)
 
