@@ -248,7 +248,7 @@ def read_npz(path: Path, read: Callable[[dict[str, np.ndarray]], Any] = dict) ->
       ValueError: a damaged file, one that unpacks to much more than its length, or one that `read` fails on.
     """
     try:
-        with reader(path) as opened, ZipFile(opened) as packed, np.load(opened) as arrays:
+        with reader(path) as file, ZipFile(file) as packed, np.load(file) as arrays:
             unpacked, length = sum(part.file_size for part in packed.infolist()), path.stat().st_size
             check(unpacked <= 2 * length + 2**20, "its arrays", f"{unpacked} bytes of {length}", "not compressed")
             return read({name: arrays[name] for name in arrays.files})
