@@ -62,8 +62,8 @@ def evaluate(
 
     Returns:
       `loss` `[N]`, `accuracy` `[N]` (where the task has one), `perplexity` `[N]` (of language models: `exp(loss)`) and
-      `cluster` `[N]`, the model, or that of the largest weight; NaN for clients without examples. Cost: one forward
-      pass over all examples, `K + 1` if `cluster` is None, `K` for mixtures. Compiled once for a task and a mapping.
+      `metrics`, NaN for clients without examples; `cluster` `[N]` int32, the model, or that of the largest weight. One
+      forward pass over all examples, `K + 1` if `cluster` is None, `K` for mixtures; one program a task and mapping.
 
     Raises:
       ValueError: clients on the host (numpy) with NaN, or that the task cannot read; models without a leading axis;

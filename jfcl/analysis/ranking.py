@@ -67,10 +67,10 @@ def rank_intervals(settings: Sequence[np.ndarray], *, draws: int = 1000, seed: i
     Seeds and clients are drawn with replacement, apart from each other (Owen 2007), the same for every method and every
     setting: all seeds have the same clients, and draws within each seed would count one client as `R` independent ones,
     as draws within each setting would where settings share images. Settings are not drawn: the intervals hold for
-    these. What is drawn is noisier than the data, which moves ranks towards
-    the middle: the intervals are the quantiles around the mean of the draws, moved to the mean ranks of the data, and
-    are widened by `sqrt(R / (R - 1))`, since few seeds differ less among themselves than from new ones. Cost: `draws ·
-    A · R · N` operations for each setting.
+    these. What is drawn is noisier than the data, which moves ranks towards the middle: the intervals are the
+    quantiles around the mean of the draws, moved to the mean ranks of the data, and are widened by `sqrt(R / (R - 1))`,
+    since few seeds differ less among themselves than from new ones. Cost: `draws · A · R · N` operations for each
+    setting.
 
     Example:
       >>> low, high = rank_intervals([np.array([[[0.9, 0.8]], [[0.1, 0.2]]])])

@@ -99,9 +99,10 @@ def check_stacked(clients: Any, name: str) -> None:
 def check_clients(clients: Clients, *, name: str = "clients", allow_empty: bool = False) -> None:
     """Raises `ValueError` for errors in concrete `clients` that would make a simulation meaningless.
 
-    These are: leaves that disagree on `[N, M]`; sizes outside `0..M`; no client with an example (or, unless
-    `allow_empty`, any client without one); NaN or infinite values in real examples; 64-bit integers that JAX would
-    truncate; ids that are not `[N]` different integers, 0 or more.
+    These are: leaves that disagree on `[N, M]`, or that are no real numbers of a type that JAX knows; sizes outside
+    `0..M`; no client with an example (or, unless `allow_empty`, any client without one); in real examples NaN,
+    infinity, missing values, numbers outside the range of their type in JAX, and float64 numbers that become equal in
+    float32; ids that are not `[N]` different integers from 0 to 2^31 - 3.
     """
     check_stacked(clients, name)
     leaves = jax.tree.leaves(clients.examples)

@@ -54,7 +54,7 @@ def aligned_zeros(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
 
 
 def concatenate_clients(*parts: Clients) -> Clients:
-    """Returns the clients of all parts in one, in their order, with padding to the largest client.
+    """Returns the clients of all parts in one, in their order, with padding to the largest `M` of the parts.
 
     Returns:
       `Clients` of NumPy arrays (on the host), with ids where all parts have them.

@@ -1,4 +1,4 @@
-"""The types of the library: `Clients`, `Task`, `Algorithm`, `Adversary`.
+"""The types of the library: `Clients`, `Task`, `Algorithm`, `Served`, `Adversary`.
 
 Shape letters used in every docstring of the library: `N` clients, `M` examples per client, `K` clusters (or models),
 `D` flat parameters, `B` batch, `C` cohort, `T` rounds.

@@ -5,9 +5,9 @@ They compare clients (`pairwise_cosine`, `squared_distances`), split them (`opti
 clients of which some are hostile (`centered_clip` and the other `AGGREGATORS`; `make_aggregator` makes one by name).
 
 Kernels raise `ValueError` for arguments of a wrong rank, length, type or range and, outside `jit`, for NaN or infinity
-in rows that count. In their costs, a multiplication and an addition are two operations. Distances are computed from
-squares in float32: one below 1e-19 counts as 0, and one above 1e19 as infinite. Cosines, `clip_norms`, `adaptive_clip`,
-medians and means have no such limits.
+in rows that count; aggregators and `principal_vectors` leave such rows out. In their costs, a multiplication and an
+addition are two operations. Distances are computed from squares in float32: one below 1e-19 counts as 0, and one above
+1e19 as infinite. Cosines, `clip_norms`, `adaptive_clip`, medians and means have no such limits.
 
 Every aggregator takes `updates`, `[N, D]` or a pytree of arrays stacked on a leading client axis, and returns `[D]` or
 that pytree without the client axis. Common to all:
@@ -16,7 +16,7 @@ that pytree without the client axis. Common to all:
 * Clients with NaN or infinity in their update are left out.
 * `weights`, where there are any: `[N]`, at least 0, scaled to sum to 1; default: all equal.
 * `num_malicious`: how many of the clients that count may be hostile, `f` in the papers.
-* The aggregate of no clients is zero.
+* The aggregate of no clients is zero, that of `centered_clip` its first centre.
 
 The `PRE_AGGREGATORS` take the same `updates`, `mask` and `num_malicious`, and return `(updates, mask)` for the next
 step, in which clients that do not count, or have NaN or infinity, are masked:

@@ -35,9 +35,9 @@ def principal_vectors(
       mask: `[N]` bool: points that count.
 
     Returns:
-      `[num_groups, p, D]`, largest singular value first, of any sign; zeros beyond the rank of a group. Singular values
-      below about a thousandth of the largest count as zero, since inner products do not resolve them. Points with NaN
-      or infinity are left out.
+      `[num_groups, p, D]`, largest singular value first, each with its coordinate of largest magnitude positive; zeros
+      beyond the rank of a group. In float32, singular values below 1e-3 `n^(1/4)` times the largest count as zero,
+      since inner products do not resolve them. Points with NaN or infinity are left out.
 
     Raises:
       ValueError: wrong rank or lengths, counts below 1.

@@ -9,7 +9,7 @@ accelerator `jax.vmap` is.
 Servers that need only sums over clients use `map_reduce`, which never holds the updates of all clients at once:
 `O(chunk * D + K * D)` memory instead of `O(N * D)`, and only the sums are communicated between devices.
 
-This file is the only place that calls `jax.lax.map` and `jax.shard_map` over clients.
+Methods map their clients by these functions alone, and leave loops and `jax.shard_map` to `jfcl.mapping`.
 """
 
 from __future__ import annotations
@@ -91,7 +91,8 @@ class sharded:
 class pmapped:
     """As `sharded` over the first `num_devices` devices of this process, as `jax.pmap` divides (by `jax.shard_map`).
 
-    `num_devices` is at most the devices of this process; default: all of them.
+    `num_devices` is at most the devices of this process; default: all of them. `inner` is the mapping of a device's own
+    clients; default: `auto()`.
 
     Example:
       >>> import jax.numpy as jnp

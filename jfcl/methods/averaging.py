@@ -43,7 +43,7 @@ class AveragingState(NamedTuple):
       client: the local optimisers' states `[N, ...]` under `keep="everything"`, else `()`.
       personal: the personal parameters `[N, ...]`, with `None` in the place of the others; `()` without any.
       clip: `[]`, the clipping norm of the next round under adaptive clipping (`dp`), else `()`.
-      memory: what a method of `jfcl.methods.assigned` keeps to assign clients by, else `()`.
+      memory: what a method keeps besides, such as what it assigns clients by; else `()`.
     """
 
     params: PyTree

@@ -49,7 +49,7 @@ def fesem(
 
     Returns:
       `Algorithm` with the state `params` `[K, ...]`, `cluster`, `round`. Cost of a round: FedAvg's, and `N K D`;
-      memory `O(chunk D)`, with an adversary and in `init` `O(N D)`.
+      memory `O(chunk D + K D)`, with an adversary and in `init` `O(N D)`.
 
     Raises:
       ValueError: `K` larger than the number of clients, unknown `weights`, `keep="everything"`.

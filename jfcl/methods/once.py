@@ -42,7 +42,7 @@ def with_first_costs(
       rounds: rounds of local training of a client.
       more_steps: its local steps in each of them besides those of `training`; default: none.
       cohort: clients that took part in each; default: all.
-      sent: `(state) -> [N]`, the bytes that each client sent besides models.
+      sent: `(state) -> [N]`, or one number for all, the bytes that each client sent besides models.
     """
 
     def init_costs(state, clients: Clients) -> dict[str, jax.Array]:

@@ -355,7 +355,7 @@ def conv(
       pooled: whether 2 x 2 pooling follows. The result is the same; on a GPU it is computed in blocks of 2 x 2.
 
     Returns:
-      `[B, H', W', O]`. Memory under `vmap` with own weights: `kh * kw` copies of the input (none for 1 x 1 and
+      `[B, H', W', O]`. Memory under `vmap` with own weights: at most `kh * kw` copies of the input (none for 1 x 1 and
       depthwise kernels).
 
     Example:

@@ -317,7 +317,7 @@ def fang() -> UpdateAttack:
     """Returns the attack on medians and trimmed means: just beyond all good numbers (Fang, Cao, Jia, Gong 2020).
 
     In every coordinate it sends a uniform number between the extreme of the good ones that is against the sign of their
-    mean, and twice it, or half of it where that is farther out. Every attacker draws its own.
+    mean, and twice it, or half of it where that is farther out; 0 where the mean is 0. Every attacker draws its own.
     """
 
     def lie(key, x, malicious, good, ids):
