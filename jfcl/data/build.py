@@ -35,7 +35,7 @@ class Federation(NamedTuple):
       description: one line.
       newcomers, newcomer_cluster: further clients `[N', M', ...]`, without training data, and their clusters.
       truth: the true models where they are known (`[K, d]` for the linear regressions), else `None`.
-      writer, names: `[N]` int32 and list, the writer of every client and its name, where clients are writers.
+      writer, names: `[N]` integers and list, the writer of every client and its name, where clients are writers.
       table: of a table, how it was read, for `jfcl.data.read_rows` (`Dataset.table`).
       drift: of drifting data, a `jfcl.data.Drift`, else `None`. `train` then has the examples of all steps, with the
         step of each in `"step"` `[N, M]`; `cluster` and `test` are those of the last step.
@@ -108,8 +108,8 @@ def build(
       distribution: `[N, num_classes]` for "distribution": the clients' shares in the examples of each label, among the
         clients that divide the same examples (those of a cluster, where `reuse` is "cluster").
       examples_per_client: the number of each client's training examples: exactly ("iid", "stratified"), at most
-        ("writer"), or on average (others; less with "pathological" where the clients do not have all labels). `None`:
-        all examples are used.
+        ("writer"), or on average (others; less with "pathological" and "distribution" where a label has no client).
+        `None`: all examples are used.
       test_fraction: the share held out where there is no official test split, in `(0, 1)`; of writers, of each that has
         no examples in the official one. A writer with one example is no client, since none is left to be tested on;
         `description` counts and names such writers.

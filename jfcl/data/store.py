@@ -179,7 +179,7 @@ class ClientStore:
         return cls(path, fields, {name: arrays[name] for name in fields}, *places, meta, digest.hexdigest()[:16])
 
     def verify(self, *, progress: bool = False) -> None:
-        """Raises `ValueError` for a file that does not have the SHA-256 in `store.json`; all files are read.
+        """Raises `ValueError` for a file whose numbers do not have the SHA-256 in `store.json`; all files are read.
 
         Args:
           progress: show a progress bar.

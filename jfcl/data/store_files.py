@@ -2,7 +2,7 @@
 
 A store is a folder, written whole or not at all:
 
-    store.json    format, counts, the fields' shapes and types, bytes and SHA-256 of every file
+    store.json    format, counts, the fields' shapes and types, bytes of every file, SHA-256 of its numbers
     x.npy, y.npy  `[total, ...]`, all examples, one after the other, in a compact type
     offsets.npy   `[N + 1]` int64: the examples of client `i` are rows `offsets[i] : offsets[i + 1]`
     rows.npy      `[total]`, only of an indexed store: then those are entries of `rows`, which point into `x` and `y`

@@ -85,7 +85,6 @@ def read_file(path: str | os.PathLike, argument: str, by: str | None = None) -> 
 
 def columns_of(frame: Any, names: Sequence[Any]) -> dict[Any, Any]:
     """Returns the values of columns, those of a categorical one as they are, with None for a missing one."""
-
     columns = {name: frame[name] for name in names}
     texts = [name for name, series in columns.items() if hasattr(series.dtype, "categories")]
     return columns | {n: columns[n].astype(object).where(columns[n].notna(), None).tolist() for n in texts}

@@ -49,7 +49,7 @@ def compare(
 
     Args:
       runs: the folders of the runs, or one, or what `read_runs` returns for them; a run has the name of its folder.
-      out: a folder for the files; default: `compare/` beside the first run.
+      out: a folder for the files; default: a new one, `compare/`, beside the first run.
       latex: also write `results.tex`, a table for LaTeX with `\\usepackage{booktabs}`.
       pdf: also write the figures as PDF files as wide as a column of a paper with two columns, 3.25 inches.
       svg: the same as SVG files.

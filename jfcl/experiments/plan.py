@@ -35,8 +35,8 @@ def plan_run(
 ) -> Plan:
     """Returns the plan of a run on `target`.
 
-    The data are divided among the clients, which shows the numbers of examples, but those of one client alone are
-    stacked and transformed.
+    The data are divided among the clients, which shows the numbers of examples, but those of one client alone, and of
+    newcomers, are stacked and transformed.
 
     Args:
       config: the options of the run.

@@ -52,13 +52,13 @@ class Cell(NamedTuple):
       values: the options by name.
       per_seed: for each seed `seed`, `diverged` (whether its models or results are not finite, or no client sent a
         finite update) and, unless it diverged, the metrics of `jfcl.metrics.summarize`.
-      mean, std: of the metrics over seeds; empty if a seed diverged.
+      mean, std: of the metrics over seeds; empty if a seed diverged. A deviation is None for one seed.
     """
 
     values: dict[str, Value]
     per_seed: list[dict[str, Any]]
     mean: dict[str, float]
-    std: dict[str, float]
+    std: dict[str, float | None]
 
 
 class Sweep(NamedTuple):
