@@ -239,6 +239,10 @@ def test_tokenize_by_hand():
         tokenize(Dataset("t", train, test, 2, None, ""), vocab_size=2)
     with pytest.raises(ValueError, match="a data set of strings"):
         tokenize(load("digits"))
+    with pytest.raises(ValueError, match="must be a dict with arrays 'x' and 'y'"):
+        tokenize(Dataset("t", {"x": ["a"], "y": [0]}, None, 2, None, ""))
+    with pytest.raises(ValueError, match="must be a dict with the writer ids of each split"):
+        tokenize(Dataset("t", train, test, 2, {"train": np.int32([0, 0])}, ""))
 
 
 def of_characters(train, test=None):

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from jfcl.core import aligned_zeros, check, check_choice, check_count
-from jfcl.data.dataset import Dataset
+from jfcl.data.dataset import Dataset, normalised
 
 PAD, UNKNOWN = 0, 1
 TOKENS = ("words", "characters")
@@ -36,6 +36,9 @@ def tokenize(dataset: Dataset, *, vocab_size: int = 10_000, length: int = 32) ->
     Returns:
       `(dataset, vocabulary)`: `x` is int32 `[n, L]`; `vocabulary[id]` is the token of an id.
 
+    Raises:
+      ValueError: no data set of texts, or one that `Dataset` does not describe.
+
     Example:
       >>> x = np.array(["A cat, a dog", "a cow"])
       >>> data = Dataset("toy", {"x": x, "y": np.zeros(2, np.int32)}, None, 1, None, "")
@@ -43,6 +46,7 @@ def tokenize(dataset: Dataset, *, vocab_size: int = 10_000, length: int = 32) ->
       >>> data.train["x"].tolist(), words
       ([[2, 1, 3, 2, 1], [2, 1, 0, 0, 0]], ['<pad>', '<unknown>', 'a', ','])
     """
+    dataset = normalised(dataset, texts=True)
     check_choice("dataset.tokens", dataset.tokens, TOKENS)
     check_count("vocab_size", vocab_size, least=3)
     check_count("length", length, least=1 if dataset.tokens == "words" else 2)
