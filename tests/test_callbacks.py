@@ -252,6 +252,15 @@ def test_a_text_ends_a_run_at_an_evaluated_round_alone(tmp_path):
     assert simulate(At(ROUNDS, "enough")).ended == "all rounds are done"
 
 
+@pytest.mark.parametrize("method", ["on_checkpoint", "on_end"])
+def test_what_other_methods_return_does_not_count(method, tmp_path):
+    returning = At(2, "done", method)
+    history = simulate(returning, out=tmp_path, stop_after=2, checkpoint_seconds=0.0)
+    assert history.ended == "stop_after is 2 rounds" and not (tmp_path / "summary.json").exists()
+    history = simulate(At(3, 0, method), out=tmp_path, resume=True, checkpoint_seconds=0.0)
+    assert (history.rounds, history.ended) == (ROUNDS, "all rounds are done")
+
+
 # ---- Errors ---------------------------------------------------------------------------------------------------------
 
 

@@ -30,6 +30,7 @@ from jfcl.simulation.folder import Restored
 __all__ = ["Callback", "CallbackError", "EarlyStopping", "End", "RunInfo"]
 
 METHODS = ("on_start", "on_records", "on_checkpoint", "on_end")
+DECIDING = ("on_start", "on_records")  # those that may end a run
 DECREASING = ("loss", "perplexity", "error", "mse", "mae", "nll")  # ends of the names of metrics that should fall
 
 
@@ -246,9 +247,10 @@ class Callbacks:
         """Calls a method with copies of `values`, and returns whether it returned; the first error is kept."""
         try:
             answer = getattr(callback, method, lambda *_: None)(*copy.deepcopy(values))
-            if answer is not None and not isinstance(answer, str):
-                raise TypeError(f"it must return None or a text, not {type(answer).__name__}")
-            self.reason = self.reason or answer
+            if method in DECIDING:
+                if answer is not None and not isinstance(answer, str):
+                    raise TypeError(f"it must return None or a text, not {type(answer).__name__}")
+                self.reason = self.reason or answer
         except Exception as error:
             if self.failure is None:
                 what = f"callback {type(callback).__name__}.{method} raised {type(error).__name__}: {error}"
