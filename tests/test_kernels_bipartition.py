@@ -256,6 +256,17 @@ def test_from_updates_of_sixteen_bits_it_is_that_of_what_they_hold():
     np.testing.assert_allclose(ours.cross_similarity, (held[::2] @ held[1::2].T).max(), atol=5e-4)
 
 
+@pytest.mark.parametrize("scale", [1e-37, 3e37])
+def test_from_updates_of_any_length_it_is_the_same(scale):
+    rng, group = np.random.default_rng(0), np.array([0, 0, 1, 1, 0, 1])
+    centers = rng.standard_normal((2, 1000))
+    updates = centers[group] + 0.6 * centers.sum(axis=0) + 0.7 * rng.standard_normal((6, 1000))
+    updates = np.float32(updates * np.where(np.arange(6) == 2, 1, scale)[:, None])
+    side, cross = bipartition_of_updates(updates)
+    assert side.tolist() == (group == 1).tolist()
+    np.testing.assert_allclose(cross, optimal_bipartition(pairwise_cosine(updates)).cross_similarity, atol=1e-6)
+
+
 def test_from_a_pytree_with_broken_and_zero_rows_inside_jit():
     rng = np.random.default_rng(0)
     updates = {"w": rng.standard_normal((20, 3, 2)).astype(np.float32), "b": rng.standard_normal((20, 4)).astype("f")}

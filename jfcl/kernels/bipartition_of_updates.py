@@ -83,9 +83,18 @@ def _best_outsiders(problem: _Rows, chosen: jax.Array, group: jax.Array, width: 
 
     def tile(start, length, best):
         cut = partial(jax.lax.dynamic_slice_in_dim, start_index=start, slice_size=length)
-        product = sum(product_of_rows(a, cut(x), dtype) for a, x in zip(scaled, problem.rows, strict=True))
-        for factor in problem.scale:
-            product = product * cut(factor).astype(product.dtype)[None, :]
+        power, inverse = map(cut, problem.scale)
+
+        def product_with(others):
+            return sum(product_of_rows(a, x, dtype) for a, x in zip(scaled, others, strict=True))
+
+        def with_rows():
+            return product_with(map(cut, problem.rows)) * inverse[None, :]
+
+        def with_scaled():  # where a product with a row itself could over- or underflow
+            return product_with([scaled_rows(cut(x), cut(problem.active), (power, inverse)) for x in problem.rows])
+
+        product = jax.lax.cond((power == 1).all(), with_rows, with_scaled)
         both_finite = problem.finite[chosen][:, None] & cut(problem.finite)[None, :]
         similarity = jnp.where(both_finite, jnp.clip(product, -1.0, 1.0), -1.0).astype(jnp.float32)
         outside = cut(problem.active)[None, :] & (group[chosen][:, None] != cut(group)[None, :])
