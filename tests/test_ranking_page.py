@@ -117,6 +117,18 @@ def test_the_command_of_a_ranking_repeats_it(name, monkeypatch):
     assert "--hostile 0.25" in hostile and "--attack label_flip" in hostile
 
 
+@pytest.mark.parametrize("name", ["digits", "mnist"])
+def test_the_advice_on_numbers_of_clusters_holds(name):
+    """What docs/methods/index.md says of both data sets; a table has the best mean rank first."""
+    known, auto = ([row["method"] for row in read(name)[0]["tables"][mode]] for mode in ("known", "auto"))
+    with_clusters = [method for method in auto if method not in ("oracle", "fedavg", "local", "ditto")]
+    assert {"clove", "stocfl"} <= {*with_clusters[:3]}
+    if name == "mnist":  # 100 images per client
+        assert known[:2] == ["oracle", "ifca"]
+    else:  # 12
+        assert {"flhc", "fesem", "one_shot", "clove", "fedavg"} <= {*known[: known.index("ifca")]}
+
+
 @pytest.mark.parametrize("name", [name for name in RANKINGS if name.endswith("_conditions")])
 def test_the_advice_on_drift_and_hostile_clients_holds(name):
     """What docs/methods/index.md says of both rankings with these."""
