@@ -163,7 +163,8 @@ def test_a_process_runs_one_part_after_another(tmp_path):
 @pytest.mark.slow
 def test_a_process_that_fails_ends_the_others(tmp_path, capfd):
     bench = Bench(tmp_path, jobs=2)
-    calls = {"good": (dict, [["a", 1]]), "bad": (int, "x"), "late": (dict, [])}
+    waits = f"import pathlib, time\nwhile not pathlib.Path({str(tmp_path / 'good.json')!r}).exists(): time.sleep(0.01)"
+    calls = {"good": (dict, [["a", 1]]), "bad": (exec, f"{waits}\nint('x')"), "late": (time.sleep, 600)}
     with pytest.raises(ChildProcessError, match=r"bad\.json has failed, its error stands above"):
         bench.keep_all(calls, "trials")
     assert "bad.json: invalid literal for int() with base 10: 'x'" in capfd.readouterr().err
