@@ -27,8 +27,8 @@ from jfcl.data.store import example_shapes
 from jfcl.mapping import memory
 from jfcl.simulation.client_rows import ClientRows
 from jfcl.simulation.cohorts import _stratified, make_sampler, prefetched, who_answers
-from jfcl.simulation.layout import layout_of
-from jfcl.simulation.streamed import _check_hardest
+from jfcl.simulation.layout import check_cohorts, layout_of
+from jfcl.simulation.streamed import _check_hardest, _evaluated
 from jfcl.testing import count_compilations, problem
 
 CLIENTS, CLUSTER, TASK, TRAINING = problem()
@@ -317,13 +317,16 @@ def test_remembered_clients_are_those_heard_last_and_keep_what_the_server_change
     np.testing.assert_array_equal(history.rows.seen, heard > 0)
     for array, wanted in zip(rows, (heard, visits), strict=True):
         np.testing.assert_array_equal(array[heard > 0], wanted[heard > 0])
+    for n, most in ((12, 9), (5000, 1000)):  # by default
+        assert check_cohorts(algorithm, n, 3, None, None, partial(example_shapes, store))[0] == most
 
 
 @pytest.mark.slow_cases("False")
 @pytest.mark.parametrize("mapped", [False, True])
 def test_every_client_goes_on_where_it_stopped(mapped):
     """Local training with momentum: each client's model is what training it alone in its own rounds gives."""
-    history = population(METHODS["local"], rows_in_memory=0 if mapped else 1e9, num_rounds=5)
+    evaluated = [5, 2, 6, 0, 1, 4]
+    history = population(METHODS["local"], rows_in_memory=0 if mapped else 1e9, num_rounds=5, evaluate=evaluated)
     cohorts = drawn(KEY, 4, 5)
     assert history.rows.mapped == mapped
     assert sorted(set(np.concatenate(cohorts).tolist())) == np.flatnonzero(history.rows.seen).tolist()
@@ -346,7 +349,9 @@ def test_every_client_goes_on_where_it_stopped(mapped):
     for mine, array in zip(wanted, history.rows.arrays, strict=True):
         np.testing.assert_allclose(array[history.rows.seen], np.asarray(mine)[history.rows.seen], rtol=1e-6, atol=1e-7)
     losses = jfcl.evaluate(TASK, whole.params, CLIENTS, whole.cluster)["loss"]
-    np.testing.assert_allclose(history.clients["loss"][0], losses, rtol=1e-5)  # the never seen: where all start
+    np.testing.assert_allclose(history.clients["loss"][0], losses[np.array(evaluated)], rtol=1e-5)  # unseen: the start
+    assert history.clients["id"].tolist() == evaluated
+    assert history.clients["examples"].tolist() == [CLIENTS.size[evaluated].tolist()]
 
 
 def test_fedavg_of_cohorts_is_a_loop_over_them():
@@ -890,6 +895,24 @@ def test_labels_that_the_model_does_not_have_are_refused(name, label):
     with pytest.raises(ValueError, match=f"^{name}: labels must be in 0..2, got"):
         stores = {"clients": store(0), "test_clients": store(0)} | {name: store(label)}
         population(algorithm, stores["clients"], test_clients=stores["test_clients"], cohort=1)
+
+
+def test_evaluated_clients_are_drawn_once_and_in_ascending_order():
+    ids = _evaluated(20, 50, [0, 3])
+    assert len(ids) == 20 and (np.diff(ids) > 0).all() and ids.max() < 50
+    assert _evaluated(60, 50, [0, 3]).tolist() == list(range(50))
+
+
+def test_what_follows_from_shared_arrays_is_computed_again_for_evaluated_clients():
+    def refresh(state, clients):
+        total = clients.size.sum().astype(jnp.float32)
+        return state._replace(params={"w": jnp.zeros_like(state.params["w"]), "b": total + 0 * state.params["b"]})
+
+    tests = ClientStore.from_clients(CLIENTS._replace(size=np.ones(7, np.int32)))
+    algorithm = METHODS["ifca"]._replace(refresh=refresh)
+    history = population(algorithm, num_rounds=1, cohort=2, test_clients=tests, evaluate=[4, 1])
+    error = CLIENTS.examples["y"][[4, 1], 0] - CLIENTS.size[[4, 1]].sum()  # their training examples
+    np.testing.assert_allclose(history.clients["loss"][0], error**2 / 2, rtol=1e-5)
 
 
 def test_evaluated_clients_of_unknown_clusters():
