@@ -238,6 +238,61 @@ def test_a_run_needs_memory_for_its_data_and_twice_its_state(monkeypatch, kind, 
             memory.check_memory(algorithm, clients, axis, state, seeds_at_once=3, **options)
 
 
+@pytest.mark.parametrize(
+    ("kind", "axis", "seeds", "most"),
+    [
+        ("cpu", jax.vmap, 1, 6 * 7 * 140),
+        ("cpu", jfcl.chunked(1), 3, 6 * 3 * 7 * 20),  # one client at a time needs nothing, the results of all do
+        ("gpu", jfcl.chunked(2), 1, 200 * 2 * 140),
+        ("gpu", SHARDED, 1, 200 * 4 * 140),  # the larger half of the clients
+    ],
+)
+def test_a_round_is_compiled_where_it_might_not_fit(monkeypatch, kind, axis, seeds, most):
+    """Of 7 clients with 120 bytes of examples, and of models with 20 bytes."""
+    clients, _, task, training = problem()
+    algorithm, compiled = jfcl.ifca(task, training, num_clusters=2, client_axis=axis), []
+    state = jax.eval_shape(lambda: jax.tree.map(lambda x: x[None], algorithm.init(jax.random.key(0), clients)))
+    monkeypatch.setattr(memory, "needed_memory", lambda *_: compiled.append(1) or 0)
+    monkeypatch.setattr(memory.mapping, "platform_of", lambda axis: kind)
+    for free, is_compiled in ((most, True), (most + 1, False)):
+        compiled.clear()
+        monkeypatch.setattr(memory, "free_memory", lambda free=free: free)
+        memory.check_memory(algorithm, clients, axis, state, seeds_at_once=seeds)
+        assert bool(compiled) == is_compiled
+
+
+@pytest.mark.parametrize(("axis", "data"), [(jax.vmap, 7 * 124), (SHARDED, 8 * 124 // 2)])
+def test_needed_memory_is_that_of_each_device_without_the_clients(monkeypatch, axis, data):
+    """Examples of 120 bytes and a size of 4; devices have equally many clients, one of which is padding."""
+    clients, _, task, training = problem()
+    algorithm = jfcl.fedavg(task, training, client_axis=axis)
+
+    class Refused:
+        def __init__(self, step):
+            pass
+
+        def lower(self, *_):
+            return self
+
+        def compile(self):
+            if refusal is None:
+                return None
+            raise jax.errors.JaxRuntimeError(refusal)
+
+    monkeypatch.setattr(memory, "jitted", Refused)
+    monkeypatch.setattr(memory, "memory_of", lambda _: memory.Memory(5000, 300, 200, 100))
+    monkeypatch.setattr(memory, "free_memory", lambda: 900.0)
+    for refusal, needed in (  # noqa: B007
+        (None, 5400 - data),
+        ("RESOURCE_EXHAUSTED: 2.00K of 4.00KiB, which exceeds 3.5K", 4096 - data),
+        ("RESOURCE_EXHAUSTED: 1.00K", 901),  # more than is free, as it was refused
+    ):
+        assert memory.needed_memory(algorithm, clients, axis) == needed
+    refusal = "INTERNAL: 2K"
+    with pytest.raises(jax.errors.JaxRuntimeError, match="INTERNAL"):
+        memory.needed_memory(algorithm, clients, axis)
+
+
 @pytest.mark.slow
 def test_every_mapping_of_the_command_line_gives_the_same(tmp_path, capsys):
     losses = {}
