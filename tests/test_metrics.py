@@ -129,6 +129,9 @@ def test_summary():
     assert result["worst_client_accuracy"] == pytest.approx(0.1)
     assert result["worst_decile_accuracy"] == pytest.approx(0.3)  # the two worst of 29
     assert result["loss"] == pytest.approx(0.5)
+    big = np.float32([2**24, 1, 1, 1, 1])  # of which a sum in float32 is the first
+    result = summarize({"loss": big, "accuracy": big, "own": big}, np.ones(5))
+    assert [result[name] for name in ("loss", "accuracy", "own")] == [(2**24 + 4) / 5] * 3
 
 
 labels = st.lists(st.integers(0, 3), min_size=1, max_size=9)

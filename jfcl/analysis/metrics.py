@@ -183,14 +183,13 @@ def summarize(evaluation: dict[str, np.ndarray], size: np.ndarray) -> dict[str, 
       (0.75, 0.875, 0.5)
     """
     real = np.asarray(size) > 0
-    means = [name for name in ("loss", "perplexity") if name in evaluation]
-    summary = {name: float(np.mean(np.asarray(evaluation[name], np.float64)[real])) for name in means}
-    for name in (name for name in evaluation if name not in RESERVED):
-        values = np.asarray(evaluation[name], np.float64)[real]
-        defined = values[~np.isnan(values)]
+    columns = {name: np.asarray(values, np.float64)[real] for name, values in evaluation.items()}
+    summary = {name: float(columns[name].mean()) for name in ("loss", "perplexity") if name in columns}
+    for name in (name for name in columns if name not in RESERVED):
+        defined = columns[name][~np.isnan(columns[name])]
         summary[name] = float(defined.mean()) if len(defined) else None
-    if "accuracy" in evaluation:
-        accuracy = np.asarray(evaluation["accuracy"], np.float64)[real]
+    if "accuracy" in columns:
+        accuracy = columns["accuracy"]
         worst = np.sort(accuracy)[: max(1, len(accuracy) // 10)]
         summary |= {
             "accuracy": float(accuracy.mean()),
