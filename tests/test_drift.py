@@ -365,6 +365,10 @@ def test_results_over_time():
     assert found["round"] == [20, 50, 70, 90] and found["next_accuracy"] == [0.45, 0.43, 0.4, 0.42]
     assert found["recovery"] == [None, 30, None, 10]  # 0.95 * 0.9 = 0.855 in round 50; 0.76 in round 80
     assert jfcl.metrics.drift_results(records[:3])["recovery"] == [None, None]
+    records = [
+        {"round": t, "step": s, "changed": s, "accuracy": a} for t, s, a in [(1, 0, 1.0), (2, 1, 0.949), (3, 1, 0.95)]
+    ]
+    assert jfcl.metrics.drift_results(records)["recovery"] == [None, 2]  # at 95 %
 
 
 def test_runs_refuse_what_does_not_fit_drift():

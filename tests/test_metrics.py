@@ -178,6 +178,14 @@ def test_adjusted_rand_by_pair_counting():
     assert cluster_recovery(found, true)["adjusted_rand"] == pytest.approx((both - expected) / ((a + b) / 2 - expected))
 
 
+def test_agreement_is_exact_at_its_ends():
+    """Rounding alone would give 1 + 2e-16 and 1e-16."""
+    three, five = np.repeat(range(3), [1, 5, 5]), np.repeat(range(5), range(1, 6))
+    assert cluster_recovery(three, three)["nmi"] == 1
+    assert cluster_recovery(np.repeat([0, 1], [15, 30]), np.tile(five, 3))["nmi"] == 0
+    assert cluster_recovery([0, 0, 1, 1], [0, 1, 0, 1])["adjusted_rand"] == -0.5  # worse than by chance
+
+
 def test_rounds_to_recovery():
     assert rounds_to_recovery([5, 10], [0.5, 0.9]) is None
     assert rounds_to_recovery([5, 10, 15], [1.0, 1.0, 1.0]) == 5

@@ -289,7 +289,7 @@ def contingency(found: np.ndarray, true: np.ndarray) -> np.ndarray:
 
 def _adjusted_rand(table: np.ndarray) -> float:
     """Returns the adjusted Rand index, from pairs of clients that are together in both, one or no clustering."""
-    squares = [int((counts.astype(np.int64) ** 2).sum()) for counts in (table, table.sum(axis=1), table.sum(axis=0))]
+    squares = [int((counts**2).sum()) for counts in (table, table.sum(axis=1), table.sum(axis=0))]
     clients = int(table.sum())
     both, only_found, only_true = squares[0] - clients, squares[1] - squares[0], squares[2] - squares[0]
     none = clients**2 - clients - both - only_found - only_true
