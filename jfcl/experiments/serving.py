@@ -35,7 +35,7 @@ class LoadedRun(NamedTuple):
     """A finished run: its `config`, its `setup` (data, task, algorithm, ...), its models and the model of each client.
 
     Attributes:
-      params: pytree of `[K, ...]`, the models of the run's first seed, as in the state of its method.
+      params: pytree of `[K, ...]`, the models of the run's first seed, those of `History.served`.
       cluster: `[N]` int32: client `i` is served model `cluster[i]`.
       personal: pytree of `[N, ...]`, the clients' personal parameters; `()` where the run has none.
       weights: `[N, K]` float32, of a run with mixtures of models, those of each client; else None. `cluster` is then

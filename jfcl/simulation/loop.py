@@ -39,7 +39,7 @@ class History(NamedTuple):
 
         * `cluster`: the cluster that is reported, as in the last record (see `serve` of `jfcl.simulate`);
         * `examples`: the number of its **training** examples;
-        * with test clients, `model`: the row of `state.params` that the client is served. It differs from `cluster`
+        * with test clients, `model`: the row of `served.models` that the client is served. It differs from `cluster`
           where clients of one cluster have models of their own (Federated-Clustering);
         * with test clients, `loss`, `accuracy` (of classification) and `perplexity` (of language models): of that
           model on the client's test examples; NaN for a client without any.
