@@ -201,8 +201,8 @@ def warn_once(warned: set, rows: list[dict[str, Any]], subjects: Subjects, *, is
         texts = dict(notes(dict(row), is_last) or {})
         if subjects.choices > 1 and not is_last and row["clusters_in_use"] == 1:
             texts["collapse"] = (
-                f"all clients use one of the {subjects.choices} models; restarts or a warm start (init_params,"
-                " --init-from), where the method has them, can prevent that"
+                f"all clients use one of the {subjects.choices} models; restarts, a warm start (init_params,"
+                " --init-from) or another threshold, where the method has them, can prevent that"
             )
         if row.get("nonfinite") and not is_last:
             updates = f"{row['nonfinite']:.0f} client update(s)"
