@@ -5,6 +5,7 @@ Counts are compared with those of hand-written programs, and of programs compile
 # ruff: noqa: E501  (instructions of XLA are long lines)
 
 import itertools
+import math
 import re
 
 import jax
@@ -280,21 +281,26 @@ def test_compiled_loops_have_the_operations_of_their_products():
     assert found.flops == 21 * 2 * 48 * 64 * 64 and found.sequential_steps == 21
 
 
-def test_the_kernel_of_long_rows_has_the_operations_of_its_tiles():
+@pytest.mark.parametrize("models", [(), (3,)])  # Federated-Clustering has the gradients at several models at once
+def test_the_kernel_of_long_rows_has_the_operations_of_its_tiles(models):
     """300 rows are 15 pairs of tiles, the upper triangle of 5 x 5, of 64 rows each."""
-    traced = upper_products.trace(jax.ShapeDtypeStruct((300, 20_000), jnp.float32))
+    traced = jax.jit(jax.vmap(upper_products) if models else upper_products).trace(
+        jax.ShapeDtypeStruct((*models, 300, 20_000), jnp.float32)
+    )
     try:
         lowered = traced.lower(lowering_platforms=("cuda",))
     except RuntimeError as error:  # of JAX 0.12: "No supported GPU devices found"
         pytest.skip(f"this JAX lowers Triton's kernels beside a GPU alone: {str(error).splitlines()[0]}")
     (line,) = (line for line in lowered.as_text("hlo").splitlines() if "gpu.triton" in line)
     shape, name = re.search(r"= (\S+) custom-call", line)[1], re.search(r'\bname = "\w+"', line)[0]
-    text = f"""ENTRY %main (a: bf16[300,20000]) -> {shape} {{
-  %a = bf16[300,20000]{{1,0}} parameter(0)
+    rows = ",".join(map(str, (*models, 300, 20_000)))
+    text = f"""ENTRY %main (a: bf16[{rows}]) -> {shape} {{
+  %a = bf16[{rows}] parameter(0)
   ROOT %out = {shape} custom-call(%a, %a), custom_call_target="__gpu$xla.gpu.triton", backend_config={{grid_x = 15, {name}}}
 }}"""
     found = price(text, H100)
-    assert found.flops == found.precision["training"]["bfloat16 x 3"] == 15 * 2 * 64 * 64 * 20_000
+    expected = math.prod(models) * 15 * 2 * 64 * 64 * 20_000
+    assert found.flops == found.precision["training"]["bfloat16 x 3"] == expected
     assert found.seconds > 3 * found.flops / H100.chip.bfloat16
 
 

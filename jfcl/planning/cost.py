@@ -252,8 +252,8 @@ def operations(program: Program, i: Instruction, is_tpu: bool) -> Iterator[tuple
                 rhs, out = out, rhs
             yield _precision(i, {array.dtype for array in inputs}, is_tpu), count(i, lhs, rhs, out)
     elif i.op == "custom-call" and 'name = "upper_products"' in i.attributes:  # of `kernels.gram_gpu`
-        (tiles, _, *tile), (_, columns) = i.arrays[0].shape, i.operands[0].arrays[0].shape
-        yield "bfloat16 x 3", 2.0 * tiles * math.prod(tile) * columns
+        *tiles, _, height, width = i.arrays[0].shape  # of all models; a tile's parts share its columns
+        yield "bfloat16 x 3", 2.0 * math.prod(tiles) * height * width * i.operands[0].arrays[0].shape[-1]
     elif i.op in ("fusion", "call", "map"):
         for inner in hlo.called(program, i):
             for instruction in program.computations[inner].values():
