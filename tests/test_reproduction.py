@@ -181,7 +181,7 @@ def test_with_ten_clean_clients_cfl_is_fl_until_it_excludes_converged_ones():
 
 def test_ifca_succeeds_more_often_with_separation():
     means = {}
-    for r in rows("ifca.figure3-b-code-40-trials"):
+    for r in rows("ifca.figure3-b-code-10-trials"):
         means.setdefault(r["R"], []).append(r["success"])
     means = [sum(means[separation]) for separation in sorted(means)]
     assert means == sorted(means) and means[0] < 0.2 < 3.9 < means[-1]
