@@ -7,8 +7,9 @@
 Ours and plain JAX (peers/jax_plain.py) are measured in this process, PyTorch (peers/torch_gpu.py) in one of its own for
 each case: by this Python where it has PyTorch, else in `.venv-torch` (make peers). All begin with the same models, on
 random images. `--minutes` is a hard limit: what does not fit is listed as not measured. The JSON file is written again
-after every measurement. `times_best_peer` of a row of ours is how often it fits into the best peer's round, among peers
-with bfloat16 only where ours has it too, and without those that compute less exactly (`INEXACT`) or more (`MORE`).
+after every measurement. `times_best_peer` of a row of ours is how often it fits into the best peer's round, without
+peers that compute less exactly (`INEXACT`) or more (`MORE`), and without those in bfloat16 where ours is not. A row of
+ours in bfloat16 has none if no peer was measured in bfloat16.
 """
 
 from __future__ import annotations
@@ -300,7 +301,8 @@ def add_ratios(rows: list[dict[str, Any]]) -> None:
             and (narrow or "autocast" not in other["what"])
             and not any(word in other["what"] for word in (*INEXACT, *MORE))
         ]
-        if row["what"].startswith("jfcl") and "ms" in row and peers:
+        alike = not narrow or any("autocast" in other["what"] for other in peers)
+        if row["what"].startswith("jfcl") and "ms" in row and peers and alike:
             best = min(peers, key=lambda other: other["ms"])
             row |= {"best_peer": best["what"], "best_peer_ms": best["ms"], "times_best_peer": best["ms"] / row["ms"]}
 

@@ -573,3 +573,6 @@ def test_the_best_peer_is_as_exact_as_ours(gpu):
     gpu.add_ratios(rows)
     assert [row.get("times_best_peer") for row in rows[:3]] == [4, 6, None]
     assert rows[1]["best_peer"] == "PyTorch, autocast"
+    rows = [{"row": "a", "what": what, "ms": 1} for what in ("jfcl, bfloat16", "PyTorch, bmm")]
+    gpu.add_ratios(rows)
+    assert "times_best_peer" not in rows[0]  # no peer was measured in bfloat16
