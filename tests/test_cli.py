@@ -902,7 +902,7 @@ def test_a_population_goes_on_from_the_store_that_is_there(tmp_path, capsys):
     ],
 )
 def test_an_interruption_says_what_is_kept(kept, said, tmp_path, monkeypatch, capsys):
-    def interrupted(args, console):
+    def interrupted(args):
         for name in kept:
             (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
             (tmp_path / name).write_text("{}")

@@ -14,6 +14,7 @@ from typing import Annotated, Any
 import jax
 from rich.console import Console
 from rich.progress import TimeElapsedColumn
+from rich.text import Text
 
 from jfcl import mapping
 from jfcl.analysis import plots
@@ -24,18 +25,23 @@ from jfcl.core.options import EACH, options_of
 from jfcl.experiments import bench, comparison, lookup, plan, privacy, report, run, sweeps, trackers
 from jfcl.experiments.config import Config, default_precision, read_config
 from jfcl.experiments.options import CountOrNone, all_options, takes
-from jfcl.experiments.shifts import FILES as RANKING_FILES
-from jfcl.experiments.shifts import shifts
+from jfcl.experiments.shifts import RANKING_FILES, shifts
 from jfcl.mapping import hosts
 from jfcl.planning import targets
 from jfcl.simulation.folder import write_json
 from jfcl.simulation.progress import DivergedError, progress_bar
 
-EITHER = (("seed", "seeds"), ("local_steps", "local_epochs"), ("radius", "quantile"))  # of which one is given
+EITHER = ({"seed", "seeds"}, {"local_steps", "local_epochs"}, {"radius", "quantile"})  # of which one is given
 FIRST = """
   jfcl run ifca --clients 40 --clusters 4 --rounds 50 --restarts 5 --out runs/ifca
   jfcl run fedavg --clients 40 --clusters 4 --rounds 50 --out runs/fedavg
   jfcl compare runs/ifca runs/fedavg"""  # what a newcomer, who gives no METHOD, begins with
+WELCOME = """\
+1,797 real handwritten digits on 40 clients. Each client sees them rotated by
+0, 90, 180 or 270 degrees, and the methods do not know by how much. Which one
+classifies the test digits of every client best?
+"""
+ON_ONE_LINE = {"no_wrap": True, "overflow": "ignore"}  # a text that may be wider than the terminal, to be copied
 DEMO = {"fedavg": {}, "local": {}, "ifca": {"restarts": 5, "restart_rounds": 5}, "oracle": {}}
 
 
@@ -52,13 +58,6 @@ def _start_devices(devices: int | None, default: int | None = None) -> None:
     except (RuntimeError, AssertionError) as error:  # the latter from JAX_PLATFORMS=cuda without the CUDA plugin
         why = f", got {jax.config.jax_platforms!r}" + (f" ({str(error).splitlines()[0]})" if str(error) else "")
         raise ValueError(f"JAX_PLATFORMS must be unset, or name devices that jax finds here{why}") from None
-
-
-def _check_out(out: str) -> None:
-    """Raises `ValueError` where nothing can be written in `out`, before anything is computed."""
-    existing = next(path for path in (Path(out), *Path(out).parents) if os.path.lexists(path))
-    check(existing.is_dir(), "out", out, f"a folder, but {existing} is a file")
-    check(os.access(existing, os.W_OK | os.X_OK), "out", out, f"in a folder that can be written: {existing} cannot")
 
 
 def _find_devices(args: Namespace, config: Config) -> None:
@@ -80,10 +79,8 @@ def given_options(args: Namespace) -> dict[str, Any]:
     options |= {"method": args.method} if args.method else {}
     schema = all_options(options.get("method"))
     flags = {name: value for name, value in vars(args).items() if name in schema}
-    for group in EITHER:  # a flag also overrides what the file has in its place
-        if set(group) & set(flags):
-            options = {name: value for name, value in options.items() if name not in group}
-    options |= flags
+    replaced = {name for group in EITHER if flags.keys() & group for name in group}  # by a flag: what the file has
+    options = {name: value for name, value in options.items() if name not in replaced} | flags
     if "method" not in options:
         raise ValueError(f"METHOD must be given, or stand in --config; 'jfcl list methods' shows them\n{FIRST}")
     return options
@@ -94,7 +91,19 @@ def _arguments(function: Callable, args: Namespace) -> dict[str, Any]:
     return {name: getattr(args, name) for name in options_of(function) if hasattr(args, name)}
 
 
-def command_run(args: Namespace, console: Console, *, track: Annotated[Sequence[str], EACH] = ()) -> None:
+# ---------------------------------------------------------------------------------------------------------------
+# Commands: each yields the texts and the tables that are printed.
+
+
+@contextlib.contextmanager
+def _bar(begin: str, progress: bool) -> Iterator[Callable[[str, int], None]]:
+    """Shows a progress bar; yields `(description, number of all steps) -> None`, which moves it by one step."""
+    with progress_bar(progress, TimeElapsedColumn()) as bar:
+        task = bar.add_task(begin, total=None)
+        yield lambda what, total: bar.update(task, description=what, total=total, advance=1)
+
+
+def command_run(args: Namespace, *, track: Annotated[Sequence[str], EACH] = ()) -> Iterator[Any]:
     """Runs one method and keeps its results in a folder.
 
     Args:
@@ -105,16 +114,42 @@ def command_run(args: Namespace, console: Console, *, track: Annotated[Sequence[
     callbacks = [trackers.tracker(name) for name in names]
     # Run.
     _find_devices(args, config)
-    console = console if hosts.is_first() else Console(quiet=True)
     if hosts.connected():
-        console.print(hosts.devices())
+        yield hosts.devices()
     summary, history, parts = run(config, **_arguments(run, args), callbacks=callbacks)
-    _print_summary(config, summary, args.out, console)
-    if hosts.is_first():
-        for note in (notes := comparison.clusters_notes(summary, history.clients["cluster"], parts.true_cluster)):
-            console.print(f"note: {note}")
-        if notes:
-            console.print(_remedies(config))
+    yield from _results(config, summary, args.out)
+    is_first, clusters = hosts.is_first(), history.clients["cluster"]
+    notes = comparison.clusters_notes(summary, clusters, parts.true_cluster) if is_first else []
+    yield from map("note: {}".format, notes)
+    if notes:
+        yield _remedies(config)
+
+
+def _results(config: Config, summary: dict[str, Any], out: str | None) -> Iterator[Any]:
+    """Yields what is printed of the results of a run."""
+    attack = "" if config.attack is None else f"; {config.malicious:.0%} malicious: {config.attack}"
+    summaries = {summary["method"]: summary}
+    yield tables.results_table(summaries, f"{summary['description']}{attack}; {comparison.seeds_text(summaries)}")
+    for name in lookup.find_metrics(config.metrics) if config.metrics else ():
+        yield f"{name}: {comparison.number(*comparison.over_seeds(summary, name), 3)}"
+    yield from map("note: {}".format, comparison.results_notes(summaries))
+    if columns := summary.get("table", {}).get("left_out"):
+        names = ", ".join(map(str, columns))
+        yield f"note: columns left out, as they number the rows: {names}; those named in --inputs stay"
+    # Costs.
+    rounds, begun, steps = (summary[name] for name in ("num_rounds", "init_rounds", "client_steps_per_second"))
+    start = f" (the first {begun} to find a start)" if begun else ""
+    speed = f"{comparison.rate_text(summary['rounds_per_second'])} rounds/s"
+    speed += "" if steps is None else f", {comparison.rate_text(steps)} client-steps/s"
+    seconds = f"{summary['seconds']:.1f} s + {summary['compile_seconds']:.1f} s compiling, on {summary['device']}"
+    precision = default_precision() if config.precision == "default" or platform() == "cpu" else config.precision
+    yield f"{rounds} round{'s' * (rounds != 1)}{start}, {speed}, {seconds}, products in {precision}"
+    if "privacy" in summary:
+        yield privacy.privacy_text(summary["privacy"])
+    if rounds < config.rounds + begun:
+        yield f"note: ended after {rounds} of {config.rounds + begun} rounds: {summary['ended']}"
+    kept = "summary.json, metrics.jsonl, clients.csv, report.html, plots/"
+    yield f"kept in {out}: {kept}" if out else "nothing is kept without --out DIR"
 
 
 def _remedies(config: Config) -> str:
@@ -127,15 +162,7 @@ def _remedies(config: Config) -> str:
     return f"{' or '.join([', '.join(others)] * bool(others) + ['more --rounds'])} can help"
 
 
-@contextlib.contextmanager
-def _bar(begin: str, progress: bool) -> Iterator[Callable[[str, int], None]]:
-    """Shows a progress bar; yields `(description, number of all steps) -> None`, which moves it by one step."""
-    with progress_bar(progress, TimeElapsedColumn()) as bar:
-        task = bar.add_task(begin, total=None)
-        yield lambda what, total: bar.update(task, description=what, total=total, advance=1)
-
-
-def command_plan(args: Namespace, console: Console, *, chip: str | None = None, progress: bool = True) -> None:
+def command_plan(args: Namespace, *, chip: str | None = None, progress: bool = True) -> Iterator[Any]:
     """Compiles a run for a TPU or GPU that you do not have: does it fit, and how long may a round take.
 
     Args:
@@ -148,17 +175,17 @@ def command_plan(args: Namespace, console: Console, *, chip: str | None = None, 
     with _bar("compiling for a target", progress) as tick:
         planned = plan.plan_run(config, chip, **_arguments(plan.plan_run, args), tick=tick)
     for table in tables.plan_tables(planned, config):
-        console.print(table, "")
-    console.print("Nothing was run. Memory and communication are facts of the programs, times are predictions.")
+        yield from (table, "")
+    yield "Nothing was run. Memory and communication are facts of the programs, times are predictions."
     if args.out is not None:
-        console.print(f"kept in {args.out}: {', '.join(plan.FILES)}")
+        yield f"kept in {args.out}: {', '.join(plan.FILES)}"
     if not planned.fits:
         needed, limit = planned.needed_bytes / 1e9, planned.limit_bytes / 1e9
         advice = "a smaller --chunk, a --target of more chips, fewer clients or examples or a smaller model may fit"
         raise ValueError(f"memory: a round needs {needed:.1f} GB of the {limit:.1f} GB of a chip; {advice}")
 
 
-def command_sweep(args: Namespace, console: Console, *, grid: Annotated[Sequence[str] | None, EACH] = None) -> None:
+def command_sweep(args: Namespace, *, grid: Annotated[Sequence[str] | None, EACH] = None) -> Iterator[Any]:
     """Runs one method with all combinations of some options, and chooses the best on held-out examples.
 
     Args:
@@ -174,63 +201,32 @@ def command_sweep(args: Namespace, console: Console, *, grid: Annotated[Sequence
     # Run, and print the best.
     swept = sweeps.run_sweep(config, values, **_arguments(sweeps.run_sweep, args))
     title = f"{config.method} on held-out training examples after {config.rounds} rounds, seeds: {config.seeds}"
-    console.print(tables.sweep_table(swept, title))
+    yield tables.sweep_table(swept, title)
     count = len(swept.cells)
     if count > tables.MOST_SHOWN:
-        console.print(f"and {count - tables.MOST_SHOWN} more configurations, not better than these")
-    console.print(f"{count} configurations, {swept.seconds:.1f} s + {swept.compile_seconds:.1f} s compiling")
+        yield f"and {count - tables.MOST_SHOWN} more configurations, not better than these"
+    yield f"{count} configurations, {swept.seconds:.1f} s + {swept.compile_seconds:.1f} s compiling"
     if swept.best is None:
         raise DivergedError("every configuration diverged; lower learning rates usually help")
     if args.out:
-        files = ", ".join(name for name in (*sweeps.FILES, "cells/") if (Path(args.out) / name).exists())
-        console.print(f"kept in {args.out}: {files}")
-        best, folder = (shlex.quote(str(file)) for file in (Path(args.out) / "best.toml", f"{Path(args.out)}-best"))
+        out = Path(args.out)
+        yield f"kept in {args.out}: {', '.join(name for name in (*sweeps.FILES, 'cells/') if (out / name).exists())}"
+        best, folder = (shlex.quote(str(file)) for file in (out / "best.toml", f"{out}-best"))
         fresh = swept.cells[0].per_seed[-1]["seed"] + 1  # of no cell
-        console.print(f"next: jfcl run {config.method} --config {best} --seed {fresh} --out {folder}", soft_wrap=True)
+        yield Text(f"next: jfcl run {config.method} --config {best} --seed {fresh} --out {folder}", **ON_ONE_LINE)
 
 
-def command_shifts(args: Namespace, console: Console) -> None:
+def command_shifts(args: Namespace) -> Iterator[Any]:
     """Ranks methods, each tuned with the same budget on every shift: which method for which shift, at what cost."""
     result = shifts(**_arguments(shifts, args))
     cost = f"{result.programs} programs compiled, {result.training:.0%} of the time in training and evaluation"
-    console.print(f"{result.done} of {result.cells} cells in {result.seconds:.0f} s, {cost}")
-    console.print(f"kept in {result.folder}: {', '.join(RANKING_FILES)}")
+    yield f"{result.done} of {result.cells} cells in {result.seconds:.0f} s, {cost}"
+    yield f"kept in {result.folder}: {', '.join(RANKING_FILES)}"
     if result.done < result.cells:
-        console.print("the cells that are left are those of other parts; the folder is whole once all are there")
+        yield "the cells that are left are those of other parts; the folder is whole once all are there"
 
 
-def _print_summary(config: Config, summary: dict[str, Any], out: str | None, console: Console) -> None:
-    """Prints the results of a run."""
-    attack = "" if config.attack is None else f"; {config.malicious:.0%} malicious: {config.attack}"
-    summaries = {summary["method"]: summary}
-    title = f"{summary['description']}{attack}; {comparison.seeds_text(summaries)}"
-    console.print(tables.results_table(summaries, title))
-    for name in lookup.find_metrics(config.metrics) if config.metrics else ():
-        console.print(f"{name}: {comparison.number(*comparison.over_seeds(summary, name), 3)}")
-    for note in comparison.results_notes(summaries):
-        console.print(f"note: {note}")
-    if columns := summary.get("table", {}).get("left_out"):
-        names = ", ".join(map(str, columns))
-        console.print(f"note: columns left out, as they number the rows: {names}; those named in --inputs stay")
-    start = f" (the first {summary['init_rounds']} to find a start)" if summary["init_rounds"] else ""
-    precision = default_precision() if config.precision == "default" or platform() == "cpu" else config.precision
-    speeds = [f"{comparison.rate_text(summary['rounds_per_second'])} rounds/s"]
-    if (steps := summary["client_steps_per_second"]) is not None:
-        speeds.append(f"{comparison.rate_text(steps)} client-steps/s")
-    seconds = f"{summary['seconds']:.1f} s + {summary['compile_seconds']:.1f} s compiling"
-    rounds = f"{summary['num_rounds']} round{'s' * (summary['num_rounds'] != 1)}{start}"
-    ran = ", ".join([rounds, *speeds, seconds])
-    console.print(f"{ran}, on {summary['device']}, products in {precision}")
-    if "privacy" in summary:
-        console.print(privacy.privacy_text(summary["privacy"]))
-    planned = config.rounds + summary["init_rounds"]
-    if summary["num_rounds"] < planned:
-        console.print(f"note: ended after {summary['num_rounds']} of {planned} rounds: {summary['ended']}")
-    kept = "summary.json, metrics.jsonl, clients.csv, report.html, plots/"
-    console.print(f"kept in {out}: {kept}" if out else "nothing is kept without --out DIR")
-
-
-def command_compare(args: Namespace, console: Console, *, runs: Annotated[Sequence[str], EACH]) -> None:
+def command_compare(args: Namespace, *, runs: Annotated[Sequence[str], EACH]) -> Iterator[Any]:
     """Compares finished runs side by side, in a table and plots.
 
     Args:
@@ -240,26 +236,23 @@ def command_compare(args: Namespace, console: Console, *, runs: Annotated[Sequen
     # The table, and the differences that it does not show.
     summaries = {name: run.summary for name, run in finished.items()}
     title = f"{len(finished)} run{'s' * (len(finished) > 1)}; {comparison.seeds_text(summaries)}"
-    console.print(tables.results_table(summaries, title))
+    yield tables.results_table(summaries, title)
     if differ := comparison.differences_text(comparison.run_differences(finished)):
-        console.print(f"they differ in {differ}")
-    for note in [*comparison.results_notes(summaries), *comparison.differences_notes(finished)]:
-        console.print(f"note: {note}")
-    # The files.
-    files = comparison.compare(finished, **_arguments(comparison.compare, args))
-    console.print(f"kept: {', '.join(map(str, files))}")
+        yield f"they differ in {differ}"
+    yield from map("note: {}".format, comparison.results_notes(summaries) + comparison.differences_notes(finished))
+    yield f"kept: {', '.join(map(str, comparison.compare(finished, **_arguments(comparison.compare, args))))}"
 
 
-def command_report(args: Namespace, console: Console, *, runs: Annotated[Sequence[str], EACH]) -> None:
+def command_report(args: Namespace, *, runs: Annotated[Sequence[str], EACH]) -> Iterator[Any]:
     """Writes one page of HTML on a run, or on several side by side; also on unfinished ones.
 
     Args:
       runs: folders written by 'jfcl run --out' or jfcl.simulate(out=).
     """
-    console.print(f"kept in {report(runs, out=args.out)}", soft_wrap=True)
+    yield Text(f"kept in {report(runs, out=args.out)}", **ON_ONE_LINE)
 
 
-def command_list(args: Namespace, console: Console, *, what: str | None = None) -> None:
+def command_list(args: Namespace, *, what: str | None = None) -> Iterator[Any]:
     """Lists methods, data sets, models, ... in one line each.
 
     Args:
@@ -268,12 +261,12 @@ def command_list(args: Namespace, console: Console, *, what: str | None = None) 
     if what is not None:
         check_choice("list", what, tables.lists())
     for table in tables.list_tables(tables.lists() if what is None else [what]):
-        console.print(table, "")
+        yield from (table, "")
 
 
 def command_bench(
-    args: Namespace, console: Console, *, devices: CountOrNone = None, out: str = "runs/bench", progress: bool = True
-) -> None:
+    args: Namespace, *, devices: CountOrNone = None, out: str = "runs/bench", progress: bool = True
+) -> Iterator[Any]:
     """Measures rounds on this machine: method x model x mapping x number of clients.
 
     Args:
@@ -285,17 +278,15 @@ def command_bench(
     _start_devices(devices)
     with _bar("rounds", progress) as tick:
         benchmark = bench.sweep(**_arguments(bench.sweep, args), tick=tick)
-    console.print(tables.bench_table(benchmark))
-    console.print(f"on {benchmark['device']}")
+    yield tables.bench_table(benchmark)
+    yield f"on {benchmark['device']}"
     folder.mkdir(parents=True)
     write_json(folder / "bench.json", benchmark)
     plots.save(plots.throughput(benchmark["rows"]), folder / "throughput.png")
-    console.print(f"kept in {folder}: bench.json, throughput.png")
+    yield f"kept in {folder}: bench.json, throughput.png"
 
 
-def command_demo(
-    args: Namespace, console: Console, *, out: str = "runs/demo", seeds: int = 5, rounds: int = 100
-) -> None:
+def command_demo(args: Namespace, *, out: str = "runs/demo", seeds: int = 5, rounds: int = 100) -> Iterator[Any]:
     """Runs IFCA against FedAvg, local training and the oracle on rotated digits.
 
     Args:
@@ -304,37 +295,33 @@ def command_demo(
       rounds: rounds of each method.
     """
     folder = comparison.unused(out)
-    common = {"seeds": seeds, "rounds": rounds, "eval_every": 2}
-    configs = [Config(method, **common, **options) for method, options in DEMO.items()]
+    configs = [Config(method, seeds=seeds, rounds=rounds, eval_every=2, **options) for method, options in DEMO.items()]
     _start_devices(None, mapping.num_cores())
-    console.print(
-        "1,797 real handwritten digits on 40 clients. Each client sees them rotated by\n"
-        "0, 90, 180 or 270 degrees, and the methods do not know by how much. Which one\n"
-        "classifies the test digits of every client best?\n"
-    )
+    yield WELCOME
     for config in configs:
         run(config, out=folder / config.method, progress=True)
-    runs = [str(folder / method) for method in DEMO]
-    command_compare(Namespace(out=folder / "compare"), console, runs=runs)
-    console.print(f"IFCA, client by client: {folder / 'ifca' / 'plots' / 'clusters.png'}")
+    yield from command_compare(Namespace(out=folder / "compare"), runs=[str(folder / method) for method in DEMO])
+    yield f"IFCA, client by client: {folder / 'ifca' / 'plots' / 'clusters.png'}"
 
 
-COMMANDS = {  # the docstrings are their help, keyword arguments are flags; the first three have the options of a run
-    "run": command_run,
-    "plan": command_plan,
-    "sweep": command_sweep,
-    "shifts": command_shifts,
-    "compare": command_compare,
-    "report": command_report,
-    "list": command_list,
-    "bench": command_bench,
-    "demo": command_demo,
-}
+# The docstrings are their help, keyword arguments are flags; the first three have the options of a run.
+FUNCTIONS = (command_run, command_plan, command_sweep, command_shifts, command_compare, command_report)
+FUNCTIONS += (command_list, command_bench, command_demo)
+COMMANDS = {function.__name__.removeprefix("command_"): function for function in FUNCTIONS}
 
 
 def run_command(args: Namespace, console: Console) -> None:
-    """Runs the command of `args`."""
-    if (out := getattr(args, "out", None)) is not None:  # of some commands, a new file or folder beside others
-        _check_out(str(Path(out).parent) if args.command in ("report", "bench", "demo") else out)
+    """Runs the command of `args`, and prints the texts and tables that it yields; of several processes the first does.
+
+    A command with `out` is refused where nothing can be written there, before anything is computed.
+    """
+    if (out := getattr(args, "out", None)) is not None:
+        out = str(Path(out).parent) if args.command in ("report", "bench", "demo") else out  # a new name beside others
+        existing = next(path for path in (Path(out), *Path(out).parents) if os.path.lexists(path))
+        check(existing.is_dir(), "out", out, f"a folder, but {existing} is a file")
+        is_open = os.access(existing, os.W_OK | os.X_OK)
+        check(is_open, "out", out, f"in a folder that can be written: {existing} cannot")
     command = COMMANDS[args.command]
-    command(args, console, **_arguments(command, args))
+    for part in command(args, **_arguments(command, args)):
+        if not hosts.connected() or hosts.is_first():
+            console.print(part, crop=False)

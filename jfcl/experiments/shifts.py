@@ -37,7 +37,7 @@ from jfcl.robust import attacks
 from jfcl.simulation.folder import check_folder, check_setting, environment
 from jfcl.simulation.progress import progress_bar
 
-FILES = ("index.html", "table.tex", "runs.csv", "cells/", "settings.json")
+RANKING_FILES = ("index.html", "table.tex", "runs.csv", "cells/", "settings.json")
 ALWAYS = REFERENCES  # in every table
 METHODS = (*ALWAYS, "cfl", "ifca", "fesem", "flhc", "one_shot", "pacfl", "stocfl", "fedem", "ditto")
 OF_SHIFTS = ("rotation", "corruption", "label_permutation", "class", "mixture", "dirichlet")
