@@ -40,7 +40,7 @@ METHOD = Option("method", str, None, "")
 NO_OPTIONS = ("split_hash", "cohorts", "versions", "schedule_rounds", "given")
 
 
-@dataclasses.dataclass(frozen=True, init=False, eq=False)
+@dataclasses.dataclass(frozen=True, init=False)
 class Config(declared.Data, declared.Training, declared.Attack, declared.Privacy, declared.Run):
     """All options of a run, each with the value that it uses: `Config("cfl", clients=20, eps_1=0.4)`.
 
@@ -68,8 +68,8 @@ class Config(declared.Data, declared.Training, declared.Attack, declared.Privacy
     """
 
     method: str
-    given: dict[str, Any]
-    values: dict[str, Any] = dataclasses.field(init=False, repr=False)
+    given: dict[str, Any] = dataclasses.field(compare=False)
+    values: dict[str, Any] = dataclasses.field(init=False, repr=False, hash=False)
 
     def __init__(self, method: str, *, given: dict[str, Any] | None = None, **options: Any):
         METHOD.check(method)
@@ -91,12 +91,6 @@ class Config(declared.Data, declared.Training, declared.Attack, declared.Privacy
         self.__dict__.update(dict.fromkeys(schema) | values | parts)  # None: options that only other methods have
         for fits, name, accepted in _rules(self):
             check(fits, name, getattr(self, name), accepted)
-
-    def __eq__(self, other: Any) -> bool:
-        return self.values == other.values if isinstance(other, Config) else NotImplemented
-
-    def __hash__(self) -> int:
-        return hash(tuple(self.values.items()))
 
     @property
     def of_population(self) -> bool:
