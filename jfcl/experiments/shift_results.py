@@ -49,11 +49,6 @@ class Result(Cell):
         return self.data, self.shift, self.strength
 
     @property
-    def is_plain(self) -> bool:
-        """Whether the cell is under none of `CONDITIONS`."""
-        return not any(getattr(self, name) for name in CONDITIONS)
-
-    @property
     def is_default(self) -> bool:
         """Whether the best options are the defaults, whose run is then one of `runs`."""
         return self.tuned == self.trials[0]["options"]
@@ -82,8 +77,7 @@ class Result(Cell):
     def marks(self) -> str:
         """What stands beside the figures: how many runs have results, and how many of these have collapsed."""
         collapsed = sum(run["status"] == "collapsed" for run in self.runs)
-        few = f" {len(self.ended)}/{len(self.runs)}" * (len(self.ended) < len(self.runs))
-        return few + f" †{collapsed}" * bool(collapsed)
+        return share_ended([self]) + f" †{collapsed}" * bool(collapsed)
 
     @property
     def text(self) -> str:
@@ -98,7 +92,7 @@ class Result(Cell):
 
     @property
     def conditions(self) -> list[str]:
-        """The conditions that the cell is under."""
+        """The conditions that the cell is under; none for most cells."""
         return [form.format(value) for name, (_, form) in CONDITIONS.items() if (value := getattr(self, name))]
 
 
@@ -158,6 +152,12 @@ class Ranks(NamedTuple):
         ]
 
 
+def share_ended(cells: Sequence[Result]) -> str:
+    """Returns how many runs of cells have results, of how many, after a space; nothing where all have."""
+    ended, runs = (sum(len(getattr(cell, name)) for cell in cells) for name in ("ended", "runs"))
+    return f" {ended}/{runs}" * (ended < runs)
+
+
 def digest_of(setting: dict[str, Any]) -> str:
     """Returns the name of a setting, as JSON has it, in its cells."""
     return hashlib.sha256(json.dumps(setting, sort_keys=True).encode()).hexdigest()[:16]
@@ -191,7 +191,7 @@ def rank(cells: Sequence[Result]) -> list[Ranks]:
 
     Settings and methods are left out until every method has a cell in every setting.
     """
-    plain = [cell for cell in cells if cell.is_plain]
+    plain = [cell for cell in cells if not cell.conditions]
     modes, ranked = [mode for mode in MODES if any(cell.clusters == mode for cell in plain)], []
     for mode in modes or ["known"] * bool(plain):
         table = {(c.setting, c.method): c for c in plain if c.clusters in (mode, "")}

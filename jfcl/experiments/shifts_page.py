@@ -18,7 +18,7 @@ from jfcl.core import files
 from jfcl.experiments import shift_results
 from jfcl.experiments.comparison import number, size_text, tex, tex_table
 from jfcl.experiments.report import Figure, Link, Table, figure, template
-from jfcl.experiments.shift_results import BOUND, REFERENCES, Ranks, Result, names_of, rank, read_cells, values_of
+from jfcl.experiments.shift_results import BOUND, REFERENCES, Ranks, Result, names_of, share_ended, values_of
 
 SHADES = (1, 2, 5, 10, 20)  # percentage points below the best of a column, where the next shade begins
 MOST_LINES = 7  # in a picture of curves
@@ -45,8 +45,8 @@ def write_page(folder: str | Path) -> Path:
     it is below all that have results. Raises `ValueError` for a folder without a finished cell, or with a damaged one.
     """
     folder = Path(folder)
-    cells = read_cells(folder)
-    ranked = rank(cells)
+    cells = shift_results.read_cells(folder)
+    ranked = shift_results.rank(cells)
     page = template("shifts.html").render(  # it calls the functions below for what it shows
         command="shifts",
         title="Which method for which shift",
@@ -114,7 +114,7 @@ def heats(ranks: Ranks) -> dict[str, Table]:
 
 def condition(cells: Sequence[Result], field: str) -> Table | None:
     """Returns the accuracies under one of `CONDITIONS`, with the changes from the cells without it."""
-    plain = {(c.setting, c.method, c.clusters): c for c in cells if c.is_plain}
+    plain = {(c.setting, c.method, c.clusters): c for c in cells if not c.conditions}
     base, rows = {}, defaultdict(list)
     for cell in (cell for cell in cells if getattr(cell, field)):
         clusters = "known" if field == "wrong_k" else cell.clusters
@@ -133,7 +133,7 @@ def choices(ranks: Ranks) -> Table:
         accuracy, std = _over_cells(cells)
         least = each.get(best, 0.0) - (std or 0.0) - 1e-6  # equal ones differ by the order of their sums
         near = [m for m, score in each.items() if m != best and score >= least]
-        text = _marked(number(accuracy, std, 1, 100), cells)
+        text = number(accuracy, std, 1, 100) + share_ended(cells)
         rows.append([" ".join(names_of(problem)), best, text, ", ".join(near) or "–"])
     heads = ["data and shift", "best", "accuracy %", "as good within a standard deviation"]
     return Table(f"choices-{ranks.mode}", heads, rows, kind="text")
@@ -146,22 +146,10 @@ def _over_cells(cells: Sequence[Result]) -> tuple[float | None, float | None]:
     return mean, std
 
 
-def _share_ended(cells: Sequence[Result]) -> str:
-    """Returns how many runs of cells have results, of how many, where some have none."""
-    ended, runs = (sum(len(getattr(cell, name)) for cell in cells) for name in ("ended", "runs"))
-    return f"{ended}/{runs}" * (ended < runs)
-
-
-def _marked(text: str, cells: Sequence[Result]) -> str:
-    """Returns a text with `_share_ended` behind it."""
-    return f"{text} {_share_ended(cells)}".strip()
-
-
 def ranks_table(ranks: Ranks) -> Table:
     """Returns the table of ranks, with the tests of neighbours."""
-    after = ["–"] * (len(ranks.methods) - 1)
-    if ranks.is_tested:
-        after = [f"{p:.3g}" for p in ranking.neighbours(ranks.scores)]
+    p_values = ranking.neighbours(ranks.scores) if ranks.is_tested else [None] * (len(ranks.methods) - 1)
+    after = ["–" if p is None else f"{p:.3g}" for p in p_values]
     columns = zip(ranks.methods, ranks.mean, ranks.low, ranks.high, [*after, ""], strict=True)
     rows = [[method, f"{mean:.2f}", f"{low:.2f} to {high:.2f}", p] for method, mean, low, high, p in columns]
     return Table(f"ranks-{ranks.mode}", ["method", "mean rank", "95 % interval", "p, next"], rows)
@@ -170,7 +158,7 @@ def ranks_table(ranks: Ranks) -> Table:
 def costs(ranks: Ranks) -> dict[str, Any]:
     """Returns the table of costs, the picture of accuracy by cost, and `few`: whether any method has failed runs."""
     methods = ranks.methods
-    labels = {m: _marked(m, [ranks.cells[s, m] for s in ranks.settings]) for m in methods}
+    labels = {m: m + share_ended([ranks.cells[s, m] for s in ranks.settings]) for m in methods}
     columns = {name: ranks.over_settings(name) for name in COSTS}
     columns = {name: values for name, values in columns.items() if values != [None] * len(methods)}
     texts = [[COSTS[name][1](value) for value in values] for name, values in columns.items()]
@@ -241,13 +229,13 @@ def curves(cells: Sequence[Result], ranks: Ranks) -> list[Figure | None]:
     lines = [m for m in ranks.rows if m in REFERENCES or m in others]
     panels, drawn = defaultdict(list), []
     for cell in cells:
-        if (cell.is_plain or cell.drift) and cell.clusters in (ranks.mode, "") and cell.method in lines:
+        if (cell.drift or not cell.conditions) and cell.clusters in (ranks.mode, "") and cell.method in lines:
             panels[cell.data, cell.shift, cell.drift or ""].append(cell)
     for key, panel in sorted(panels.items()):
         largest = max(cell.strength for cell in panel)
         of = {cell.method: cell for cell in panel if cell.strength == largest}
         each = {
-            plots.label(_marked(m, [of[m]])): [
+            plots.label(m + share_ended([of[m]])): [
                 {"seed": r["seed"], "round": t, "accuracy": a} for r in of[m].ended for t, a in r["curve"]
             ]
             for m in lines
@@ -301,7 +289,7 @@ def _tex(ranks: Ranks) -> list[str]:
             whole = {m for m in cells if means[m][0] is not None and all(cell.can_be_best for cell in cells[m])}
             best, texts = max((means[m][0] for m in whole), default=None), []
             for method, of in cells.items():
-                text, share = tex(number(*means[method], 1, 100)), _share_ended(of)
+                text, share = tex(number(*means[method], 1, 100)), share_ended(of).strip()
                 is_best = method in whole and round(best - means[method][0], 6) == 0
                 texts.append((rf"\textbf{{{text}}}" if is_best else text) + f" ({share})" * bool(share))
             heads.append(tex(shift.replace("_", " ")))
