@@ -102,11 +102,10 @@ def searched(cell: Cell) -> dict[str, Search]:
       {'lam': Search(low=0.03, high=10.0, log=True), 'lr': Search(low=0.02, high=2.0, log=True)}
     """
     method = find_method(cell.method)
-    options = {name: o for name, o in (all_options(cell.method) | method.declared).items() if takes(cell.method, name)}
-    if cell.clusters != "auto":
-        options.pop(method.finds_number_by, None)
-    ranges = {name: [m for m in option.metadata if isinstance(m, Search)] for name, option in options.items()}
-    return {name: spans[0] for name, spans in sorted(ranges.items()) if spans}
+    options = sorted((all_options(cell.method) | method.declared).items())
+    ranges = {name: span for name, option in options for span in option.metadata if isinstance(span, Search)}
+    fixed = None if cell.clusters == "auto" else method.finds_number_by
+    return {name: span for name, span in ranges.items() if name != fixed and takes(cell.method, name)}
 
 
 def draw_trials(cell: Cell, budget: int) -> list[dict[str, float]]:
@@ -161,11 +160,10 @@ def run_cell(cell: Cell, setting: dict[str, Any], data_dir: str | None) -> dict[
             on_held_out = options | {"eval_every": options["rounds"]}
             for trial in draw_trials(cell, setting["budget"]):
                 run = run_once(cell, on_held_out | trial, held_out, TUNING_SEED, first=not result["trials"])
-                score = run["accuracy"] if run["status"] in ("ok", "collapsed") else None
                 outcome = {name: run[name] for name in ("status", "reason", "seconds", "compile_seconds")}
-                result["trials"].append({"options": trial, "score": score} | outcome)
-            scores = [-1.0 if trial["score"] is None else trial["score"] for trial in result["trials"]]
-            best, first = result["trials"][int(np.argmax(scores))], result["trials"][0]
+                result["trials"].append({"options": trial, "score": run["accuracy"]} | outcome)
+            first = result["trials"][0]
+            best = max(result["trials"], key=lambda trial: -1.0 if trial["score"] is None else trial["score"])
 
             # Run the best, and the defaults.
             options |= best["options"]
@@ -369,8 +367,8 @@ def read_joules() -> list[tuple[float, float]]:
     for zone in sorted(RAPL.glob("intel-rapl:*")):
         with contextlib.suppress(OSError, ValueError):  # absent, or only root may read it
             if (zone / "name").read_text().startswith("package"):
-                counts = [int((zone / name).read_text()) / 1e6 for name in ("energy_uj", "max_energy_range_uj")]
-                counters.append((counts[0], counts[1]))
+                names = ("energy_uj", "max_energy_range_uj")
+                counters.append(tuple(int((zone / name).read_text()) / 1e6 for name in names))
     with contextlib.suppress(Exception):  # not installed, no driver
         import pynvml  # optional
 
