@@ -107,17 +107,17 @@ def list_tables(titles: Iterable[str]) -> list[Table]:
 
 def sweep_table(swept: Sweep, title: str) -> Group:
     """Returns the table of the best cells, in 80 columns: mean ± sample standard deviation over seeds."""
-    columns = {"loss": ("loss", 1, 3)}
+    columns = {"loss": ("loss", 3, 1)}
     if any("accuracy" in cell.mean for cell in swept.cells):
         columns = {name: COLUMNS[name] for name in ("accuracy", "worst_client_accuracy")} | columns
-    columns.setdefault(swept.metric, (swept.metric.replace("_", "\n"), 1, 3))
+    columns.setdefault(swept.metric, (swept.metric.replace("_", "\n"), 3, 1))
     table = numbers_table(list(swept.grid), [head for head, *_ in columns.values()])
     sign = -1 if METRICS[swept.metric] else 1
     order = sorted(swept.cells, key=lambda cell: sign * cell.mean[swept.metric] if cell.mean else math.inf)
     for cell in order[:MOST_SHOWN]:
         names = [Text(f"{value:g}" if isinstance(value, float) else str(value)) for value in cell.values.values()]
-        styles = ((cell.mean.get(name), cell.std.get(name), d, scale) for name, (_, scale, d) in columns.items())
-        table.add_row(*names, *(number(*style) for style in styles))
+        cells = (number(cell.mean.get(name), cell.std.get(name), *form) for name, (_, *form) in columns.items())
+        table.add_row(*names, *cells)
     return titled(title, table)
 
 

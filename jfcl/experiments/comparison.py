@@ -20,15 +20,15 @@ from jfcl.simulation.grid import METRICS
 from jfcl.simulation.results import BYTES
 
 OF_CLUSTERS = ("cluster_accuracy", "adjusted_rand", "rounds_to_recovery")  # agreement with the true clusters
-COLUMNS = {  # of tables: head, scale, digits
-    "accuracy": ("client\nacc. %", 100, 1),
-    "worst_client_accuracy": ("worst\nclient %", 100, 1),
+COLUMNS = {  # of tables: head, digits, scale
+    "accuracy": ("client\nacc. %", 1, 100),
+    "worst_client_accuracy": ("worst\nclient %", 1, 100),
     "perplexity": ("perplex-\nity", 1, 1),
-    "loss": ("test\nloss", 1, 3),
-    "cluster_accuracy": ("cluster\nacc. %", 100, 1),
-    "adjusted_rand": ("adjusted\nRand", 1, 2),
-    "clusters_in_use": ("clusters\nin use", 1, 0),
-    "rounds_to_recovery": ("found at\nround", 1, 0),
+    "loss": ("test\nloss", 3, 1),
+    "cluster_accuracy": ("cluster\nacc. %", 1, 100),
+    "adjusted_rand": ("adjusted\nRand", 2, 1),
+    "clusters_in_use": ("clusters\nin use", 0, 1),
+    "rounds_to_recovery": ("found at\nround", 0, 1),
 }
 MOST_DRAWN = 20  # runs in a picture, and with sections of their own in a report
 TEX = {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "±": r" $\pm$ ", "–": "--"}
@@ -149,7 +149,7 @@ def results_rows(summaries: dict[str, dict[str, Any]], *, further: bool = True) 
     names = dict.fromkeys(name for summary in summaries.values() for name in summary["mean"])
     users = [n for n in names if n not in (*COLUMNS, *BYTES) and not n.startswith(OF_NEWCOMERS)] if further else []
     for name, summary in summaries.items():
-        cells = [metric_text(metric, *over_seeds(summary, metric)) for metric in metrics]
+        cells = [number(*over_seeds(summary, metric), *COLUMNS[metric][1:]) for metric in metrics]
         recovered, seeds = recovered_seeds(summary), len(summary["per_seed"])
         at_round = number(over_seeds(summary, "rounds_to_recovery")[0], None, 0)
         at_round += f" ({recovered}/{seeds})" if 0 < recovered < seeds else ""
@@ -215,12 +215,6 @@ def number(value: float | None, std: float | None, digits: int, scale: float = 1
     fits = digits < 3 or not value or 10.0**-digits <= abs(value) < 1e7
     form = f"z.{digits}{'f' if fits else 'g'}"
     return f"{scale * value:{form}}" + ("" if std is None else f"±{scale * std:{form}}")
-
-
-def metric_text(name: str, value: float | None, std: float | None = None) -> str:
-    """Returns a value of one of `COLUMNS` as tables show it."""
-    _, scale, digits = COLUMNS[name]
-    return number(value, std, digits, scale)
 
 
 def over_seeds(summary: dict[str, Any], metric: str) -> tuple[float | None, float | None]:

@@ -306,15 +306,15 @@ def worst_clients(run: Results, label: str) -> Table | None:
 
 def seeds(run: Results, label: str) -> Table | None:
     """Returns the table of the results by seed, for several."""
-    per_seed, names = run.summary["per_seed"], []
+    per_seed, columns = run.summary["per_seed"], {}
     if len(per_seed) < 2:
         return None
-    for name in comparison.COLUMNS:
+    for name, column in comparison.COLUMNS.items():
         has_values = name == "rounds_to_recovery" or any(row.get(name) is not None for row in per_seed)
         if has_values and (name not in comparison.OF_CLUSTERS or comparison.compares_clusters(run.summary)):
-            names.append(name)
-    rows = [[row["seed"], *(comparison.metric_text(name, row.get(name)) for name in names)] for row in per_seed]
-    return Table(f"{label}seeds", ["seed", *(comparison.COLUMNS[name][0] for name in names)], rows)
+            columns[name] = column
+    rows = [[row["seed"], *(number(row.get(n), None, *form) for n, (_, *form) in columns.items())] for row in per_seed]
+    return Table(f"{label}seeds", ["seed", *(head for head, *_ in columns.values())], rows)
 
 
 def commands(run: Results) -> list[str]:
