@@ -85,11 +85,7 @@ def make_arguments(case: Case) -> tuple[jax.Array, Any, Clients]:
 
 
 def measure(
-    fn: Callable[..., Any],
-    *args: Any,
-    repeats: int,
-    limit_mb: float = math.inf,
-    limit_seconds: float = math.inf,
+    fn: Callable[..., Any], *args: Any, repeats: int, limit_mb: float = math.inf, limit_seconds: float = math.inf
 ) -> dict[str, Any]:
     """Compiles `fn(*args)` and runs it up to `repeats` times: compile seconds, seconds of each run, MB of temporaries.
 
