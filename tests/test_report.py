@@ -798,6 +798,12 @@ def test_seeds_that_found_the_clusters_are_explained():
     without = {"a": rows([2, 2]), "b": rows([None, None]), "c": rows([1, None], finds_clusters=False)}
     assert comparison.results_notes(without) == []
     assert comparison.results_rows(without)[1][2][6] == "–"
+    lines = comparison.results_csv({name: run | {"method": "m"} for name, run in without.items()}).splitlines()
+    assert [line.split(",")[:4] for line in lines[1:]] == [
+        ["a", "m", "2", "2"],
+        ["b", "m", "2", "0"],
+        ["c", "m", "2", ""],  # of a method that finds none
+    ]
 
 
 def test_a_mean_over_seeds_is_of_all_of_them():
@@ -905,7 +911,7 @@ def test_a_comparison_for_a_paper(forms, finished, tmp_path):
 
 
 def test_numbers_near_zero_have_no_sign():
-    assert comparison.number(-0.001, 0.002, 2) == "0.00±0.00"
+    assert comparison.number(-0.001, 0.002, 2) == "0.00±0.00" and comparison.number(-2.0, None, 3) == "-2.000"
 
 
 @pytest.mark.parametrize("losses", [(-2.0, -1.0), (3e-4, 1e-4), (3e9, 1e9)])

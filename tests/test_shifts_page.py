@@ -284,6 +284,8 @@ def test_failures_are_counted_and_in_no_mean(tmp_path, no_pictures):
     cannot(folder, "digits-label_swap-0.5-clove-auto", "<b>no labels</b>")
     change(folder, "digits-label_swap-1-local", default={"accuracy": 0.99})
     change(folder, "digits-label_swap-1-fedavg", default={"accuracy": 0.99}, tuned={})  # of one of the same runs
+    drawn = [{"options": {"lr": 0.1}, "score": 0.7}]  # where an option has no default
+    change(folder, "digits-label_swap-0.5-fedavg", default={"accuracy": 0.99}, trials=drawn)
     (folder / "cells" / "digits-rotation-1-ifca-auto.json").unlink()
     page = Page(write_page(folder).read_bytes())
     rows = rows_of(page, "heat-known-digits")  # label_swap, then rotation
