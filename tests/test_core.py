@@ -10,6 +10,7 @@ from jfcl.core import (
     Clients,
     aligned_zeros,
     check,
+    check_apart,
     check_choice,
     check_clients,
     check_count,
@@ -40,6 +41,34 @@ def test_a_clients_key_depends_on_its_id_alone():
     a, b = np.asarray(of(clients)), np.asarray(of(swapped))
     assert (a[::-1] == b).all()
     assert (a[0] != a[1]).any()
+
+
+BIG, FINE, COARSE = 2**24, np.arange(20_000) / 20_000, np.arange(2000) / 2000
+
+
+@pytest.mark.parametrize(
+    ("columns", "column"),
+    [
+        (np.array([0, BIG, BIG + 1]), ""),
+        (np.array([0, -BIG, -BIG - 1]), ""),
+        (np.array([[1, 0], [2, BIG], [3, BIG + 1]]), r" \(column 1\)"),
+        (1.7e9 + np.arange(20) / 10, ""),
+        (10_000 + COARSE, ""),  # float32 is 1 / 1024 apart there
+        (1000 + FINE, None),  # 1 / 16,384, of numbers between 1000 and 1001: rounding
+        (np.array([0.5, 1e9, 1e9 + 1]), None),
+        (np.array([0.3, 0.1 + 0.2]), None),
+        (np.array([BIG, BIG]), None),
+        (np.array([1.0, 2.0, 1e300]), None),  # refused elsewhere
+        ((1.7e9 + np.arange(20)).astype(np.float32), None),
+        (np.array([["a"], ["b"]]), None),
+    ],
+)
+def test_numbers_that_float32_does_not_tell_apart_are_refused(columns, column):
+    if column is None:
+        check_apart("x", columns)
+    else:
+        with pytest.raises(ValueError, match=f"^x{column} must be of numbers that float32 tells apart"):
+            check_apart("x", columns)
 
 
 def test_stack_clients_pads_with_zeros_and_keeps_order():

@@ -394,3 +394,7 @@ def test_arrays_beside_images_move_their_channels_only_in_the_plane_of_the_image
     moved = array_beside(maps, "w", moved=True, plane=(3, 4))
     np.testing.assert_array_equal(moved, maps.transpose(0, 2, 3, 1))
     np.testing.assert_array_equal(array_beside(maps, "w", moved=True, plane=(4, 4)), maps)
+    np.testing.assert_array_equal(array_beside(maps, "w", plane=(3, 4)), maps)
+    several = array_beside({"maps": maps, "one": pd.DataFrame({"a": [7]})}, "w", moved=True, plane=(3, 4))
+    np.testing.assert_array_equal(several["maps"], moved)
+    assert several["one"].tolist() == [7]

@@ -1,5 +1,7 @@
 """A user's own data: arrays, frames, data sets of other packages. What does not fit is named before anything runs."""
 
+from types import SimpleNamespace
+
 import jax
 import numpy as np
 import optax
@@ -10,6 +12,8 @@ from PIL import Image
 import jfcl
 from jfcl.core import check_clients, check_examples
 from jfcl.data import ClientStore, build, from_arrays, from_frame, from_huggingface, from_torch, tokenize
+from jfcl.data.columns import _read, _typed
+from jfcl.data.values import stacked
 
 rng = np.random.default_rng(0)
 
@@ -435,3 +439,59 @@ def test_numbers_of_hugging_face_are_kept_or_refused(hub):
         for table in (made, made.to_iterable_dataset()):
             with pytest.raises(ValueError, match=words):
                 from_huggingface(table)
+
+
+BYTE, DOUBLE = SimpleNamespace(dtype="uint8"), SimpleNamespace(dtype="float64")
+
+
+@pytest.mark.parametrize(
+    ("values", "feature", "types"),
+    [
+        (np.ones((3, 2, 2), np.int64), SimpleNamespace(dtype="uint8", shape=(2, 2)), ["uint8"]),
+        ([[1, 2], [3]], SimpleNamespace(feature=SimpleNamespace(feature=BYTE)), ["uint8", "uint8"]),
+        ([[1, 2], [3, None]], [BYTE], ["uint8", "object"]),
+        (np.ones((3, 2), np.int64), SimpleNamespace(dtype="int64", shape=(2,)), ["int64"]),
+        (np.ones(3, np.int64), BYTE, ["int64"]),  # single numbers are labels, of any type
+        (np.ones(3, np.int64), None, ["int64"]),
+    ],
+)
+def test_arrays_of_hugging_face_have_the_type_of_their_feature(values, feature, types):
+    typed = _typed(values, feature)
+    assert [row.dtype.name for row in ([typed] if isinstance(values, np.ndarray) else typed)] == types
+
+
+def test_numbers_of_hugging_face_are_read_in_float64_where_they_are():
+    class Image:
+        pass
+
+    class Table:
+        features = {"x": [DOUBLE], "y": BYTE, "picture": Image()}  # noqa: RUF012
+
+        def __len__(self):
+            return 2
+
+        def select_columns(self, names):
+            self.names = names
+            return self
+
+        def with_format(self, type, dtype=None):
+            forms.append((type, dtype))
+            return self
+
+        def __getitem__(self, rows):
+            return {name: [0, 1][rows] for name in self.names}
+
+    forms = []
+    assert _read(Table(), ["x", "y", "picture"])["y"] == [0, 1]
+    assert forms == [("numpy", np.float64), ("numpy", None), (None, None)]
+
+
+def test_rows_of_one_column_have_one_type():
+    def square(dtype):
+        return np.ones((2, 2), dtype)
+
+    for rows in ([square(np.uint8), square(np.float32)], [square(np.uint8), square(np.uint16)]):
+        with pytest.raises(ValueError, match=r"row 1 is of .*, row 0 of uint8; give one type"):
+            stacked(rows, "x")
+    assert stacked([square(np.float16), square(np.float64)], "x").dtype == np.float64
+    assert stacked([[1, 2], [1.5, 2.0]], "x").tolist() == [[1, 2], [1.5, 2]]  # Python's numbers
