@@ -50,6 +50,7 @@ BIG, FINE, COARSE = 2**24, np.arange(20_000) / 20_000, np.arange(2000) / 2000
     ("columns", "column"),
     [
         (np.array([0, BIG, BIG + 1]), ""),
+        (np.array([0, BIG, BIG + 1], np.int32), ""),
         (np.array([0, -BIG, -BIG - 1]), ""),
         (np.array([[1, 0], [2, BIG], [3, BIG + 1]]), r" \(column 1\)"),
         (1.7e9 + np.arange(20) / 10, ""),

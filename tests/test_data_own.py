@@ -13,7 +13,7 @@ import jfcl
 from jfcl.core import check_clients, check_examples
 from jfcl.data import ClientStore, build, from_arrays, from_frame, from_huggingface, from_torch, tokenize
 from jfcl.data.columns import _read, _typed
-from jfcl.data.values import stacked
+from jfcl.data.values import array_beside, as_type, stacked
 
 rng = np.random.default_rng(0)
 
@@ -495,3 +495,15 @@ def test_rows_of_one_column_have_one_type():
             stacked(rows, "x")
     assert stacked([square(np.float16), square(np.float64)], "x").dtype == np.float64
     assert stacked([[1, 2], [1.5, 2.0]], "x").tolist() == [[1, 2], [1.5, 2]]  # Python's numbers
+
+
+def test_numbers_of_large_columns_are_told_apart_and_those_of_images_rounded():
+    seconds = 1.7e9 + np.arange(20.0)
+    with pytest.raises(ValueError, match=r"x \(column 1\) must be of numbers that float32 tells apart"):
+        as_type(np.float32, np.stack([np.arange(20.0), seconds], axis=1), "x")
+    assert as_type(np.float32, seconds[:, None, None], "x").dtype == np.float32
+
+
+@pytest.mark.parametrize(("dtype", "wanted"), [("uint8", "uint8"), ("uint32", "uint32"), ("int64", "int32")])
+def test_integers_beside_inputs_keep_their_type_if_jax_has_it(dtype, wanted):
+    assert array_beside(np.full(3, 7, dtype), "w").dtype == wanted
