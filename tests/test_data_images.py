@@ -267,8 +267,9 @@ def test_images_of_bytes_are_not_mixed_with_floats_beyond_their_range():
     y, white = [0, 1], np.full((2, 5, 5, 1), 255, np.uint8)
     for images in (white, [Image.new("L", (5, 5), 255)] * 2):
         assert from_arrays([(images, y), (white / 255, y)]).examples["x"].min() == 1
-        with pytest.raises(ValueError, match=r"client 1: x must be divided by the white, in \[0, 1\]"):
-            from_arrays([(images, y), (white.astype(np.float32), y)])
+        for other in (white.astype(np.float32), white / 255 - 1.5):
+            with pytest.raises(ValueError, match=r"client 1: x must be divided by the white, in \[0, 1\]"):
+                from_arrays([(images, y), (other, y)])
 
 
 def test_images_stand_as_they_are_shown(tmp_path):
