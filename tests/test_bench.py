@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 import importlib.util
+import inspect
 import json
 import re
 import shlex
@@ -187,6 +188,14 @@ def peers_job(monkeypatch):
         monkeypatch.syspath_prepend(folder)
     monkeypatch.delenv("JFCL_DATA_DIR", raising=False)
     return importlib.import_module("against_peers"), importlib.import_module("job")
+
+
+def test_the_aggregators_take_the_options_of_the_benchmark(peers_job):
+    script = importlib.import_module("kernels")
+    case = {"malicious": 1, "radius": 1.0, "iterations": 3}
+    for name, aggregate in {**jfcl.kernels.AGGREGATORS, **jfcl.kernels.PRE_AGGREGATORS}.items():
+        if name not in script.NOT_TIMED:
+            inspect.signature(aggregate).bind(jnp.ones((5, 2)), **script.options_of(name, case))
 
 
 @pytest.mark.slow
