@@ -66,7 +66,9 @@ def main() -> None:
         seconds = float(np.median(found["seconds"]))
         row = {"clients": clients, "what": what, "seconds": seconds, "us_per_pair": 1e6 * seconds / pairs}
         row |= {"gflops": 0.02 * pairs / seconds, "peak_mb": found["peak_mb"], "runs": found["seconds"]}
-        rows.append(row | {name: found[name] for name in ("temporary_mb", "compile_seconds") if name in found})
+        rows.append(
+            row | {name: found[name] for name in ("temporary_mb", "compile_seconds", "threads") if name in found}
+        )
         return seconds
 
     for clients in [20] if args.quick else args.clients:

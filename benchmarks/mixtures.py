@@ -201,6 +201,7 @@ def rounds(args: argparse.Namespace) -> Iterator[Row]:
     states = {name: jax.jit(algorithm.init)(jax.random.key(0), clients) for name, algorithm in makes.items()}
     times: dict[str, list[float]] = {name: [] for name in makes}
     states = {name: step(jax.random.key(1), states[name], clients)[0] for name, step in steps.items()}
+    jax.block_until_ready(states)
     for _ in range(args.rounds):
         for name, step in steps.items():
             began = time.perf_counter()
