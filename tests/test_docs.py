@@ -130,15 +130,19 @@ def shortened(code: str) -> str:
 
 
 def runnable() -> list:
-    """Returns the pages with code, shortened, without blocks that are marked as slow, and as it is (slow)."""
+    """Returns the pages with code: as it is (slow), and shortened, without blocks that are marked as slow.
+
+    A page in `SLOW` runs as it is alone, and one that shortening does not change, shortened alone.
+    """
     found = []
     for page in PAGES:
-        runs = any("<!-- not run" not in notes for notes, _ in blocks(page, "python"))
-        if runs and name_of(page) not in RUN_ELSEWHERE:
-            for is_short in (True, False):
-                marks = [pytest.mark.slow] if not is_short or name_of(page) in SLOW else []
-                name = f"{name_of(page)}{', short' * is_short}"
-                found.append(pytest.param(page, is_short, id=name, marks=marks))
+        code = [block for block in blocks(page, "python") if "<!-- not run" not in block[0]]
+        if not code or name_of(page) in RUN_ELSEWHERE:
+            continue
+        if name_of(page) not in SLOW:
+            found.append(pytest.param(page, True, id=f"{name_of(page)}, short"))
+        if name_of(page) in SLOW or any(shortened(text) != text or "<!-- slow -->" in notes for notes, text in code):
+            found.append(pytest.param(page, False, id=name_of(page), marks=pytest.mark.slow))
     return found
 
 
