@@ -34,7 +34,7 @@ def normal(shape, seed, scale=1.0):
 
 
 def cosine(updates):
-    """Equation 18 in float64."""
+    """Equation 44 in float64."""
     updates = updates.astype(np.float64)
     norms = np.linalg.norm(updates, axis=1)
     return updates @ updates.T / np.outer(norms, norms)

@@ -14,7 +14,7 @@ from jfcl.kernels.base import COLUMNS, PyTree, if_rare, is_computable, shares_co
 
 
 def pairwise_cosine(updates: PyTree, *, mask: jax.Array | None = None) -> jax.Array:
-    """Returns the cosine similarity of every two clients' updates (Clustered Federated Learning, equation 18).
+    """Returns the cosine similarity of every two clients' updates (Clustered Federated Learning, equation 44).
 
     Args:
       updates: `[N, D]`, or a pytree of arrays stacked on a leading client axis.
