@@ -151,9 +151,10 @@ def federated_clustering(
 
     Returns:
       `Algorithm` with a `PersonalState`. With groups of `S` clients: `N S` gradients a round, those of a group at one
-      model as one pass over all its batches; memory `O(chunk S D + N D)`. Bytes: each client sends its model and
-      `S − 1` gradients, and gets `S − 1` models and its centre. `nonfinite` counts clients by their own gradient and
-      model; gradients of others with NaN, which every client leaves out for itself, are not counted.
+      model as one pass over all its batches; memory `O(chunk S D + N D)`. Bytes are those with a server that clusters:
+      each client sends its model and `S − 1` gradients, and gets `S − 1` models and its centre. (In the paper clients
+      cluster for themselves, and get `S − 1` gradients in place of a centre.) `nonfinite` counts clients by their own
+      gradient and model; gradients of others with NaN, which every client leaves out for itself, are not counted.
 
     Raises:
       ValueError: an option outside its range; both `radius` and `quantile`; a subgroup of more than `N` clients; epochs
