@@ -1,8 +1,8 @@
 """The experiments of Clustered Federated Learning (Sattler, Müller, Samek 2021): figures 3, 5, 6, 7, 8 and 9.
 
-The paper leaves open: learning rates, the widths of its networks, which labels are swapped, ε₁ and ε₂. What stands
-here is ours: plain SGD at the rate of each setting; labels as in `jfcl.data` (a pair of neighbours for each cluster);
-splits at the paper's rounds, by `min_rounds`, wherever `γ_max` allows them.
+The paper leaves open: learning rates, the widths of its networks, ε₁ and ε₂, and which labels are swapped, of which it
+has two examples. What stands here is ours: plain SGD at the rate of each setting; labels as in `jfcl.data` (the paper's
+1 and 7, 3 and 5, and two pairs more); splits at the paper's rounds, by `min_rounds`, wherever `γ_max` allows them.
 """
 
 from __future__ import annotations
