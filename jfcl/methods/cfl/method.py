@@ -65,8 +65,9 @@ def cfl(
 
     Every round, for every cluster `c`: if `‖Δθ_c‖ < ε₁` (the mean update) and `max_i ‖Δθ_i‖ > ε₂`, the optimal
     bipartition of `c` is computed; if `γ_max < sqrt((1 − α_cross) / 2)` (equation 39), it is carried out, and the
-    children average their own updates of the round at once. Means are weighted by size, as in Algorithm 2 and equation
-    32; Algorithm 5 prints equal weights, `weights="equal"`.
+    children average their own updates of the round at once (as in Algorithm 1 of Byzantine CFL; Algorithm 5 leaves this
+    open). Means are weighted by size, as in Algorithm 2 and equation 32; Algorithm 5 prints equal weights,
+    `weights="equal"`.
 
     Args:
       task, training: the model and how a client trains it.
