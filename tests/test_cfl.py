@@ -584,6 +584,7 @@ def byzantine_algorithm_1(clients, send, rounds, threshold):
 
 def test_byzantine_variant_is_its_algorithm():
     clients = regression([[1, -1, 2], [-1, 1, -2]], np.array([0, 0, 0, 1, 0, 1, 0, 0]), noise=0.3)
+    jfcl.byzantine_cfl(TASK, TRAINING, threshold=-1.0)  # the paper's thresholds are in [-1, 1)
     algorithm = jfcl.byzantine_cfl(TASK, TRAINING, threshold=0.02)
     state, metrics = rollout(algorithm, clients, key=jax.random.key(0), num_rounds=8)
     excluded, model = byzantine_algorithm_1(clients, lambda t, i, u: u, 8, 0.02)
@@ -653,7 +654,7 @@ def test_attackers_lie_in_whatever_is_compared(similarity):
         (lambda: jfcl.cfl(TASK, TRAINING, validation=1.0), r"validation must be in \[0, 1\), got 1.0"),
         (lambda: jfcl.cfl(TASK, TRAINING, fallback_rounds=0), "fallback_rounds must be an integer"),
         (lambda: jfcl.cfl(TASK, TRAINING, tree_dim=-1), "tree_dim must be an integer, at least 0"),
-        (lambda: jfcl.byzantine_cfl(TASK, TRAINING, threshold=1.0), r"threshold must be in \(-1, 1\), got 1.0"),
+        (lambda: jfcl.byzantine_cfl(TASK, TRAINING, threshold=1.0), r"threshold must be in \[-1, 1\), got 1.0"),
     ],
 )
 def test_bad_input_is_named(make, words):

@@ -22,7 +22,7 @@ def byzantine_cfl(
     task: Task,
     training: local.LocalTraining,
     *,
-    threshold: Annotated[Real, Interval("(-1, 1)"), Search(-0.2, 0.2, log=False)] = 0.02,
+    threshold: Annotated[Real, Interval("[-1, 1)"), Search(-0.2, 0.2, log=False)] = 0.02,
     similarity: Annotated[str, OneOf(SIMILARITIES)] = "updates",
     privacy: Privacy = None,
     privacy_seed: PrivacySeed = 0,
@@ -33,11 +33,13 @@ def byzantine_cfl(
     Every round the optimal bipartition of the remaining clients is computed; if `α_cross < threshold`, its smaller side
     is excluded permanently. Random updates have similarities of the order of `1/√D`, so the paper's threshold needs
     models of many more than 2,500 parameters. The others' updates are averaged by size; the paper prints equal weights,
-    `weights="equal"`, which are the same where clients hold equally many examples, as in its experiments.
+    `weights="equal"`, which are the same where clients hold equally many examples, as in its experiments. (The other
+    branch of Algorithm 1, "regular CFL", keeps both sides as clusters: `jfcl.cfl` with `eps_1=jnp.inf`, `eps_2=1e-30`
+    and `gamma_max=0.7`, for which equation 39 is `α_cross < 0.02`.)
 
     Args:
       task, training: as in `jfcl.cfl`.
-      threshold: of `α_cross`, in (-1, 1): below it, the smaller side is excluded; the paper's is 0.02.
+      threshold: of `α_cross`, in [-1, 1): below it, the smaller side is excluded; the paper's is 0.02.
       similarity: what is compared: `"updates"`, or full-batch `"gradients"`.
       privacy: `"permutation"`, `"sign"` or `"rotation"`: clients hide their updates by this secret operator.
       privacy_seed: the seed of the clients' secret operator.
