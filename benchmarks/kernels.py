@@ -220,7 +220,7 @@ def clipping(quick: bool) -> list[Row]:
         row["gb/s"] = 2 * gigabytes / row["seconds"]
         row["times"] = row["gb/s"] / rows[0]["gb/s"]
     few = jnp.asarray(normal(50, dim))
-    given = ([few], jnp.ones(len(few), bool), [jnp.zeros(dim)], jnp.float32(300.0), jnp.ones(len(few)))
+    given = ([few], jnp.ones(len(few), bool), [jnp.zeros(dim)], jnp.float32(300.0))
     forms = {"direct form": robust_vectors._clip, "gram form": robust_vectors._clip_by_products}
     seconds = in_turn({form: lambda run=run: run(*given, num_iters=50) for form, run in forms.items()})
     return rows + rows_of("clipping", f"N=50 D={dim}, 50 iterations", seconds)

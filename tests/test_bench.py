@@ -3,7 +3,6 @@
 import argparse
 import dataclasses
 import importlib.util
-import inspect
 import json
 import re
 import shlex
@@ -190,12 +189,17 @@ def peers_job(monkeypatch):
     return importlib.import_module("against_peers"), importlib.import_module("job")
 
 
-def test_the_aggregators_take_the_options_of_the_benchmark(peers_job):
+SECTIONS = "bipartition cosine threshold clipping kmeans knee spectral aggregators of_updates convolution layers"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("section", SECTIONS.split())
+def test_the_kernels_and_what_they_are_compared_with_run(peers_job, monkeypatch, section):
     script = importlib.import_module("kernels")
-    case = {"malicious": 1, "radius": 1.0, "iterations": 3}
-    for name, aggregate in {**jfcl.kernels.AGGREGATORS, **jfcl.kernels.PRE_AGGREGATORS}.items():
-        if name not in script.NOT_TIMED:
-            inspect.signature(aggregate).bind(jnp.ones((5, 2)), **script.options_of(name, case))
+    monkeypatch.setattr(script, "run_peer", lambda *_: None)
+    assert [*script.SECTIONS] == SECTIONS.split()
+    rows = script.SECTIONS[section](quick=True)
+    assert rows and all(row["seconds"] > 0 for row in rows)
 
 
 @pytest.mark.slow
