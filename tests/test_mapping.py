@@ -223,7 +223,9 @@ def test_losses_are_in_lots_on_an_accelerator(monkeypatch):
     assert memory.in_lots(jax.vmap, cnn, clients, 4) == chunked(2)
     assert memory.in_lots(jax.vmap, cnn, clients, 40) == chunked(1)
     assert memory.in_lots(divided, cnn, clients, 4) == replace(divided, inner=chunked(2))
-    assert memory.in_lots(few, cnn, clients) is few and memory.in_lots(jax.vmap, mlp, clients) is jax.vmap
+    for axis in (few, replace(divided, inner=few)):
+        assert memory.in_lots(axis, cnn, clients) is axis
+    assert memory.in_lots(jax.vmap, mlp, clients) is jax.vmap
 
 
 @pytest.mark.slow

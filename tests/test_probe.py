@@ -241,15 +241,16 @@ def test_a_run_needs_memory_for_its_data_and_twice_its_state(monkeypatch, kind, 
 @pytest.mark.parametrize(
     ("kind", "axis", "seeds", "most"),
     [
-        ("cpu", jax.vmap, 1, 6 * 7 * 140),
-        ("cpu", jfcl.chunked(1), 3, 6 * 3 * 7 * 20),  # one client at a time needs nothing, the results of all do
+        ("cpu", jax.vmap, 1, 6 * 5 * 140),
+        ("cpu", jfcl.chunked(1), 3, 6 * 3 * 5 * 20),  # one client at a time needs nothing, the results of all do
         ("gpu", jfcl.chunked(2), 1, 200 * 2 * 140),
-        ("gpu", SHARDED, 1, 200 * 4 * 140),  # the larger half of the clients
+        ("gpu", SHARDED, 1, 200 * 3 * 140),  # the larger half of the clients
     ],
 )
 def test_a_round_is_compiled_where_it_might_not_fit(monkeypatch, kind, axis, seeds, most):
-    """Of 7 clients with 120 bytes of examples, and of models with 20 bytes."""
+    """Of 5 clients with 120 bytes of examples, and of models with 20 bytes."""
     clients, _, task, training = problem()
+    clients = jax.tree.map(lambda x: x[:5], clients)
     algorithm, compiled = jfcl.ifca(task, training, num_clusters=2, client_axis=axis), []
     state = jax.eval_shape(lambda: jax.tree.map(lambda x: x[None], algorithm.init(jax.random.key(0), clients)))
     monkeypatch.setattr(memory, "needed_memory", lambda *_: compiled.append(1) or 0)
@@ -259,6 +260,17 @@ def test_a_round_is_compiled_where_it_might_not_fit(monkeypatch, kind, axis, see
         monkeypatch.setattr(memory, "free_memory", lambda free=free: free)
         memory.check_memory(algorithm, clients, axis, state, seeds_at_once=seeds)
         assert bool(compiled) == is_compiled
+
+
+def test_chunks_that_may_fit_leave_room_for_the_data(monkeypatch):
+    clients, _, task, training = problem()
+    algorithm = jfcl.fedavg(task, training, client_axis=jax.vmap)
+    state = jax.eval_shape(lambda: jax.tree.map(lambda x: x[None], algorithm.init(jax.random.key(0), clients)))
+    monkeypatch.setattr(memory.mapping, "platform_of", lambda axis: "gpu")
+    monkeypatch.setattr(memory, "free_memory", lambda: 7 * 120 + 4000.0)
+    monkeypatch.setattr(memory, "needed_memory", lambda *_: 6000)
+    with pytest.raises(ValueError, match="chunks of at most 4 clients"):
+        memory.check_memory(algorithm, clients, jax.vmap, state)
 
 
 @pytest.mark.parametrize(("axis", "data"), [(jax.vmap, 7 * 124), (SHARDED, 8 * 124 // 2)])

@@ -174,5 +174,5 @@ def check_memory(
     needed = seeds_at_once * sharing * needed_memory(algorithm, clients, client_axis)
     fits = int(at_once * (free - data) / max(needed, 1))  # at most: the results of all clients do not shrink
     chunks = f"chunks of at most {fits} clients (--chunk {fits}, jfcl.chunked({fits})) may fit"
-    advice = chunks if 0 < fits < at_once else "use fewer clients or a smaller model"
+    advice = chunks if fits else "use fewer clients or a smaller model"
     check(data + needed < free, "memory", f"{(data + needed) / 1e9:.1f} GB", f"{at_most}; {advice}")
