@@ -768,8 +768,11 @@ def test_an_error_in_the_thread_surfaces(monkeypatch, tmp_path):
 @pytest.mark.filterwarnings("ignore:round 1, seed 0. 4 client update")
 def test_divergence_is_said():
     wild = jfcl.fedavg(TASK, jfcl.local_training(optax.sgd(1e20), num_steps=9))
-    with pytest.raises(jfcl.DivergedError):
+    with pytest.raises(jfcl.DivergedError, match="round 2, seed 0: no client sent a finite update"):
         population(wild)
+    lost = jfcl.fedavg(TASK, TRAINING, server_optimizer=optax.scale(np.inf))
+    with pytest.raises(jfcl.DivergedError, match="round 1, seed 0: a model is no longer finite"):
+        population(lost)
 
 
 ZEROS = {"x": np.zeros((7, 2, 9), np.float32), "y": np.zeros((7, 2))}
