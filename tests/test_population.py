@@ -286,7 +286,7 @@ class Heard(NamedTuple):
     visits: Any  # [2, N], with examples and without
 
 
-def test_remembered_clients_are_those_heard_last_and_keep_what_the_server_changes():
+def test_remembered_clients_are_those_heard_last_and_keep_what_the_server_changes(tmp_path):
     people = jfcl.Clients(jax.tree.map(lambda x: np.resize(x, (12, *x.shape[1:])), CLIENTS.examples), np.full(12, 3))
     store = ClientStore.from_clients(people)
 
@@ -302,7 +302,10 @@ def test_remembered_clients_are_those_heard_last_and_keep_what_the_server_change
         return state._replace(round=t, heard=jnp.where(here, t, state.heard), visits=visits), metrics
 
     algorithm = Algorithm(init, step, TASK, last_updates=lambda state: state.heard)
-    history = population(algorithm, store, cohort=3, remember=4, test_clients=None)
+    options = {"cohort": 3, "test_clients": None, "out": tmp_path / "run"}
+    history = population(algorithm, store, remember=4, **options)
+    with pytest.raises(ValueError, match="cohorts.remember: it has 4, asked for 3"):
+        population(algorithm, store, remember=3, resume=True, **options)
     heard, visits = np.zeros(12, np.int32), np.zeros((12, 2), np.int32)
     for t, ids in enumerate(drawn(KEY, 3, 6, make_sampler(store, 3)), 1):
         present = np.array(history.records[t - 1]["present"])
@@ -681,7 +684,7 @@ def test_too_little_memory_is_said_before_anything_runs(monkeypatch, tmp_path):
 
 
 def test_the_tests_of_evaluated_clients_count_before_anything_runs(monkeypatch, tmp_path):
-    monkeypatch.setattr(memory, "free_memory", lambda: 0.3e6)
+    monkeypatch.setattr(memory, "free_memory", lambda: 0.35e6)
     examples = {"x": np.zeros((7, 900, 4), np.float32), "y": np.ones((7, 900), np.float32)}
     store = ClientStore.from_clients(jfcl.Clients(examples, np.full(7, 900, np.int32)))  # 18 kB a client
     with pytest.raises(ValueError, match=r"memory must be at most the 0.0 GB that are free"):
@@ -876,7 +879,7 @@ def test_another_population_is_not_resumed(tmp_path):
     before = sorted((p, p.read_bytes()) for p in tmp_path.rglob("*") if p.is_file())
     other = ClientStore.from_clients(CLIENTS._replace(size=CLIENTS.size - 1), cluster=CLUSTER)
     changes = {"cohort": 5, "dropout": 0.5, "key": jax.random.key(9), "store": other, "test_clients": other}
-    for name, value in (changes | {"evaluate": [0]}).items():
+    for name, value in (changes | {"evaluate": [0], "stragglers": 0.5, "sampling": "size"}).items():
         said = {"test_clients": "test_store", "evaluate": "evaluated"}.get(name, name)
         with pytest.raises(ValueError, match=rf"another configuration \(cohorts\.{said}: it has"):
             population(out=tmp_path / "run", resume=True, **{name: value})
