@@ -124,6 +124,10 @@ def test_the_state_says_whom_a_method_serves_whose_clients_do_not_choose_by_loss
     for serve in ("loss", "state"):
         history = population(algorithm, num_rounds=1, serve=serve)
         assert history.clients["model"].tolist() == history.clients["cluster"].tolist() == [CLUSTER.tolist()]
+    history = population(num_rounds=2, serve="state", key=jax.random.key(8))
+    of_last_rounds, seen = history.rows.arrays[0], history.rows.seen
+    assert len(set(of_last_rounds[seen])) == 2
+    assert history.clients["model"][0, seen].tolist() == of_last_rounds[seen].tolist()
 
 
 @pytest.mark.slow
@@ -304,7 +308,7 @@ def test_remembered_clients_are_those_heard_last_and_keep_what_the_server_change
     algorithm = Algorithm(init, step, TASK, last_updates=lambda state: state.heard)
     options = {"cohort": 3, "test_clients": None, "out": tmp_path / "run"}
     history = population(algorithm, store, remember=4, **options)
-    with pytest.raises(ValueError, match="cohorts.remember: it has 4, asked for 3"):
+    with pytest.raises(ValueError, match=r"cohorts\.remember: it has 4, asked for 3"):
         population(algorithm, store, remember=3, resume=True, **options)
     heard, visits = np.zeros(12, np.int32), np.zeros((12, 2), np.int32)
     for t, ids in enumerate(drawn(KEY, 3, 6, make_sampler(store, 3)), 1):

@@ -226,14 +226,12 @@ class Streamed:
         entries, per_seed = self._algorithm.entries, {name: v[None] for name, v in values.items()}
         silence = evaluation.silence_after(silence, per_seed)
 
-        # The rows of participants change, and those of remembered clients where the server has changed them; none where
-        # the models are lost, which ends the run.
+        # The rows of participants change, and those of remembered clients where the server has changed them.
         changed = drawn.size > 0
         if self._remember:
             changed = np.concatenate([changed, rows.seen[remembered] & _differ(before, after, self._population.cohort)])
         self._drawn, self._after, written = drawn, after, np.flatnonzero(changed)
-        if finite and silence.count[0] < self.most_silent:
-            rows.write(np.concatenate([drawn.ids, remembered])[written], [values[written] for values in after])
+        rows.write(np.concatenate([drawn.ids, remembered])[written], [values[written] for values in after])
         sums = {name: [float(v)] for name, v in values.items() if name in (*evaluation.SUMMED, *entries.sums)}
         sums |= {name: [float(count)] for name, count in drawn.counts.items()}
         largest = {name: per_seed[name].astype(np.int32) for name in entries.largest if name in per_seed}
