@@ -923,6 +923,7 @@ def test_what_follows_from_shared_arrays_is_computed_again_for_evaluated_clients
     history = population(algorithm, num_rounds=1, cohort=2, test_clients=tests, evaluate=[4, 1])
     error = CLIENTS.examples["y"][[4, 1], 0] - CLIENTS.size[[4, 1]].sum()  # their training examples
     np.testing.assert_allclose(history.clients["loss"][0], error**2 / 2, rtol=1e-5)
+    assert history.clients["examples"].tolist() == [CLIENTS.size[[4, 1]].tolist()]
 
 
 def test_evaluated_clients_of_unknown_clusters():

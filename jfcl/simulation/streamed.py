@@ -141,7 +141,7 @@ class Streamed:
         _check_hardest(algorithm, store, size)
         self._hold = hold = partial(mapping.held, client_axis, algorithm.task)
         served = jax.eval_shape(lambda state: algorithm.serve(state, None), self._shapes)
-        self._num_models = 1 if self._layout.personal else jax.tree.leaves(served.models)[0].shape[0]
+        self._num_models = jax.tree.leaves(served.models)[0].shape[0]
         self._several = self._layout.personal or self._num_models > 1 or bool(jax.tree.leaves(served.personal))
         self._choices = evaluation.choices_among(served, self._num_models, size, store.cluster)
         self._is_tested = tests is not None
