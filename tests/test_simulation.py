@@ -304,6 +304,17 @@ def test_divergence_stops_with_a_clear_error_and_keeps_the_checkpoint(tmp_path):
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 3
 
 
+def test_silence_within_a_call_of_the_program_is_divergence():
+    """All clients are silent in round 3, of a call with rounds 2 to 6."""
+
+    def step(key, state, clients):
+        state, metrics = STILL.step(key, state, clients)
+        return state, metrics | {"participants": jnp.int32(7), "nonfinite": jnp.where(state.round == 3, 7.0, 0.0)}
+
+    with pytest.raises(jfcl.DivergedError, match="by round 6, seed 0: no client sent a finite update"):
+        sim(algorithm=Algorithm(STILL.init, step, TASK), eval_every=6)
+
+
 def test_updates_of_everyone_broken_is_an_error_and_of_one_a_note():
     x = CLIENTS.examples["x"].copy()
     x[1] = 3e38  # finite, but its gradient is not

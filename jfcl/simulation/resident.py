@@ -79,7 +79,7 @@ def _init(keys, hyperparams, clients, *, algorithm, row_axis, client_axis):
 def _advance(keys, hyperparams, state, silence, first, count, clients, *, algorithm, row_axis, client_axis):
     """Returns the `Block` of `count` rounds from round `first` on, at most `MOST_ROUNDS`.
 
-    Its sums are not summed yet: they are the metrics of every round, `[R, MOST_ROUNDS]` each.
+    Its sums are not summed yet: they are the metrics of every round, `[R, MOST_ROUNDS]` each, and zeros behind them.
     """
 
     def one(key, hyperparams, state, silence, first, count, clients):
@@ -331,7 +331,7 @@ class Resident:
         self._compiled()
         block = jax.block_until_ready(_advance(*args, **self._static))
         on_host = hosts.fetch(block._replace(state=None, values=None, finite=None))
-        sums = {name: rounds[:, :count].sum(axis=1, dtype=np.float64).tolist() for name, rounds in on_host.sums.items()}
+        sums = {name: rounds.sum(axis=1, dtype=np.float64).tolist() for name, rounds in on_host.sums.items()}
         return on_host._replace(state=block.state, values=block.values, finite=block.finite, sums=sums)
 
     def evaluate(self, state, values) -> Assessment:
