@@ -317,34 +317,6 @@ def k_means(quick: bool) -> list[Row]:
     return rows
 
 
-def knee_by_loop(values: np.ndarray) -> float:
-    """Kneedle as its paper describes it, value after value, from the high end of the sorted ones."""
-    y = np.sort(values)[::-1]
-    step = 1 / (len(y) - 1)
-    above = (y[0] - y) / (y[0] - y[-1]) - np.arange(len(y)) * step
-    threshold = place = None
-    for i in range(len(y) - 1):
-        left, right = above[max(i - 1, 0)], above[i + 1]
-        if above[i] >= left and above[i] >= right:
-            threshold, place = above[i] - step, i
-        if above[i] <= left and above[i] <= right:
-            threshold = None
-        if threshold is not None and right < threshold:
-            return float(y[place])
-    return float(y[0])
-
-
-def knees(quick: bool) -> list[Row]:
-    """Of values on a line, which have no knee, so that the loop looks at all of them."""
-    rows = []
-    for count in (1000,) if quick else (1000, 100_000):
-        values = np.arange(count, dtype=np.float32)
-        ours = partial(kernels.knee, jnp.asarray(values))
-        seconds = in_turn({"loop in NumPy": partial(knee_by_loop, values), "knee": ours})
-        rows += rows_of("knee", f"N={count}", seconds)
-    return rows
-
-
 def spectral(quick: bool) -> list[Row]:
     """The number of clusters, of two to four, by the measure of Davies and Bouldin; one embedding for all numbers."""
 
@@ -487,7 +459,6 @@ SECTIONS = {
     "threshold": threshold,
     "clipping": clipping,
     "kmeans": k_means,
-    "knee": knees,
     "spectral": spectral,
     "aggregators": aggregators,
     "of_updates": of_updates,

@@ -189,7 +189,7 @@ def peers_job(monkeypatch):
     return importlib.import_module("against_peers"), importlib.import_module("job")
 
 
-SECTIONS = "bipartition cosine threshold clipping kmeans knee spectral aggregators of_updates convolution layers"
+SECTIONS = "bipartition cosine threshold clipping kmeans spectral aggregators of_updates convolution layers"
 
 
 @pytest.mark.slow
