@@ -510,13 +510,6 @@ def test_a_run_that_goes_on_is_not_finished(finished, tmp_path, capsys, monkeypa
 
 
 @pytest.mark.slow
-def test_a_json_file_of_ones_own(tmp_path):
-    (tmp_path / "own.json").write_text('{"method": "fedavg", "clients": 8, "clusters": 2, "rounds": 3}')
-    assert cli.main(["run", "--config", str(tmp_path / "own.json"), "--quiet", "--out", str(tmp_path / "run")]) == 0
-    assert json.loads((tmp_path / "run" / "summary.json").read_text())["num_rounds"] == 3
-
-
-@pytest.mark.slow
 def test_one_model_is_everybodys_start_but_not_that_of_several_clusters(finished, tmp_path, capsys):
     start = ["--init-from", str(finished / "fedavg"), "--out", str(tmp_path / "run")]
     assert cli.main(["run", "local", *QUICK, *start]) == 0

@@ -293,6 +293,13 @@ def test_shares_counts_and_files_of_others_are_answered(tmp_path, capsys):
         assert said in " ".join(capsys.readouterr().err.split())
 
 
+def test_a_json_file_of_ones_own(tmp_path):
+    file, options = tmp_path / "own.json", {"method": "fedavg", "clients": 8, "clusters": 2, "rounds": 3}
+    file.write_text(json.dumps(options))
+    given = given_options(parse(["run", "--config", str(file)]))
+    assert given == options and Config(**given).rounds == 3
+
+
 def test_a_flag_overrides_what_a_file_has_in_its_place(tmp_path):
     file = tmp_path / "x.toml"
     for content, flags, wanted in [
