@@ -7,10 +7,12 @@ import sys
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 from sklearn.metrics import adjusted_rand_score
+from still_method import still
 from test_methods import KIND, factory
 
 import jfcl
@@ -243,6 +245,18 @@ def test_a_run_is_that_of_its_steps_one_after_another(window):
         np.testing.assert_allclose(record["adjusted_rand"], wanted, atol=1e-6)
     assert history.clients["examples"].tolist() == [[30 if window is None else 10] * 4]
     np.testing.assert_array_equal(history.clients["accuracy"][0], accuracy(state_of[7], fed.test).astype(np.float32))
+
+
+def test_a_method_ends_after_the_last_change_of_the_data():
+    task, fed = task_and_data(window=1)
+    algorithm = still(task, lambda key: jax.tree.map(lambda x: x[None], task.init(key)))
+
+    def step(*args):
+        state, metrics = algorithm.step(*args)
+        return state, metrics | {"ended": jnp.bool_(True)}
+
+    history = run(algorithm._replace(step=step), fed)
+    assert history.rounds == 5 and fed.drift.ends(7) == [2, 4, 7]
 
 
 def test_the_clients_of_every_round_have_the_clusters_and_examples_of_its_step(tmp_path):

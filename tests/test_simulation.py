@@ -304,6 +304,15 @@ def test_divergence_stops_with_a_clear_error_and_keeps_the_checkpoint(tmp_path):
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 3
 
 
+def test_sums_over_the_rounds_of_a_call_are_those_of_float64():
+    def step(key, state, clients):
+        state, metrics = STILL.step(key, state, clients)
+        return state, metrics | {"bytes_up": jnp.where(state.round == 2, 2.0**24, 1.0)}
+
+    history = sim(algorithm=Algorithm(STILL.init, step, TASK), eval_every=6)
+    assert history.records[-1]["bytes_up"] == 2**24 + 5
+
+
 def test_silence_within_a_call_of_the_program_is_divergence():
     """All clients are silent in round 3, of a call with rounds 2 to 6."""
 
@@ -699,7 +708,7 @@ def test_a_method_says_what_records_hold_and_why_it_ends():
 
     def step(key, state, clients):
         new, metrics = STILL.step(key, state, clients)
-        own = {"twos": jnp.int32(2), "far": new.round % 5, "below": new.round - 50, "ended": new.round >= 7}
+        own = {"twos": jnp.int32(2), "far": new.round % 7, "below": new.round - 50, "ended": new.round >= 7}
         return new, metrics | own
 
     entries = jfcl.Entries(sums=("twos",), largest=("far", "below"), ended="seven are enough", notes=notes)
@@ -707,7 +716,7 @@ def test_a_method_says_what_records_hold_and_why_it_ends():
         history = sim(algorithm=Algorithm(STILL.init, step, TASK, entries=entries), num_rounds=20, eval_every=3)
     said = [str(w.message) for w in caught]
     assert said == ["round 6, seed 0: far", "round 9, seed 0: the end"]
-    assert [(r["round"], r["twos"], r["far"]) for r in history.records] == [(3, 6.0, 3), (6, 12.0, 4), (9, 18.0, 4)]
+    assert [(r["round"], r["twos"], r["far"]) for r in history.records] == [(3, 6.0, 3), (6, 12.0, 6), (9, 18.0, 2)]
     assert (history.rounds, history.ended, history.records[-1]["below"]) == (9, "seven are enough", -41)
 
 
