@@ -437,6 +437,14 @@ def test_an_infinite_loss_is_the_worst():
     assert [row[-1] for row in table.rows] == ["inf", "1.000"] and "2 worst of 2 clients" in table.caption
 
 
+@pytest.mark.parametrize("finds", [True, False])
+def test_clusters_of_a_method_that_finds_none_are_not_shown(finds):
+    """They are the clients' own numbers, which would stand beside the true clusters."""
+    clients = {"seed": np.zeros(3, int), "client": np.arange(3), "cluster": np.arange(3), "loss": np.ones(3)}
+    table = worst_clients(Results(Path(), {}, {"finds_clusters": finds}, [], clients, True, []), "")
+    assert ("cluster" in table.heads) == ("cluster" in table.caption) == finds
+
+
 @pytest.mark.slow
 def test_a_run_in_python_beside_one_of_the_command_line(finished, copy):
     clients, cluster, task, training = jfcl.testing.problem()

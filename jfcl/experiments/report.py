@@ -292,15 +292,17 @@ def worst_clients(run: Results, label: str) -> Table | None:
     sign, scale, digits, unit = (1, 100, 1, "accuracy %") if by == "accuracy" else (-1, 1, 3, "loss")
     worst = np.lexsort((first["client"][tested], sign * mean))[:WORST]
     # A row for each.
-    columns = {"examples": "training examples", "true_cluster": "true cluster", "cluster": "cluster"}
+    columns = {"examples": "training examples", "true_cluster": "true cluster"}
+    if run.summary.get("finds_clusters", True):  # else it is 0 for all, or the client's own number
+        columns["cluster"] = "cluster"
     columns = {"client": "client"} | {name: head for name, head in columns.items() if name in clients}
     shown = {f"mean {unit}": mean, "lowest seed": low, "highest seed": high} if len(values) > 1 else {unit: mean}
     rows = [
         [first[name][tested[i]] for name in columns] + [number(v[i], None, digits, scale) for v in shown.values()]
         for i in worst
     ]
-    caption = f"The {len(worst)} worst of {len(tested)} clients with test examples, by their {by} on these. The cluster"
-    caption += f" is that of seed {first['seed'][0]}."
+    caption = f"The {len(worst)} worst of {len(tested)} clients with test examples, by their {by} on these."
+    caption += f" The cluster is that of seed {first['seed'][0]}." if "cluster" in columns else ""
     return Table(f"{label}worst", [*columns.values(), *shown], rows, caption)
 
 
