@@ -221,6 +221,14 @@ def test_outputs_of_several_arrays_are_exported(tmp_path):
     assert jax.tree.map(np.shape, again.call(x)) == {"sum": (2,), "x": (2, 3)}
 
 
+def test_the_models_of_single_clients_of_a_last_cohort_are_no_result(tmp_path):
+    """Nothing in a population's folder would say whose they are, and they are fewer than the rows of clients.csv."""
+    options = {"population": 12, "cohort": 4, "clusters": 2, "rounds": 1, "local_steps": 1, "examples_per_client": 8}
+    run(Config("local", **options, model="linear", mapping="vmap"), out=tmp_path)
+    with pytest.raises(ValueError, match=r"params\.npz does not exist"):
+        load_params(tmp_path)
+
+
 @pytest.mark.slow
 def test_a_language_model_is_exported_for_whole_numbers(tmp_path):
     task = jfcl.models.language_model(jfcl.models.LSTMLanguageModel(12, features=3, hidden=4), 5, 12)

@@ -170,7 +170,8 @@ def load_params(folder: str | Path, part: str = "params") -> PyTree:
         if part != "params":
             return ()
         which = "a finished run of the command line or jfcl.experiments.run"
-        raise ValueError(f"init_from must be the folder of {which}, but {saved} does not exist")
+        unless = "a population in which each client has a model of its own leaves none"
+        raise ValueError(f"init_from must be the folder of {which}, but {saved} does not exist ({unless})")
     arrays, params = files.read_npz(saved, lambda arrays: (arrays, unflatten_dict(arrays, sep="/")))
     counts = {array.shape[:1] for array in arrays.values()}
     check(len(counts) == 1 and min(counts) > (0,), str(saved), counts, "models of one number, at least 1")

@@ -185,11 +185,12 @@ def _write_results(out: Path, summary: dict[str, Any], history: History, parts: 
     """Writes `clients.csv`, `params.npz`, the plots and, last, `summary.json`, which marks the run as finished.
 
     `personal.npz` holds personal parameters, and `mixture.npz` the weights of clients' mixtures, where the run has any
-    and is not one of a population, whose state is that of the last cohort.
+    and is not one of a population, whose state is that of the last cohort. Of a population `params.npz` holds the
+    models that clients share, and is left out where each has a model of its own.
     """
     name, records, served = summary["method"], history.records, history.served
     of_all = history.rows is None  # the clients of the state are those that are evaluated
-    arrays = {"params": served.models}
+    arrays = {"params": served.models} if of_all or served.to is not None else {}
     if of_all and jax.tree.leaves(served.personal):
         arrays["personal"] = served.personal
     if of_all and served.to is not None and served.to.ndim == 3:
