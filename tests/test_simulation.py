@@ -23,7 +23,7 @@ from jfcl.core.platforms import compiles_alone
 from jfcl.mapping import jitted
 from jfcl.mapping.axis import chunked
 from jfcl.simulation import evaluation, loop, progress, resident
-from jfcl.simulation.evaluation import Silence, adopted, silence_after
+from jfcl.simulation.evaluation import Silence, adopted, choices_among, finite_mean, silence_after
 from jfcl.simulation.leaves import read_leaves, write_leaves
 from jfcl.testing import count_compilations, problem
 
@@ -384,6 +384,27 @@ def test_sizes_of_other_integer_types():
         wide = sim(algorithm=algorithm, clients=clients, test_clients=None, num_rounds=2)
         narrow = sim(algorithm=algorithm, test_clients=None, num_rounds=2)
     assert equal(wide.state, narrow.state)
+
+
+def test_clients_choose_among_models_where_one_model_is_a_collapse():
+    served, one = Served({}, np.zeros(7, np.int32)), np.array([0, 0, 0, 0, 0, 0, -1])
+    for given, models, true, choices in [
+        (served, 2, None, 2),
+        (served, 2, CLUSTER, 2),
+        (served, 2, one, 1),  # those of a hostile client do not count
+        (served, 2, one * 0 - 1, 2),
+        (served, 6, None, 6),
+        (served, 7, None, 1),  # as many as clients
+        (served._replace(to=np.ones((7, 2), np.float32)), 2, None, 1),
+        (served._replace(active=np.ones(2, bool)), 2, None, 1),
+    ]:
+        assert choices_among(given, models, 7, true) == choices
+
+
+def test_means_are_of_finite_values():
+    values, rows = jnp.array([1.0, jnp.inf, jnp.nan, 3.0]), jnp.array([True, True, True, False])
+    assert finite_mean(values) == 2 and finite_mean(values, rows) == 1
+    assert finite_mean(jnp.stack([values, values], axis=1), rows) == 1 and jnp.isnan(finite_mean(values, values > 5))
 
 
 def test_collapse_warns_once():
