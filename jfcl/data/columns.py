@@ -2,36 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from jfcl.core import check, check_choice
 from jfcl.data.dataset import Dataset
-from jfcl.data.tables import columns_of, described, fit_inputs, frame_of, names_in, read_inputs, row_numbers
+from jfcl.data.tables import Table, described, fit_inputs, names_in, read_inputs, row_numbers, table_of
 from jfcl.data.targets import KINDS, numbered, targets_of
 from jfcl.data.text import TOKENS
 from jfcl.data.values import array_beside, inputs_of, side_by_side
 
 INPUTS = ("x", "image", "img", "text", "features")  # usual names of columns
 TARGETS = ("y", "label", "labels", "target", "character", "fine_label")
-Columns = Mapping[str, Any]  # of each name a sequence with an entry per example
 SPLITS = ("train", "test")
-
-
-class Table(NamedTuple):
-    """A split of a table: the names of its columns, `read(names) -> Columns`, and what is known of each column.
-
-    `features` has an object with `num_classes` for some columns, as Hugging Face and TFDS have it; `categorical` are
-    columns of names, even of numbers.
-    """
-
-    names: list[Any]
-    read: Callable[[list[Any]], Columns]
-    features: Mapping[Any, Any] = {}
-    categorical: Sequence[Any] = ()
 
 
 def from_frame(
@@ -92,14 +78,68 @@ def from_frame(
       >>> data.train["x"].shape, data.train["y"].tolist(), data.writer["train"].tolist(), data.writer_names
       ((3, 2), [0, 1, 0], [1, 0, 1], ['a', 'b'])
     """
-    splits = {"train": frame_of(frame, "frame", by)} | ({} if test is None else {"test": frame_of(test, "test", by)})
-    train = splits["train"]
-    in_index = by is not None and by in getattr(train.index, "names", ()) and by not in train.columns
-    check(not in_index, "by", by, "a column, not the index: frame.reset_index() makes it one")
-    categorical = [column for column in train.columns if hasattr(train[column].dtype, "categories")]
-    tables = {s: Table(list(t.columns), partial(columns_of, t), categorical=categorical) for s, t in splits.items()}
-    options = {"by": by, "x": x, "y": y, "kind": kind, "scale": scale, "extra": extra, "tokens": tokens, "name": name}
-    return as_dataset(tables, channels_first=channels_first, all_columns=True, **options)
+    check_choice("tokens", tokens, TOKENS)
+    if kind is not None:
+        check_choice("kind", kind, KINDS)
+    splits = {"train": table_of(frame, "frame", by)} | ({} if test is None else {"test": table_of(test, "test", by)})
+    train, extra = splits["train"], [extra] if isinstance(extra, str) else list(extra)
+    takes_all = not isinstance(frame, Table)  # that of another loader has columns of many kinds
+    xs, ys = _choose([column for column in train.names if column not in extra], by, x, y, takes_all)
+    taken = [column for column in extra if column in ("x", "y", *xs, by, *ys) or extra.count(column) > 1]
+    check(not taken, "extra", extra, f"of columns with names of their own, each once, without {taken}")
+    wanted = list(dict.fromkeys([*xs, *ys, *([] if by is None else [by]), *extra]))
+    for split, table in splits.items():
+        for column in wanted:
+            check_choice(f"column of the split {split!r}", column, table.names)
+    values = {split: table.read(wanted) for split, table in splits.items()}
+    columns = {column: {split: values[split][column] for split in splits} for column in wanted}
+
+    # Inputs.
+    categorical, left_out = [column for column in xs if column in train.categorical], []
+    if takes_all and x is None:
+        left_out = row_numbers({c: list(columns[c].values()) for c in xs if c not in categorical})
+        xs = [column for column in xs if column not in left_out]
+        check(xs, "x", None, f"given: the only inputs, {left_out}, number the rows")
+    arrays, moved = {}, False
+    for column in xs:
+        where, parts = f"column {column!r}", list(columns[column].values())
+        parts = [names_in(part, where) for part in parts] if column in categorical else parts
+        arrays[column], first = inputs_of([(where, part) for part in parts], channels_first)
+        moved = moved or first
+    inputs = fit_inputs(arrays, categorical, scale, "" if tokens == "characters" else " ")
+    for entry in inputs:
+        entry |= {"channels_first": channels_first} if "shape" in entry else {}
+    read = {s: {"x": read_inputs([arrays[c][i] for c in xs], inputs)} for i, s in enumerate(splits)}
+
+    # Targets, further arrays and clients.
+    target, num_classes, names = ys[0] if len(ys) == 1 else ys or None, None, None
+    if len(ys) == 1:
+        num_classes = getattr(train.features.get(target), "num_classes", None)
+        labels, num_classes, names = targets_of(columns[target], target, num_classes, kind)
+    elif ys:
+        check(kind != "classification", "kind", kind, "regression, or left out, with several columns of targets")
+        labels = {split: side_by_side({column: columns[column][split] for column in ys}) for split in splits}
+    else:
+        is_text = read["train"]["x"].dtype == object
+        check(is_text, "y", None, f"given: no other column has a usual name ({', '.join(TARGETS)})")
+        labels = {split: np.zeros(len(part["x"]), np.int32) for split, part in read.items()}
+    for split, part in read.items():
+        beside, plane = {"y": labels[split]} | {c: columns[c][split] for c in extra}, part["x"].shape[1:3]
+        part |= {c: array_beside(values, f"column {c!r}", moved=moved, plane=plane) for c, values in beside.items()}
+    writer, keys = (None, None) if by is None else numbered(columns[by], by)
+
+    # How they were read.
+    maps = num_classes is None and labels["train"].dtype.kind != "f"  # of labels
+    kind = None if maps else "regression" if num_classes is None else "classification"
+    table = {"by": by, "target": target, "kind": kind, "inputs": inputs, "labels": names}
+    table |= {"num_classes": num_classes, "left_out": left_out}
+    words = [name if by is None else f"{name}, by {by}", described(table)]
+    if num_classes is not None and "test" in read:
+        seen = np.isin(labels["test"], labels["train"])
+        new = [str(names[label] if names else label) for label in np.unique(labels["test"][~seen])[:8].tolist()]
+        check(seen.any(), f"column {target!r} of the split 'test'", new, "labels of which some occur in training")
+        words += [f"labels that only the test split has: {', '.join(new)}"] if new else []
+    return Dataset(name, read["train"], read.get("test"), num_classes, writer, "; ".join(words), keys, tokens, table)
 
 
 def from_huggingface(dataset: Any, *, name: str = "huggingface", **options: Any) -> Dataset:
@@ -138,10 +178,10 @@ def from_huggingface(dataset: Any, *, name: str = "huggingface", **options: Any)
         check(hasattr(table, "column_names"), "dataset", type(table), accepted)
         names = list(table.column_names or next(iter(table), ()))  # a stream may not know them
         tables[split] = Table(names, partial(_read, table), getattr(table, "features", None) or {})
-    return as_dataset(tables, name=name, **options)
+    return from_frame(tables["train"], test=tables.get("test"), name=name, **options)
 
 
-def _read(table: Any, wanted: list[str]) -> Columns:
+def _read(table: Any, wanted: list[str]) -> dict[str, Any]:
     """Returns columns of a data set of Hugging Face, or of a stream."""
     kinds, columns = getattr(table, "features", None) or {}, {}
     if not (hasattr(table, "with_format") and hasattr(table, "__len__")):
@@ -172,10 +212,10 @@ def _typed(values: Any, feature: Any) -> Any:
     return arrays[0] if isinstance(values, np.ndarray) else arrays
 
 
-def _choose(names: list[Any], by: Any, x: Any, y: Any, *, all_columns: bool) -> tuple[list[Any], list[Any]]:
+def _choose(names: list[Any], by: Any, x: Any, y: Any, takes_all: bool) -> tuple[list[Any], list[Any]]:
     """Returns the columns `(inputs, targets)`, by their usual names where `x` or `y` is `None`.
 
-    With `all_columns`, the inputs are then all columns that are left.
+    With `takes_all`, the inputs are then all columns that are left.
     """
     several = ([value] if isinstance(value, str | int) else () if value is None else value for value in (y, x))
     ys, xs = (list(dict.fromkeys(columns)) for columns in several)
@@ -186,93 +226,12 @@ def _choose(names: list[Any], by: Any, x: Any, y: Any, *, all_columns: bool) -> 
     if y is None:
         ys = [name for name in TARGETS if name in names and name not in (by, *xs)]
         accepted = f"given (--target on the command line): the columns {ys} all have usual names of targets"
-        check(xs or not all_columns or len(ys) < 2, "y", None, accepted)  # the others would be inputs
+        check(xs or not takes_all or len(ys) < 2, "y", None, accepted)  # the others would be inputs
         ys = ys[:1]
     if x is None:
         unused = [name for name in names if name not in (by, *ys)]
-        xs = unused if all_columns else [name for name in INPUTS if name in unused][:1]
+        xs = unused if takes_all else [name for name in INPUTS if name in unused][:1]
         check(xs, "x", None, f"given: none of the columns {names} has a usual name ({', '.join(INPUTS)})")
     both = [name for name in xs if name in (by, *ys)]
     check(not both, "x", xs, f"of other columns than by and y, without {both}")
     return xs, ys
-
-
-def as_dataset(
-    splits: dict[str, Table],
-    *,
-    name: str,
-    by: Any = None,
-    x: Any = None,
-    y: Any = None,
-    kind: str | None = None,
-    scale: bool = False,
-    extra: Sequence[str] = (),
-    tokens: str = "words",
-    channels_first: bool | None = None,
-    all_columns: bool = False,
-) -> Dataset:
-    """Returns the data set of the splits "train" and maybe "test" of a table, with the options of `from_frame`."""
-    check_choice("tokens", tokens, TOKENS)
-    if kind is not None:
-        check_choice("kind", kind, KINDS)
-    extra, train = [extra] if isinstance(extra, str) else list(extra), splits["train"]
-    xs, ys = _choose([column for column in train.names if column not in extra], by, x, y, all_columns=all_columns)
-    taken = [column for column in extra if column in ("x", "y", *xs, by, *ys) or extra.count(column) > 1]
-    check(not taken, "extra", extra, f"of columns with names of their own, each once, without {taken}")
-    wanted = list(dict.fromkeys([*xs, *ys, *([] if by is None else [by]), *extra]))
-    for split, table in splits.items():
-        for column in wanted:
-            check_choice(f"column of the split {split!r}", column, table.names)
-    columns = {split: table.read(wanted) for split, table in splits.items()}
-
-    # Inputs.
-    categorical, left_out = [column for column in xs if column in train.categorical], []
-    if all_columns and x is None:
-        left_out = row_numbers({c: [part[c] for part in columns.values()] for c in xs if c not in categorical})
-        xs = [column for column in xs if column not in left_out]
-        check(xs, "x", None, f"given: the only inputs, {left_out}, number the rows")
-    arrays, moved = {}, False
-    for column in xs:
-        where, parts = f"column {column!r}", [part[column] for part in columns.values()]
-        parts = [names_in(part, where) for part in parts] if column in categorical else parts
-        arrays[column], first = inputs_of([(where, part) for part in parts], channels_first)
-        moved = moved or first
-    inputs = fit_inputs(arrays, categorical, scale, "" if tokens == "characters" else " ")
-    for entry in inputs:
-        entry |= {"channels_first": channels_first} if "shape" in entry else {}
-    read = {s: {"x": read_inputs([arrays[c][i] for c in xs], inputs)} for i, s in enumerate(splits)}
-
-    # Targets, further arrays and clients.
-    labels, num_classes, names = _targets(columns, ys, kind, train.features, read["train"]["x"].dtype == object)
-    for split, part in read.items():
-        beside, plane = {"y": labels[split]} | {c: columns[split][c] for c in extra}, part["x"].shape[1:3]
-        part |= {c: array_beside(values, f"column {c!r}", moved=moved, plane=plane) for c, values in beside.items()}
-    writer, keys = (None, None) if by is None else numbered({s: part[by] for s, part in columns.items()}, by)
-
-    # How they were read.
-    maps = num_classes is None and labels["train"].dtype.kind != "f"  # of labels
-    kind = None if maps else "regression" if num_classes is None else "classification"
-    target = ys[0] if len(ys) == 1 else ys or None
-    table = {"by": by, "target": target, "kind": kind, "inputs": inputs, "labels": names}
-    table |= {"num_classes": num_classes, "left_out": left_out}
-    words = [name if by is None else f"{name}, by {by}", described(table)]
-    if num_classes is not None and "test" in read:
-        seen = np.isin(labels["test"], labels["train"])
-        new = [str(names[label] if names else label) for label in np.unique(labels["test"][~seen])[:8].tolist()]
-        check(seen.any(), f"column {target!r} of the split 'test'", new, "labels of which some occur in training")
-        words += [f"labels that only the test split has: {', '.join(new)}"] if new else []
-    return Dataset(name, read["train"], read.get("test"), num_classes, writer, "; ".join(words), keys, tokens, table)
-
-
-def _targets(
-    columns: dict[str, Columns], ys: list[Any], kind: str | None, features: Mapping[Any, Any], texts: bool
-) -> tuple[dict[str, np.ndarray], int | None, list[Any] | None]:
-    """Returns the targets of every split, the number of classes, and their names where they were numbered."""
-    if not ys:
-        check(texts, "y", None, f"given: no other column has a usual name ({', '.join(TARGETS)})")
-        return {s: np.zeros(len(next(iter(part.values()))), np.int32) for s, part in columns.items()}, None, None
-    if len(ys) > 1:
-        check(kind != "classification", "kind", kind, "regression, or left out, with several columns of targets")
-        return {split: side_by_side({c: part[c] for c in ys}) for split, part in columns.items()}, None, None
-    num_classes = getattr(features.get(ys[0]), "num_classes", None)
-    return targets_of({split: part[ys[0]] for split, part in columns.items()}, ys[0], num_classes, kind)

@@ -17,9 +17,9 @@ from __future__ import annotations
 import os
 import re
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -34,17 +34,41 @@ _FILE = re.compile(r"\.(csv|tsv)(\.(gz|bz2|zip|xz|zst))?$|\.parquet$", re.I)
 _INDEX = re.compile(r"|Unnamed: \d+|index|level_\d+|rownames")  # names that pandas and R give to the numbers of rows
 
 
-def frame_of(table: Any, argument: str, by: str | None = None) -> Any:
-    """Returns a table as a pandas frame with names that differ: a frame, one of polars or pyarrow, or a file's name."""
+class Table(NamedTuple):
+    """A split of a table: the names of its columns, `read(names)`, their values by name, and what is known of them.
+
+    `features` has an object with `num_classes` for some columns, as Hugging Face and TFDS have it; `categorical` are
+    columns of names, even of numbers.
+    """
+
+    names: list[Any]
+    read: Callable[[list[Any]], Mapping[Any, Any]]
+    features: Mapping[Any, Any] = {}
+    categorical: Sequence[Any] = ()
+
+
+def table_of(table: Any, argument: str, by: str | None = None) -> Table:
+    """Returns a split with names that differ: of a frame of pandas, polars or pyarrow, or of a file by its name."""
+    if isinstance(table, Table):
+        return table
     if is_file(table):
-        return read_file(table, argument, by)
-    table = table.to_pandas() if hasattr(table, "to_pandas") else table  # of polars, pyarrow
-    check(is_table(table), argument, type(table), "a frame with columns")
-    names, levels = list(table.columns), getattr(table.columns, "nlevels", 1)
-    accepted = "of one level: frame.columns = ['_'.join(map(str, names)) for names in frame.columns]"
-    check(levels == 1, f"{argument}: columns", f"{levels} levels, {names[:3]}", accepted)
-    _check_names(names, argument)
-    return table
+        frame = read_file(table, argument, by)
+    else:
+        frame = table.to_pandas() if hasattr(table, "to_pandas") else table  # of polars, pyarrow
+        check(is_table(frame), argument, type(frame), "a frame with columns")
+        names, levels = list(frame.columns), getattr(frame.columns, "nlevels", 1)
+        accepted = "of one level: frame.columns = ['_'.join(map(str, names)) for names in frame.columns]"
+        check(levels == 1, f"{argument}: columns", f"{levels} levels, {names[:3]}", accepted)
+        _check_names(names, argument)
+    in_index = by is not None and by in getattr(frame.index, "names", ()) and by not in frame.columns
+    check(not in_index, "by", by, "a column, not the index: frame.reset_index() makes it one")
+    categorical = [name for name in frame.columns if hasattr(frame[name].dtype, "categories")]
+
+    def values(name):
+        series = frame[name]
+        return series.astype(object).where(series.notna(), None).tolist() if name in categorical else series
+
+    return Table(list(frame.columns), lambda wanted: {name: values(name) for name in wanted}, {}, categorical)
 
 
 def _check_names(names: list[Any], where: str) -> None:
@@ -81,13 +105,6 @@ def read_file(path: str | os.PathLike, argument: str, by: str | None = None) -> 
     whole = isinstance(frame.index, pd.RangeIndex)  # otherwise the first columns became an index
     check(whole, str(path), f"{len(names)} names, and more entries in a row", "of a name for each entry of its rows")
     return frame
-
-
-def columns_of(frame: Any, names: Sequence[Any]) -> dict[Any, Any]:
-    """Returns the values of columns, those of a categorical one as they are, with None for a missing one."""
-    columns = {name: frame[name] for name in names}
-    texts = [name for name, series in columns.items() if hasattr(series.dtype, "categories")]
-    return columns | {n: columns[n].astype(object).where(columns[n].notna(), None).tolist() for n in texts}
 
 
 def names_in(values: Any, where: str) -> list[str]:
@@ -217,16 +234,15 @@ def read_rows(frame: Any, table: dict[str, Any]) -> dict[str, np.ndarray]:
       ([[0.0, 1.0, 0.0]], [1], ['no', 'yes'])
     """
     check(isinstance(table, dict) and "inputs" in table, "table", table, "how a table was read, as Dataset.table")
-    frame = frame_of(frame, "frame")
-    target = table["target"]
+    rows_of, target = table_of(frame, "frame"), table["target"]
     targets = target if isinstance(target, list) else [target]
-    has_target = target is not None and any(name in frame.columns for name in targets)
+    has_target = target is not None and any(name in rows_of.names for name in targets)
     wanted = {entry["column"]: "inputs" for entry in table["inputs"]}
     wanted |= dict.fromkeys(targets if has_target else (), "targets")
     for column, role in wanted.items():
         accepted = f"a frame with the column {column!r}, one of the {role} in training"
-        check(column in frame.columns, "frame", list(frame.columns), accepted)
-    columns, arrays = columns_of(frame, list(wanted)), []
+        check(column in rows_of.names, "frame", rows_of.names, accepted)
+    columns, arrays = rows_of.read(list(wanted)), []
     for entry in table["inputs"]:
         values, where = columns[entry["column"]], f"column {entry['column']!r}"
         values = names_in(values, where) if "values" in entry else values

@@ -19,8 +19,9 @@ import numpy as np
 
 from jfcl.core import check
 from jfcl.core.names import value_hint
-from jfcl.data.columns import SPLITS, Columns, Table, as_dataset
+from jfcl.data.columns import SPLITS, from_frame
 from jfcl.data.dataset import Dataset
+from jfcl.data.tables import Table
 
 _TEXTS = ("title", "text", "description")  # features that are joined
 _OFFICIAL = "Or set data_dir (or JFCL_DATA_DIR) to a folder with the official files"
@@ -61,13 +62,13 @@ def _read(name: str, folder: Path, **options: Any) -> Dataset:
         features, splits = dict(builder.info.features.items()), builder.info.splits
     check("train" in splits, "name", name, f"a data set with a split 'train'; its splits are {sorted(splits)}")
 
-    def read(split: str, wanted: list[str]) -> Columns:
+    def read(split: str, wanted: list[str]) -> dict[str, list[Any]]:
         with _readable(folder) as builder:
             rows = _rows(builder, split)
         return {c: [v.decode() if isinstance(v, bytes) else v for v in (row[c] for row in rows)] for c in wanted}
 
     tables = {split: Table(sorted(features), partial(read, split), features) for split in SPLITS if split in splits}
-    return as_dataset(tables, name=name, **options)
+    return from_frame(tables["train"], test=tables.get("test"), name=name, **options)
 
 
 def _rows(builder: Any, split: str) -> list[dict[str, Any]]:
