@@ -13,13 +13,15 @@ from jfcl.core.platforms import most_trips
 BYTES = {"pred": 1, "s4": 0.5, "u4": 0.5, "bf16": 2, "token": 0, "opaque": 0, "c64": 8, "c128": 16}
 BYTES |= {f"{kind}{bits}": bits // 8 for kind in "suf" for bits in (8, 16, 32, 64)}
 _ARRAY = re.compile(r"\b([a-z]\w*)\[([\d,<=]*)\](?:\{([^}]*)\})?")
-_HEAD = re.compile(r"^(ENTRY )?%?([\w.\-]+) .*->.*\{$")
-_INSTRUCTION = re.compile(r"^\s+(ROOT )?%?([\w.\-]+) = (.*?) ([\w\-]+)(\(.*)")
+_COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) .*->.*\{\n((?:[^}\n].*\n|\n)*)", re.M)
+_INSTRUCTION = re.compile(r"^[ \t]+(ROOT )?%?([\w.\-]+) = (.*?) ([\w\-]+)(\(.*)", re.M)
 _OPERAND = re.compile(r"%([\w.\-]+)")
 _CALLED = re.compile(
     r"\b(?:body|calls|to_apply|(?:true|false)_computation|(?:branch|called)_computations)=(\{[^}]*\}|%?[\w.\-]+)"
 )
-_TABLES = ("FileNames", "FunctionNames", "FileLocations", "StackFrames")
+_NAMES = re.compile(r"^(FileNames|FunctionNames)\n((?:\d+ .*\n)*)", re.M)
+_LOCATION = re.compile(r"^(\d+) \{file_name_id=(\d+) function_name_id=(\d+)", re.M)
+_FRAME = re.compile(r"^(\d+) \{file_location_id=(\d+) parent_frame_id=(\d+)", re.M)
 _PACKAGE = Path(__file__).resolve().parent.parent
 
 
@@ -65,32 +67,19 @@ class Program(NamedTuple):
 def parse(text: str) -> Program:
     """Returns the program that `text` describes; raises `ValueError` without an entry computation."""
     computations: dict[str, dict[str, Instruction]] = {}
-    tables: dict[str, dict[int, str]] = {name: {} for name in _TABLES}
-    entry, current, table = None, None, None
-    for line in text.splitlines():
-        if current is not None:
-            if line.startswith("}"):
-                current = None
-            elif (instruction := _instruction(line, current)) is not None:
-                current[instruction.name] = instruction
-        elif (head := _HEAD.match(line)) is not None:
-            current, table = computations.setdefault(head[2], {}), None
-            entry = head[2] if head[1] else entry
-        elif line in tables:
-            table = tables[line]
-        elif table is not None and line:
-            number, _, value = line.partition(" ")
-            table[int(number)] = value
+    entry = None
+    for is_entry, name, lines in _COMPUTATION.findall(text):
+        computation = computations[name] = {}
+        entry = name if is_entry else entry
+        for found in _INSTRUCTION.finditer(lines):
+            computation[found[2]] = _instruction(found, computation)
     if entry is None:
         raise ValueError("text must be an optimised XLA program with an ENTRY computation")
-    return Program(computations, entry, _stacks(tables))
+    return Program(computations, entry, _stacks(text))
 
 
-def _instruction(line: str, before: dict[str, Instruction]) -> Instruction | None:
-    """Returns the instruction of a line, `name = type op(operands), attributes`; None for another line."""
-    found = _INSTRUCTION.match(line)
-    if found is None:
-        return None
+def _instruction(found: re.Match, before: dict[str, Instruction]) -> Instruction:
+    """Returns the instruction of a line, `name = type op(operands), attributes`."""
     root, name, kind, op, rest = found.groups()
     last = _closing(rest)
     inside = rest[1:last]
@@ -112,22 +101,17 @@ def _closing(text: str) -> int:
     return len(text) - 1
 
 
-def _stacks(tables: dict[str, dict[int, str]]) -> dict[int, tuple[str, ...]]:
+def _stacks(text: str) -> dict[int, tuple[str, ...]]:
     """Returns the functions on the stack of every id, the innermost first, without those of installed packages."""
-
-    def fields(text):
-        return {name: int(value) for name, value in re.findall(r"(\w+)=(\d+)", text)}
-
-    functions: dict[int, str] = {}
-    for n, text in tables["FileLocations"].items():
-        at = fields(text)
-        names = (("FileNames", "file_name_id"), ("FunctionNames", "function_name_id"))
-        functions[n] = _function(*(tables[table].get(at.get(key), "").strip('"') for table, key in names))
+    names = {title: dict(re.findall(r'^(\d+) "(.*)"$', rows, re.M)) for title, rows in _NAMES.findall(text)}
+    functions = {
+        number: _function(names["FileNames"].get(file, ""), names["FunctionNames"].get(function, ""))
+        for number, file, function in _LOCATION.findall(text)
+    }
     stacks: dict[int, tuple[str, ...]] = {}
-    for n, text in tables["StackFrames"].items():  # a frame comes after its callers; ids of callers are one too large
-        at = fields(text)
-        function = functions.get(at.get("file_location_id"))
-        stacks[n] = ((function,) if function else ()) + stacks.get(at.get("parent_frame_id", 0) - 1, ())
+    for number, location, caller in _FRAME.findall(text):  # it comes after its callers, whose ids are one too large
+        function, callers = functions.get(location), stacks.get(int(caller) - 1, ())
+        stacks[int(number)] = (function, *callers) if function else callers
     return stacks
 
 
