@@ -9,9 +9,8 @@ from typing import Any
 import numpy as np
 
 from jfcl.core import check, check_choice
+from jfcl.data import tables
 from jfcl.data.dataset import Dataset
-from jfcl.data.tables import Table, described, fit_inputs, names_in, read_inputs, row_numbers, table_of
-from jfcl.data.targets import KINDS, numbered, targets_of
 from jfcl.data.text import TOKENS
 from jfcl.data.values import array_beside, inputs_of, side_by_side
 
@@ -80,10 +79,12 @@ def from_frame(
     """
     check_choice("tokens", tokens, TOKENS)
     if kind is not None:
-        check_choice("kind", kind, KINDS)
-    splits = {"train": table_of(frame, "frame", by)} | ({} if test is None else {"test": table_of(test, "test", by)})
+        check_choice("kind", kind, tables.KINDS)
+    splits = {"train": tables.table_of(frame, "frame", by)}
+    if test is not None:
+        splits["test"] = tables.table_of(test, "test", by)
     train, extra = splits["train"], [extra] if isinstance(extra, str) else list(extra)
-    takes_all = not isinstance(frame, Table)  # that of another loader has columns of many kinds
+    takes_all = not isinstance(frame, tables.Table)  # that of another loader has columns of many kinds
     xs, ys = _choose([column for column in train.names if column not in extra], by, x, y, takes_all)
     taken = [column for column in extra if column in ("x", "y", *xs, by, *ys) or extra.count(column) > 1]
     check(not taken, "extra", extra, f"of columns with names of their own, each once, without {taken}")
@@ -97,25 +98,25 @@ def from_frame(
     # Inputs.
     categorical, left_out = [column for column in xs if column in train.categorical], []
     if takes_all and x is None:
-        left_out = row_numbers({c: list(columns[c].values()) for c in xs if c not in categorical})
+        left_out = tables.row_numbers({c: list(columns[c].values()) for c in xs if c not in categorical})
         xs = [column for column in xs if column not in left_out]
         check(xs, "x", None, f"given: the only inputs, {left_out}, number the rows")
     arrays, moved = {}, False
     for column in xs:
         where, parts = f"column {column!r}", list(columns[column].values())
-        parts = [names_in(part, where) for part in parts] if column in categorical else parts
+        parts = [tables.names_in(part, where) for part in parts] if column in categorical else parts
         arrays[column], first = inputs_of([(where, part) for part in parts], channels_first)
         moved = moved or first
-    inputs = fit_inputs(arrays, categorical, scale, "" if tokens == "characters" else " ")
+    inputs = tables.fit_inputs(arrays, categorical, scale, "" if tokens == "characters" else " ")
     for entry in inputs:
         entry |= {"channels_first": channels_first} if "shape" in entry else {}
-    read = {s: {"x": read_inputs([arrays[c][i] for c in xs], inputs)} for i, s in enumerate(splits)}
+    read = {s: {"x": tables.read_inputs([arrays[c][i] for c in xs], inputs)} for i, s in enumerate(splits)}
 
     # Targets, further arrays and clients.
     target, num_classes, names = ys[0] if len(ys) == 1 else ys or None, None, None
     if len(ys) == 1:
         num_classes = getattr(train.features.get(target), "num_classes", None)
-        labels, num_classes, names = targets_of(columns[target], target, num_classes, kind)
+        labels, num_classes, names = tables.targets_of(columns[target], target, num_classes, kind)
     elif ys:
         check(kind != "classification", "kind", kind, "regression, or left out, with several columns of targets")
         labels = {split: side_by_side({column: columns[column][split] for column in ys}) for split in splits}
@@ -126,14 +127,14 @@ def from_frame(
     for split, part in read.items():
         beside, plane = {"y": labels[split]} | {c: columns[c][split] for c in extra}, part["x"].shape[1:3]
         part |= {c: array_beside(values, f"column {c!r}", moved=moved, plane=plane) for c, values in beside.items()}
-    writer, keys = (None, None) if by is None else numbered(columns[by], by)
+    writer, keys = (None, None) if by is None else tables.numbered(columns[by], by)
 
     # How they were read.
     maps = num_classes is None and labels["train"].dtype.kind != "f"  # of labels
     kind = None if maps else "regression" if num_classes is None else "classification"
     table = {"by": by, "target": target, "kind": kind, "inputs": inputs, "labels": names}
     table |= {"num_classes": num_classes, "left_out": left_out}
-    words = [name if by is None else f"{name}, by {by}", described(table)]
+    words = [name if by is None else f"{name}, by {by}", tables.described(table)]
     if num_classes is not None and "test" in read:
         seen = np.isin(labels["test"], labels["train"])
         new = [str(names[label] if names else label) for label in np.unique(labels["test"][~seen])[:8].tolist()]
@@ -171,14 +172,14 @@ def from_huggingface(dataset: Any, *, name: str = "huggingface", **options: Any)
     """
     splits = dict(dataset) if isinstance(dataset, dict) else {"train": dataset}
     check("train" in splits, "dataset", sorted(splits), "one split, or a dictionary of splits with 'train'")
-    tables = {}
+    found = {}
     for split in [split for split in SPLITS if split in splits]:
         table = splits[split]
         accepted = "of Hugging Face's datasets (load_dataset, load_from_disk)"
         check(hasattr(table, "column_names"), "dataset", type(table), accepted)
         names = list(table.column_names or next(iter(table), ()))  # a stream may not know them
-        tables[split] = Table(names, partial(_read, table), getattr(table, "features", None) or {})
-    return from_frame(tables["train"], test=tables.get("test"), name=name, **options)
+        found[split] = tables.Table(names, partial(_read, table), getattr(table, "features", None) or {})
+    return from_frame(found["train"], test=found.get("test"), name=name, **options)
 
 
 def _read(table: Any, wanted: list[str]) -> dict[str, Any]:

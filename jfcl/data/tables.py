@@ -1,4 +1,4 @@
-"""Tables with named columns: which columns become inputs, and how, so that a new row is read as those of training.
+"""Tables with named columns: how these become inputs and targets, so that a new row is read as those of training.
 
 How a data set was read is a plain dictionary, `Dataset.table`, which a run's folder keeps:
 
@@ -14,6 +14,7 @@ How a data set was read is a plain dictionary, `Dataset.table`, which a run's fo
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 from collections import Counter
@@ -25,9 +26,14 @@ import numpy as np
 
 from jfcl.core import check, shown
 from jfcl.data.images import alike
-from jfcl.data.targets import targets_of, written_example, written_number
-from jfcl.data.values import array_of, inputs_of, is_table, plain, side_by_side
+from jfcl.data.values import array_of, as_type, inputs_of, is_table, plain, side_by_side
 
+KINDS = ("classification", "regression")
+MANY = 100  # from so large a label on, whole numbers of which most do not occur may be quantities
+# Numbers as people and programs write them ("1,5", "1e3", "0x1f", "$1'000", "5 %"), dates and times of day. Of many
+# spaces at the beginning of a text, `*+` tries one division only.
+_NUMBER = re.compile(r"\s*+[$€£¥]?\s*+[-+−]?\s*+[$€£¥]?(0x[\da-f]+|[\d.,'’_\s]*\d\.?(e[-+]?\d+)?)\s*+[%$€£¥]?\s*", re.I)
+_DATE = re.compile(r"\s*(\d{1,4}[-/.]\d{1,2}[-/.]\d{1,4}([T\s].*)?|\d{1,2}:\d{2}(:\d{2}.*)?)\s*")
 MOST_NAMES = 100  # different names in a column that become inputs; more are identifiers or texts
 FEWEST_ROWS = 10  # of which consecutive integers are no coincidence
 _FILE = re.compile(r"\.(csv|tsv)(\.(gz|bz2|zip|xz|zst))?$|\.parquet$", re.I)
@@ -131,6 +137,17 @@ def row_numbers(columns: dict[Any, list[np.ndarray]]) -> list[Any]:
     return [name for name in single if number(name, parts[name][0]) or number(name, np.concatenate(parts[name]))]
 
 
+def written_number(text: Any) -> bool:
+    """Returns whether a value is a text with a number, a date or a time, such as "1,5", "$1'000" or "2024-01-31"."""
+    return isinstance(text, str) and bool(_NUMBER.fullmatch(text) or _DATE.fullmatch(text))
+
+
+def written_example(texts: list[Any]) -> str:
+    """Returns for a message the first text that is a written number, and the first that is none, such as "?"."""
+    first = {written_number(text): shown(text) for text in reversed(texts)}
+    return first[True] + (f" beside {first[False]}" if False in first else "")
+
+
 def fit_inputs(columns: dict[Any, list[np.ndarray]], categorical: Collection[Any], scale: bool, between: str) -> list:
     """Returns how the columns of the inputs, as of `inputs_of`, are read: `"inputs"` of `Dataset.table`."""
     texts = [column for column, parts in columns.items() if parts[0].dtype == object]
@@ -195,6 +212,74 @@ def _read(array: np.ndarray, entry: dict[str, Any], where: str) -> np.ndarray:
     accepted = f"closer to those of training, of mean {entry['mean']:g} and deviation {entry['deviation']:g}"
     check(np.isfinite(scaled).all(), f"{where}: numbers", float(np.abs(array).max()), accepted)
     return scaled
+
+
+def targets_of(
+    splits: dict[str, Any], column: Any, num_classes: int | None, kind: str | None
+) -> tuple[dict[str, np.ndarray], int | None, list[Any] | None]:
+    """Returns the targets of every split, the number of classes (of labels alone), and their names if numbered."""
+    where = f"column {column!r}"
+    arrays = {split: array_of(values, where) for split, values in splits.items()}
+    single = all(array.ndim == 1 for array in arrays.values())
+    if not single:  # maps of truths
+        arrays = {s: array.astype(np.uint8) if array.dtype.kind == "b" else array for s, array in arrays.items()}
+    kinds = {array.dtype.kind for array in arrays.values()}
+    floats = "f" in kinds and kinds <= set("fiu")
+
+    def whole(arrays):
+        return single and all((array == np.rint(array)).all() for array in arrays.values())
+
+    if kind == "regression" or (kind is None and floats):
+        check("O" not in kinds, "kind", kind, f"classification, or left out: {where} holds other values than numbers")
+        every = {split: as_type(np.float32, array, where) for split, array in arrays.items()}
+        if kind is None and whole(every):
+            some = ", ".join(map(str, np.unique(every["train"])[:4].tolist()))
+            either = "give kind='classification' for labels, or kind='regression' for quantities"
+            raise ValueError(f"{where} holds whole numbers as floats ({some}, ...): {either}")
+        return every, None, None
+    if kinds <= set("Ob"):
+        labels, names = numbered(arrays, column)
+        if kind is None and any(map(written_number, names)):
+            either = "give kind='classification' for names of labels, or make them numbers, as with pandas.to_numeric"
+            raise ValueError(f"{where} holds numbers or dates written as texts ({written_example(names)}): {either}")
+        return labels, len(names), names
+    if floats:
+        check(whole(arrays), f"{where}: labels", "numbers with fractions", "whole numbers, or give kind='regression'")
+    elif kinds <= set("iu") and all(array.ndim > 2 for array in arrays.values()):  # maps of labels
+        return {split: as_type(np.int32, array, where) for split, array in arrays.items()}, None, None
+    accepted = "of one kind in all splits, a label or floats in each row (several labels: several columns in y)"
+    check(single and kinds <= set("iuf"), where, {s: f"{a.dtype} {a.shape}" for s, a in arrays.items()}, accepted)
+    labels = {split: as_type(np.int32, array, where) for split, array in arrays.items()}
+    low, high = min(array.min() for array in labels.values()), max(array.max() for array in labels.values())
+    accepted = f"in 0..{(num_classes or 0) - 1} (-1 stands for an unknown one)"
+    check(num_classes is None or (low >= 0 and high < num_classes), f"{where}: labels", [low, high], accepted)
+    if kind is None and num_classes is None:
+        different = len(np.unique(np.concatenate([*labels.values()])))
+        if abs(int(low)) > 1 or (high >= MANY and 2 * different <= high):  # an age, a temperature, a price
+            what = f"{where} holds {different} different whole numbers from {low} to {high}"
+            raise ValueError(f"{what}: give kind='regression' for quantities, or kind='classification' for labels")
+    if low < 0:
+        labels, names = numbered(labels, column)
+        return labels, len(names), names
+    return labels, num_classes or int(high) + 1, None
+
+
+def numbered(splits: dict[str, Any], column: Any) -> tuple[dict[str, np.ndarray], list[Any]]:
+    """Returns the number of each value in the sorted list of all different ones, and that list."""
+    where = f"column {column!r}"
+    rows = {split: plain(values, where) for split, values in splits.items()}
+    for split, values in rows.items():
+        if isinstance(values, np.ndarray):
+            check(not (values != values).any(), where, "NaN", "without missing values: drop or fill them")
+            rows[split] = values.tolist()
+    try:
+        names = sorted(set(itertools.chain(*rows.values())))
+    except TypeError:
+        kinds = " and ".join(sorted({type(name).__name__ for name in itertools.chain(*rows.values())}))
+        accepted = "of strings, integers or other hashable keys, all of one type; convert them to str"
+        raise ValueError(f"{where}: must be {accepted}, got {kinds}") from None
+    number = {name: i for i, name in enumerate(names)}
+    return {split: np.array([number[v] for v in values], np.int32) for split, values in rows.items()}, names
 
 
 def described(table: dict[str, Any]) -> str:

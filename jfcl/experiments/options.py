@@ -89,7 +89,7 @@ class Data:
     by: str | None = None
     target: str | None = None
     inputs: str | None = None
-    kind: Annotated[str | None, OneOf(data.targets.KINDS)] = None
+    kind: Annotated[str | None, OneOf(data.tables.KINDS)] = None
     heterogeneity: Annotated[str, OneOf(data.HETEROGENEITY, data.heterogeneity.shifts_of, "several joined by `+`")] = (
         "rotation"
     )
