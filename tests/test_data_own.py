@@ -12,7 +12,7 @@ from PIL import Image
 import jfcl
 from jfcl.core import check_clients, check_examples
 from jfcl.data import ClientStore, build, from_arrays, from_frame, from_huggingface, from_torch, tokenize
-from jfcl.data.columns import _read, _typed
+from jfcl.data.readers import _read, _typed
 from jfcl.data.values import array_beside, as_type, stacked
 
 rng = np.random.default_rng(0)

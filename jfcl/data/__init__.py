@@ -1,8 +1,6 @@
 """Data on the host, in NumPy arrays: sources, partitions, known heterogeneity; federations and populations of them."""
 
-from jfcl.data.arrays import from_arrays, from_torch
 from jfcl.data.build import Federation, build
-from jfcl.data.columns import from_frame, from_huggingface
 from jfcl.data.dataset import Dataset
 from jfcl.data.drift import PATTERNS, Drift, drift_pattern
 from jfcl.data.generate import generate_store, mixture_of, open_stores
@@ -24,6 +22,7 @@ from jfcl.data.partition import (
 )
 from jfcl.data.pools import hold_out
 from jfcl.data.population import Population
+from jfcl.data.readers import from_arrays, from_frame, from_huggingface, from_torch
 from jfcl.data.sources import DATASETS, load
 from jfcl.data.store import ClientStore
 from jfcl.data.synthetic import fc_regression, ifca_regression

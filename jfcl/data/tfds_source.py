@@ -19,8 +19,8 @@ import numpy as np
 
 from jfcl.core import check
 from jfcl.core.names import value_hint
-from jfcl.data.columns import SPLITS, from_frame
 from jfcl.data.dataset import Dataset
+from jfcl.data.readers import SPLITS, from_frame
 from jfcl.data.tables import Table
 
 _TEXTS = ("title", "text", "description")  # features that are joined
