@@ -12,7 +12,7 @@ from jfcl.analysis import metrics, plots
 from jfcl.analysis.metrics import cluster_recovery, evaluate
 from jfcl.core import Adversary, Algorithm, Clients, DenseStart, Entries, Served, Task
 from jfcl.core.stacking import concatenate_clients, stack_clients
-from jfcl.data.population import Population
+from jfcl.data.store import Population
 from jfcl.experiments.shifts import shifts
 from jfcl.kernels import theory
 from jfcl.mapping import hosts

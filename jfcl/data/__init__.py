@@ -21,10 +21,9 @@ from jfcl.data.partition import (
     stratified,
 )
 from jfcl.data.pools import hold_out
-from jfcl.data.population import Population
 from jfcl.data.readers import from_arrays, from_frame, from_huggingface, from_torch
 from jfcl.data.sources import DATASETS, load
-from jfcl.data.store import ClientStore
+from jfcl.data.store import ClientStore, Population
 from jfcl.data.synthetic import fc_regression, ifca_regression
 from jfcl.data.tables import read_rows
 from jfcl.data.text import tokenize

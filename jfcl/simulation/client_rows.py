@@ -21,7 +21,7 @@ import jax
 import numpy as np
 
 from jfcl.core import files, plain
-from jfcl.data.population import ROWS_IN_MEMORY
+from jfcl.data.store import ROWS_IN_MEMORY
 
 
 class ClientRows:

@@ -18,8 +18,7 @@ from jfcl.core import Algorithm, Clients, check, check_key, num_clients
 from jfcl.core.clients import check_clients, check_examples, check_labels, check_no_bytes, check_stacked, drifts, mask
 from jfcl.core.options import Interval, OneOf, Range, check_options
 from jfcl.data.build import Federation
-from jfcl.data.population import Population
-from jfcl.data.store import ClientStore
+from jfcl.data.store import ClientStore, Population
 from jfcl.mapping import hosts, memory
 from jfcl.mapping.jitted import make_room_for_programs
 from jfcl.simulation.callbacks import Callbacks, check_callbacks

@@ -19,8 +19,7 @@ import numpy as np
 from jfcl import mapping
 from jfcl.core import Algorithm, Clients, Served, check, check_count, check_integers, is_finite
 from jfcl.core.options import check_options
-from jfcl.data.population import Population
-from jfcl.data.store import ClientStore, check_fits, check_store_labels, example_shapes
+from jfcl.data.store import ClientStore, Population, check_fits, check_store_labels, example_shapes
 from jfcl.mapping import memory
 from jfcl.mapping.jitted import RUNS_ONCE, jitted, strong
 from jfcl.simulation import evaluation
