@@ -2,11 +2,10 @@
 
 from functools import partial
 
-from jfcl.models.adapters import lora
 from jfcl.models.conv import conv, max_pool
 from jfcl.models.language import check_tokens, language_model
 from jfcl.models.networks import CNN5, MLP, VGG, CNNCifar, CNNFemnist, CNNMnist, Linear, LSTMLanguageModel
-from jfcl.models.pretrained import cache_features, from_flax, frozen, merged, to_flax
+from jfcl.models.pretrained import cache_features, from_flax, frozen, lora, merged, to_flax
 from jfcl.models.residual import MobileNet, MobileNetBatchNorm, ResNet, ResNetBatchNorm
 from jfcl.models.tasks import classification, in_bfloat16, parameter_paths, regression, task
 from jfcl.models.transformers import GPT, ViT
