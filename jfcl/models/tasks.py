@@ -17,9 +17,8 @@ from jfcl.core.checks import check, check_choice, check_count, check_shape
 from jfcl.core.parameters import divided, joined, parameter_names
 from jfcl.core.platforms import by_platform
 from jfcl.core.types import Batch, DenseStart, PyTree, Task, check_task, dense_start, with_train_loss
-from jfcl.models.modules import Network, at_layers, module_name, of_linen
+from jfcl.models.modules import Network, at_layers, ends_in_softmax, explained, module_name, of_linen
 from jfcl.models.networks import MLP, Linear
-from jfcl.models.traces import ends_in_softmax, explained
 
 KINDS = ("classification", "regression")
 DENSE_FIRST = (Linear, MLP)  # modules with a first layer, "Dense_0", on the flattened input
