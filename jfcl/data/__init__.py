@@ -1,7 +1,7 @@
 """Data on the host, in NumPy arrays: sources, partitions, known heterogeneity; federations and populations of them."""
 
 from jfcl.data.build import Federation, build
-from jfcl.data.dataset import Dataset
+from jfcl.data.dataset import Dataset, tokenize
 from jfcl.data.drift import PATTERNS, Drift, drift_pattern
 from jfcl.data.generate import generate_store, mixture_of, open_stores
 from jfcl.data.heterogeneity import HETEROGENEITY
@@ -26,5 +26,4 @@ from jfcl.data.sources import DATASETS, load
 from jfcl.data.store import ClientStore, Population
 from jfcl.data.synthetic import fc_regression, ifca_regression
 from jfcl.data.tables import read_rows
-from jfcl.data.text import tokenize
 from jfcl.data.tfds_source import from_tfds

@@ -11,8 +11,7 @@ import numpy as np
 
 from jfcl.core import Clients, check, check_choice, stack_clients
 from jfcl.data import tables
-from jfcl.data.dataset import Dataset
-from jfcl.data.text import TOKENS
+from jfcl.data.dataset import TOKENS, Dataset
 from jfcl.data.values import array_beside, as_numpy, as_type, inputs_of, is_table, side_by_side
 
 INPUTS = ("x", "image", "img", "text", "features")  # usual names of columns

@@ -13,7 +13,7 @@ import numpy as np
 from jfcl.core import Clients, Task, check, check_count, is_concrete, mask
 from jfcl.core.platforms import in_parts
 from jfcl.core.types import with_train_loss
-from jfcl.data.text import PAD
+from jfcl.data.dataset import PAD
 from jfcl.models.tasks import cross_entropy, is_right, mixed_logits, network, remembered
 from jfcl.training.losses import masked_mean
 
