@@ -237,22 +237,20 @@ def from_frame(
     target, num_classes, names = ys[0] if len(ys) == 1 else ys or None, None, None
     if len(ys) == 1:
         num_classes = getattr(train.features.get(target), "num_classes", None)
-        labels, num_classes, names = tables.targets_of(columns[target], target, num_classes, kind)
+        labels, kind, num_classes, names = tables.targets_of(columns[target], target, num_classes, kind)
     elif ys:
         check(kind != "classification", "kind", kind, "regression, or left out, with several columns of targets")
-        labels = {split: side_by_side({column: columns[column][split] for column in ys}) for split in splits}
+        kind, labels = "regression", {s: side_by_side({column: columns[column][s] for column in ys}) for s in splits}
     else:
         is_text = read["train"]["x"].dtype == object
         check(is_text, "y", None, f"given: no other column has a usual name ({', '.join(TARGETS)})")
-        labels = {split: np.zeros(len(part["x"]), np.int32) for split, part in read.items()}
+        kind, labels = None, {split: np.zeros(len(part["x"]), np.int32) for split, part in read.items()}
     for split, part in read.items():
         beside, plane = {"y": labels[split]} | {c: columns[c][split] for c in extra}, part["x"].shape[1:3]
         part |= {c: array_beside(values, f"column {c!r}", moved=moved, plane=plane) for c, values in beside.items()}
     writer, keys = (None, None) if by is None else tables.numbered(columns[by], by)
 
     # How they were read.
-    maps = num_classes is None and labels["train"].dtype.kind != "f"  # of labels
-    kind = None if maps else "regression" if num_classes is None else "classification"
     table = {"by": by, "target": target, "kind": kind, "inputs": inputs, "labels": names}
     table |= {"num_classes": num_classes, "left_out": left_out}
     words = [name if by is None else f"{name}, by {by}", tables.described(table)]

@@ -216,8 +216,8 @@ def _read(array: np.ndarray, entry: dict[str, Any], where: str) -> np.ndarray:
 
 def targets_of(
     splits: dict[str, Any], column: Any, num_classes: int | None, kind: str | None
-) -> tuple[dict[str, np.ndarray], int | None, list[Any] | None]:
-    """Returns the targets of every split, the number of classes (of labels alone), and their names if numbered."""
+) -> tuple[dict[str, np.ndarray], str | None, int | None, list[Any] | None]:
+    """Returns the targets of every split, and `"kind"`, `"num_classes"` and `"labels"` of `Dataset.table`."""
     where = f"column {column!r}"
     arrays = {split: array_of(values, where) for split, values in splits.items()}
     single = all(array.ndim == 1 for array in arrays.values())
@@ -236,17 +236,17 @@ def targets_of(
             some = ", ".join(map(str, np.unique(every["train"])[:4].tolist()))
             either = "give kind='classification' for labels, or kind='regression' for quantities"
             raise ValueError(f"{where} holds whole numbers as floats ({some}, ...): {either}")
-        return every, None, None
+        return every, "regression", None, None
     if kinds <= set("Ob"):
         labels, names = numbered(arrays, column)
         if kind is None and any(map(written_number, names)):
             either = "give kind='classification' for names of labels, or make them numbers, as with pandas.to_numeric"
             raise ValueError(f"{where} holds numbers or dates written as texts ({written_example(names)}): {either}")
-        return labels, len(names), names
+        return labels, "classification", len(names), names
     if floats:
         check(whole(arrays), f"{where}: labels", "numbers with fractions", "whole numbers, or give kind='regression'")
     elif kinds <= set("iu") and all(array.ndim > 2 for array in arrays.values()):  # maps of labels
-        return {split: as_type(np.int32, array, where) for split, array in arrays.items()}, None, None
+        return {split: as_type(np.int32, array, where) for split, array in arrays.items()}, None, None, None
     accepted = "of one kind in all splits, a label or floats in each row (several labels: several columns in y)"
     check(single and kinds <= set("iuf"), where, {s: f"{a.dtype} {a.shape}" for s, a in arrays.items()}, accepted)
     labels = {split: as_type(np.int32, array, where) for split, array in arrays.items()}
@@ -260,8 +260,8 @@ def targets_of(
             raise ValueError(f"{what}: give kind='regression' for quantities, or kind='classification' for labels")
     if low < 0:
         labels, names = numbered(labels, column)
-        return labels, len(names), names
-    return labels, num_classes or int(high) + 1, None
+        return labels, "classification", len(names), names
+    return labels, "classification", num_classes or int(high) + 1, None
 
 
 def numbered(splits: dict[str, Any], column: Any) -> tuple[dict[str, np.ndarray], list[Any]]:
@@ -347,8 +347,6 @@ def _labels(values: Any, table: dict[str, Any]) -> np.ndarray:
         new = [value for value in rows if value not in names]
         check(not new, where, new[:3], f"of the labels of training, {shown(names)}")
         return np.array([names.index(value) for value in rows], np.int32)
-    targets, count, renamed = targets_of({"train": values}, column, classes, table["kind"])
-    y = targets["train"]
-    fits = renamed is None and count == classes and (table["kind"] is not None or y.dtype.kind != "f")  # maps
-    check(fits, where, shown(list(values)[:8]), "of targets as in training")
-    return y
+    targets, *kinds = targets_of({"train": values}, column, classes, table["kind"])
+    check(kinds == [table["kind"], classes, None], where, shown(list(values)[:8]), "of targets as in training")
+    return targets["train"]
