@@ -21,7 +21,7 @@ _CALLED = re.compile(
 )
 _NAMES = re.compile(r"^(FileNames|FunctionNames)\n((?:\d+ .*\n)*)", re.M)
 _LOCATION = re.compile(r"^(\d+) \{file_name_id=(\d+) function_name_id=(\d+)", re.M)
-_FRAME = re.compile(r"^(\d+) \{file_location_id=(\d+) parent_frame_id=(\d+)", re.M)
+_FRAME = re.compile(r"^(\d+) \{file_location_id=(\d+)(?: parent_frame_id=(\d+))?", re.M)
 _PACKAGE = Path(__file__).resolve().parent.parent
 
 
@@ -110,7 +110,7 @@ def _stacks(text: str) -> dict[int, tuple[str, ...]]:
     }
     stacks: dict[int, tuple[str, ...]] = {}
     for number, location, caller in _FRAME.findall(text):  # it comes after its callers, whose ids are one too large
-        function, callers = functions.get(location), stacks.get(int(caller) - 1, ())
+        function, callers = functions.get(location), stacks.get(int(caller or 0) - 1, ())
         stacks[int(number)] = (function, *callers) if function else callers
     return stacks
 
