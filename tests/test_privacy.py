@@ -194,6 +194,13 @@ def test_the_largest_updates_are_clipped(largest, clip):
     assert np.linalg.norm(np.float64(sent["w"])) <= 1 + 1e-6 and not inside
 
 
+def test_norms_and_sizes_at_their_bounds_count():
+    assert CLIPPED({"b": jnp.float32(3), "w": jnp.float32([4, 0, 0])}, 5.0)[1]
+    dp, release = GaussianDP(clip=5.0, noise=0.0, min_size=3), jax.jit(privacy.release, static_argnums=0)
+    sums, sizes = release(dp, jax.random.key(0), 5.0, {"w": jnp.ones((2, 1))}, jnp.float32([3, 2]), jnp.float32(5))
+    assert sizes.tolist() == [3, 0] and sums["w"].tolist() == [[1], [0]]
+
+
 @cache
 def compiled_sums(clip):
     """The sums of two clusters, which option I of IFCA divides by the number of all clients, and the start."""
