@@ -741,6 +741,19 @@ def test_a_method_says_what_records_hold_and_why_it_ends():
     assert (history.rounds, history.ended, history.records[-1]["below"]) == (9, "seven are enough", -41)
 
 
+def test_a_resumed_run_goes_on_until_all_seeds_have_ended(tmp_path):
+    drawn = still(TASK, lambda key: {"w": jnp.zeros((1, 4)), "b": jax.random.normal(key, (1,))})
+
+    def step(*args):
+        state, metrics = drawn.step(*args)
+        return state, metrics | {"ended": state.params["b"][0] > 0.5}  # of some seeds
+
+    options = {"algorithm": drawn._replace(step=step), "key": KEYS, "num_rounds": 2, "out": tmp_path / "run"}
+    first = sim(**options, stop_after=1)
+    assert {row["ended"] for row in first.records} == {True, False}
+    assert sim(**options, resume=True).rounds == 2
+
+
 def test_a_function_is_no_algorithm():
     with pytest.raises(ValueError, match="algorithm must be an Algorithm, or with hyperparams a function of them that"):
         sim(algorithm=jfcl.ifca)

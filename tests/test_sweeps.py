@@ -130,15 +130,15 @@ def test_a_diverged_cell_is_marked_and_the_others_continue(monkeypatch):
     def mean(lr):
         return jfcl.fedavg(task, jfcl.local_training(optax.sgd(lr), num_steps=1))
 
-    rates = [1e30, 0.1, 0.4]
+    rates = [1e30, np.inf, 0.1, 0.4]  # with the second no client sends a finite update, and the model stays as it is
     found = jfcl.sweep(mean, {"lr": rates}, clients, key=jax.random.key(0), num_rounds=4)
-    assert [cell.per_seed[0]["diverged"] for cell in found.cells] == [True, False, False]
-    assert found.cells[0].mean == {} and found.metric == "loss" and found.best == 2
-    for lr, cell in list(zip(rates, found.cells, strict=True))[1:]:
+    assert [cell.per_seed[0]["diverged"] for cell in found.cells] == [True, True, False, False]
+    assert found.cells[0].mean == {} and found.metric == "loss" and found.best == 3
+    for lr, cell in list(zip(rates, found.cells, strict=True))[2:]:
         assert cell.mean["loss"] == pytest.approx((1 - 2 * lr) ** 8, rel=1e-4)
     axes = {"row_axis": jfcl.chunked(1), "client_axis": jfcl.sharded(jfcl.client_mesh())}  # 3 clients on 2 devices
     padded = jfcl.sweep(mean, {"lr": [0.4]}, clients, key=jax.random.key(0), num_rounds=4, **axes)
-    assert padded.cells[0].mean["loss"] == pytest.approx(found.cells[2].mean["loss"], rel=1e-6)
+    assert padded.cells[0].mean["loss"] == pytest.approx(found.cells[3].mean["loss"], rel=1e-6)
     lost = jfcl.sweep(mean, {"lr": [1e30, 2e30, 3e30]}, clients, key=jax.random.key(0), num_rounds=4, out="lost")
     assert lost.best is None and json.loads(Path("lost/sweep.json").read_text())["best"] is None
     begin, begun = Watch.begin, []  # the rate of the bar is that of the cells that run
