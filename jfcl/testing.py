@@ -1,7 +1,5 @@
 """`check_algorithm`: the conformance test of every method of the library, also for users' own methods."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """A method to copy: FedAvg with momentum on the server (FedAvgM, Hsu et al. 2019). One file: its state, its factory."""
 
-from __future__ import annotations
-
 from typing import Annotated, NamedTuple
 
 import jax

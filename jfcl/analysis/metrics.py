@@ -5,8 +5,6 @@
 *global* model, `None` for the model of lowest loss on the evaluated data. The rest is NumPy on the host.
 """
 
-from __future__ import annotations
-
 import inspect
 import itertools
 from collections.abc import Callable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """The command line: `jfcl run`, `plan`, `sweep`, `shifts`, `compare`, `report`, `list`, `bench`, `demo`."""
 
-from __future__ import annotations
-
 import gc
 import itertools
 import os

@@ -1,7 +1,5 @@
 """The commands of the command line; `jfcl.cli.parser` reads their arguments, `jfcl.cli` reports errors."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 import os

@@ -1,7 +1,5 @@
 """The arguments of the commands: those of `jfcl run` are derived from the options of every run and of the method."""
 
-from __future__ import annotations
-
 import argparse
 import inspect
 import itertools

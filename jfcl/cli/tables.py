@@ -1,7 +1,5 @@
 """Tables that the command line prints."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Iterable, Iterator, Sequence

@@ -1,7 +1,5 @@
 """Checks of arguments: each raises `ValueError` before anything is compiled, and lets tracers pass."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterable
 from typing import Any

@@ -1,7 +1,5 @@
 """The client axis: sizes, ids, random keys and cohorts of stacked clients, and checks of them."""
 
-from __future__ import annotations
-
 import math
 from typing import Any, NamedTuple
 

@@ -5,8 +5,6 @@ temporary file, `fsync`, rename, `fsync` of the folder. A process or a machine t
 or the new one, and at most a temporary file (`*.tmp`), which the next writer removes.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import io

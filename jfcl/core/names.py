@@ -3,8 +3,6 @@
 The names of other libraries, and what they are here, stand in `names.toml`.
 """
 
-from __future__ import annotations
-
 import contextlib
 import difflib
 import functools

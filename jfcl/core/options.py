@@ -7,8 +7,6 @@ them `None`, paths and texts (`Literal`) alone, or a sequence of these that is m
 files and checks of single values follow from it.
 """
 
-from __future__ import annotations
-
 import functools
 import inspect
 import math

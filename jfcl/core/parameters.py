@@ -4,8 +4,6 @@ A part of a pytree has its structure, with `None` in the place of the other leav
 pytree, so that functions of parameters, optimisers included, apply to a part as they are.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from typing import Any
 

@@ -4,8 +4,6 @@ All files of runs, sweeps, experiments and stores are opened here. A symbolic li
 would be waited for without end, and what is written to a file with a second name would change another folder.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re

@@ -1,7 +1,5 @@
 """Forms of a computation in compiled programs: by platform, in parts of a batch, with noted bounds of loops."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib.util
 import re

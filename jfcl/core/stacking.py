@@ -1,7 +1,5 @@
 """Ragged clients as stacked arrays, and the host memory for them."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Texts from elsewhere, such as the names of folders, where they are shown: in a terminal, in HTML, in a table."""
 
-from __future__ import annotations
-
 import csv
 import io
 from collections.abc import Iterable, Sequence

@@ -4,8 +4,6 @@ Shape letters used in every docstring of the library: `N` clients, `M` examples 
 `D` flat parameters, `B` batch, `C` cohort, `T` rounds.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, NamedTuple
 

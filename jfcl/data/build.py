@@ -1,7 +1,5 @@
 """Federations: clients of a data set, stacked in memory, with their true clusters."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple

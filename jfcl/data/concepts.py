@@ -7,8 +7,6 @@ Source: Jothimurugesan, Hsieh, Wang, Joshi, Gibbons, *Federated Learning under D
 section 5 and its code; SEA is that of Street and Kim (2001), SINE and CIRCLE are of Gama et al. (2004).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import NamedTuple
 

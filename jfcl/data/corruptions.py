@@ -5,8 +5,6 @@ The constants are those of CIFAR-10-C; between whole severities they are interpo
 Source: Hendrycks, Dietterich 2019 ("Benchmarking neural network robustness to common corruptions and perturbations").
 """
 
-from __future__ import annotations
-
 import hashlib
 
 import numpy as np

@@ -1,7 +1,5 @@
 """A data set, the examples that are divided among clients, and its texts as token ids."""
 
-from __future__ import annotations
-
 import itertools
 import re
 from collections import Counter

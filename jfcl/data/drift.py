@@ -1,7 +1,5 @@
 """Drift: clusters that change over time. A pattern says which cluster each client is in at each step of time."""
 
-from __future__ import annotations
-
 import zlib
 from typing import Any, NamedTuple
 

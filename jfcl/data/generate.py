@@ -3,8 +3,6 @@
 Only the data set is held in memory as a whole; `jfcl.data.store` describes the files.
 """
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Iterator
 from pathlib import Path

@@ -13,8 +13,6 @@ selected, `P_k` has this weight where all clusters have equally many examples; a
 `jfcl.data.build` has checked both, and that labels lie in `0..num_classes-1`.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from functools import partial

@@ -4,8 +4,6 @@ Grey has one channel and colour three, red, green and blue; transparency is a fu
 their type: 255 for bytes, 65,535 for 16 bits.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 

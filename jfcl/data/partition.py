@@ -7,8 +7,6 @@ examples than the clients need. The result is a function of the arguments alone;
 integers, for `np.random.default_rng`.
 """
 
-from __future__ import annotations
-
 import heapq
 import inspect
 from collections.abc import Sequence

@@ -9,8 +9,6 @@ data, under any transformation.
 `jfcl.data.build` stacks the clients in memory; `jfcl.data.generate_store` writes them to a folder.
 """
 
-from __future__ import annotations
-
 import inspect
 import warnings
 from collections.abc import Callable, Iterable

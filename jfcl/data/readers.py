@@ -1,7 +1,5 @@
 """What a user has, as `Clients` or a `Dataset`: arrays and rows of each client; tables with a column of clients."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any

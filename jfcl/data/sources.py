@@ -1,7 +1,5 @@
 """Data sets by name: embedded in scikit-learn, official files in a data directory, or tensorflow-datasets."""
 
-from __future__ import annotations
-
 import csv
 import functools
 import gzip

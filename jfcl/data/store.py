@@ -1,13 +1,11 @@
 """A population on the host: ragged, memory-mapped clients, of which a simulation has one cohort at a time."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, NamedTuple, Self
 
 import jax
 import numpy as np
@@ -93,7 +91,7 @@ class ClientStore:
         return Clients(examples, size, ids.astype(np.int32))
 
     @classmethod
-    def from_clients(cls, clients: Clients, *, cluster: Any = None, **about: Any) -> ClientStore:
+    def from_clients(cls, clients: Clients, *, cluster: Any = None, **about: Any) -> Self:
         """Returns a store in memory of `clients`, with examples in a dict and ids `0..N-1`."""
         clients = clients._replace(size=np.asarray(clients.size))  # a list is right here
         n = len(clients.size)
@@ -142,7 +140,7 @@ class ClientStore:
     @classmethod
     def create_indexed(
         cls, path: str | Path, base: Iterable[Examples], rows: Iterable[Any], *, stored=None, cluster=None, **about
-    ) -> ClientStore:
+    ) -> Self:
         """Writes a store of clients that share the examples of a base.
 
         A million clients of one data set then need at most four bytes for each example, and the data set once for every
@@ -165,7 +163,7 @@ class ClientStore:
         return cls.open(path)
 
     @classmethod
-    def open(cls, path: str | Path) -> ClientStore:
+    def open(cls, path: str | Path) -> Self:
         """Opens the store in `path`, memory-mapped: only `store.json` and the places of clients' examples are read.
 
         A store of another format, and a file that is missing or truncated, is refused; `verify` reads everything.

@@ -9,8 +9,6 @@ A store is a folder, written whole or not at all:
     cluster.npy   `[N]` int32, the true clusters, where they are known
 """
 
-from __future__ import annotations
-
 import array
 import hashlib
 import math

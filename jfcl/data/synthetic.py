@@ -3,8 +3,6 @@
 Client `i` is in cluster `i mod K`. The data of a client do not depend on the number of clients.
 """
 
-from __future__ import annotations
-
 from typing import Annotated
 
 import numpy as np

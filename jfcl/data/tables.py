@@ -12,8 +12,6 @@ How a data set was read is a plain dictionary, `Dataset.table`, which a run's fo
 * `"left_out"`: columns that are not inputs, since they number the rows.
 """
 
-from __future__ import annotations
-
 import itertools
 import os
 import re

@@ -4,8 +4,6 @@ The extraction cache of TFDS names unpacked files by their file name alone, and 
 Fashion-MNIST, which have the same file names; so each data set has its own download directory.
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib.util
 import io

@@ -4,8 +4,6 @@ All loaders read a column of any kind here: `plain` unwraps its values, `array_o
 it inputs, and `array_beside` an array beside them.
 """
 
-from __future__ import annotations
-
 import datetime
 import decimal
 import fractions

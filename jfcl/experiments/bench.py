@@ -3,8 +3,6 @@
 `sweep` is `jfcl bench`; `benchmarks/` uses the parts.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 import statistics

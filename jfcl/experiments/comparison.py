@@ -1,7 +1,5 @@
 """Finished runs side by side: `compare`, the table of results, the options in which runs differ, files for a paper."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import re

@@ -4,8 +4,6 @@ The command line, TOML files, `config.json` and Python give some of them, by the
 here, once. A `Config` is checked when it is made.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import itertools

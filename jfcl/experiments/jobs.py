@@ -4,8 +4,6 @@ On a CPU every process has its share of the cores. On a GPU the processes share 
 another computes. A program that one has compiled, the others read.
 """
 
-from __future__ import annotations
-
 import contextlib
 import multiprocessing
 import os

@@ -4,8 +4,6 @@ A module is imported as `python -m` does: the current folder comes first. Each f
 `ValueError` for an unknown name, for what cannot be imported, with its error, and for what does not fit.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import difflib
 import functools

@@ -1,7 +1,5 @@
 """The local training of a run: optimisers and learning-rate schedules by the names that `jfcl run` takes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple

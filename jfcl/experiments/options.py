@@ -4,8 +4,6 @@ Those of a method are declared in its factory (`jfcl.core.options`). Command-lin
 `config.json` use the same names.
 """
 
-from __future__ import annotations
-
 import functools
 from typing import Annotated, Literal
 

@@ -1,7 +1,5 @@
 """`jfcl plan`: the run of a `Config`, compiled for an absent accelerator."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path

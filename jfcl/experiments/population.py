@@ -1,7 +1,5 @@
 """`jfcl run METHOD --population N`: clients in a store on the host, of which one cohort at a time is on the device."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import shutil

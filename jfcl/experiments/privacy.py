@@ -1,7 +1,5 @@
 """Private runs: from the options `--dp-...` to a mechanism, and from a finished run to its ε."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

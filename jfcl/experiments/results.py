@@ -1,7 +1,5 @@
 """The one reader of a run's folder: of a finished run, and of one that is running or was stopped."""
 
-from __future__ import annotations
-
 import contextlib
 import csv
 import io

@@ -1,7 +1,5 @@
 """One configured run: from names and numbers to a simulation and a folder of results, which are written at its end."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import warnings

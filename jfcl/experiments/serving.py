@@ -1,7 +1,5 @@
 """Trained models in use: a finished run with its models, the choice of a new client, files for other programs."""
 
-from __future__ import annotations
-
 import dataclasses
 import importlib.util
 import math

@@ -1,7 +1,5 @@
 """From a `Config` to data, task, local training, algorithm and mapping."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import math

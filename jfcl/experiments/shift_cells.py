@@ -1,7 +1,5 @@
 """One cell of `jfcl shifts`: a method on a shift, tuned on clients of their own, then run and measured on others."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import json

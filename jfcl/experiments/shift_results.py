@@ -1,7 +1,5 @@
 """The results of `jfcl shifts`: the one reader of its cells, and the ranks of the methods in them."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Sequence

@@ -6,8 +6,6 @@
 The cells do not depend on each other, nor on the process that runs them. Every file becomes visible whole.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import itertools

@@ -1,7 +1,5 @@
 """The page and the LaTeX table of a folder of `jfcl shifts`; `templates/shifts.html` is the text of the page."""
 
-from __future__ import annotations
-
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """`jfcl sweep`: a method of `jfcl run` with all combinations of some of its options."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import json

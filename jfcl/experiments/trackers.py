@@ -6,8 +6,6 @@ Each raises `ValueError` where its package is not installed. With a run's folder
 run.
 """
 
-from __future__ import annotations
-
 import importlib
 import os
 import secrets

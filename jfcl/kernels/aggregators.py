@@ -1,7 +1,5 @@
 """Steps before an aggregator (clipping, mixing of nearest neighbours, buckets), and aggregators by name."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Sequence
 from functools import partial

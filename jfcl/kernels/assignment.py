@@ -1,7 +1,5 @@
 """Assignments of least cost: each row gets a column of its own."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 from optax.assignment import hungarian_algorithm

@@ -1,7 +1,5 @@
 """Parts that the kernels share: checks of input, stacked pytrees as matrices, sums over devices that share columns."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

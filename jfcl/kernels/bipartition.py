@@ -5,8 +5,6 @@ weakest edge. Prim's algorithm finds the same in N steps over one row of similar
 which a client joins the tree is the optimal cross similarity, and the clients that joined before are one side.
 """
 
-from __future__ import annotations
-
 from functools import partial
 from typing import NamedTuple
 

@@ -7,8 +7,6 @@ from above. So a row of similarities is computed again only where such a bound e
 client's group, and never for the largest group, because the others join it.
 """
 
-from __future__ import annotations
-
 import math
 from functools import partial
 from typing import NamedTuple

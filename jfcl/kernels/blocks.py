@@ -1,7 +1,5 @@
 """Loops over blocks of rows and columns, products and sums of rows. Rows are a list of matrices `[N, d]`."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from functools import partial

@@ -3,8 +3,6 @@
 Where the number of clusters is not known, silhouettes choose it.
 """
 
-from __future__ import annotations
-
 from functools import partial
 from typing import NamedTuple
 

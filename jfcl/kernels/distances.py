@@ -5,8 +5,6 @@ distances to the points follow from inner products. So after one `Z Zᵀ` (the G
 `Coefficients` instead of a vector, costs `N²` operations instead of `N D`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, NamedTuple
 

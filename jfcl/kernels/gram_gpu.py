@@ -6,8 +6,6 @@ zero: the 96 additions to a sum of 512 columns lose at most `96 * 2**-24` of the
 zero. Both together, 1.7e-5, are below the error that `similarity_tolerance` allows a product of 8,192 columns.
 """
 
-from __future__ import annotations
-
 import warnings
 from functools import partial
 

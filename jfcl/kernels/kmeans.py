@@ -1,7 +1,5 @@
 """k-means on the device: k-means++ starts, Lloyd's steps, the best of several runs."""
 
-from __future__ import annotations
-
 import math
 from functools import partial
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """The knee of a rising curve: where its values begin to grow fast."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 

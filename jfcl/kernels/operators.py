@@ -6,8 +6,6 @@ with `P Δθ`, and clients invert the result. The server has the lengths and sim
 coordinates. The protection ends there: from some pairs of `Δθ` and `P Δθ` the operator can be computed.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from functools import partial

@@ -3,8 +3,6 @@
 `robust_vectors` has those that compare whole updates, `aggregators` the steps before an aggregator, and all by name.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any

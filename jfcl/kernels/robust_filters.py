@@ -1,7 +1,5 @@
 """Robust aggregators that leave updates out by their spectrum, direction or signs, and average the others."""
 
-from __future__ import annotations
-
 import math
 from functools import partial
 from itertools import combinations

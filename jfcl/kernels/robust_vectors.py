@@ -1,7 +1,5 @@
 """Robust aggregators that compare whole updates: Krum, Bulyan, the geometric median, centered clipping."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Cosine similarities of clients, random projections, and checks of similarity matrices."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -11,8 +11,6 @@ the cluster, so that one of them crosses the optimal bipartition: the weakest jo
 holds for any choice among equals, also where joins form circles.
 """
 
-from __future__ import annotations
-
 import math
 from functools import partial
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """Spectral clustering: eigenvectors of affinities, clusters in them, and the Davies-Bouldin index."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import jax

@@ -1,7 +1,5 @@
 """Subspaces that points span: their principal vectors, and the angles between the subspaces of clients."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import jax

@@ -5,8 +5,6 @@ distribution (Clustered Federated Learning, equation 16). All functions take num
 inside `jit`; outside, bad values raise a `ValueError`.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax

@@ -1,7 +1,5 @@
 """Threshold-Clustering (Provably Personalized and Robust Federated Learning, Algorithm 3)."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

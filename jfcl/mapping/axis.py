@@ -12,8 +12,6 @@ Servers that need only sums over clients use `map_reduce`, which never holds the
 Methods map their clients by these functions alone, and leave loops and `jax.shard_map` to `jfcl.mapping`.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """Server work where the clients are divided among devices: each device has all clients, and a share of the columns."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any

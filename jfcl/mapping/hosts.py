@@ -4,8 +4,6 @@ The first process writes records, checkpoints and progress for all. `jax.distrib
 of one process these functions return their arguments unchanged.
 """
 
-from __future__ import annotations
-
 import errno
 import json
 import os

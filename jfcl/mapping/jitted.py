@@ -1,7 +1,5 @@
 """`jax.jit` that does not write large arrays into the program."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 from collections.abc import Callable, Sequence
@@ -21,7 +19,7 @@ RUNS_ONCE = {"xla_backend_optimization_level": 1}
 MAPS, MOST_MAPS = Path("/proc/self/maps"), Path("/proc/sys/vm/max_map_count")  # of Linux
 
 
-_EVERY: weakref.WeakSet[jitted] = weakref.WeakSet()
+_EVERY: weakref.WeakSet["jitted"] = weakref.WeakSet()
 
 
 def strong(tree: Any) -> Any:

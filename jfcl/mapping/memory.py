@@ -1,7 +1,5 @@
 """Memory: what a program needs, checks before anything is computed, and clients in lots that need less of it."""
 
-from __future__ import annotations
-
 import contextlib
 import re
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,5 @@
 """The placement of the clients' data on devices, of one process or of several."""
 
-from __future__ import annotations
-
 import math
 
 import jax

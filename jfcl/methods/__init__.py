@@ -1,7 +1,5 @@
 """A file for each method or family: its state, its factory. A new method is such a file and a line in `METHODS`."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Mapping
 from types import MappingProxyType, ModuleType

@@ -4,8 +4,6 @@ CLoVE and the methods like it are this round with an embedding and a rule of the
 the first round, it is `clustered_once` in `jfcl.methods.once`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial

@@ -5,8 +5,6 @@ The server needs only sums over the clients of each cluster, so that a round tak
 number of clients.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple

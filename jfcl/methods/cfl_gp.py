@@ -1,7 +1,5 @@
 """CFL-GP (Kim, Kim, de Veciana 2024): clusters of clients by their gradients at all models, averaged over rounds."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Annotated, NamedTuple, Unpack
 

@@ -1,7 +1,5 @@
 """CLoVE (Bhatia, Papadis, Kodialam, Lakshman, Chakrabarty 2025): clusters of clients by losses under all models."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Annotated, Any, Unpack
 

@@ -1,7 +1,5 @@
 """Ditto (Li, Hu, Beirami, Smith 2021): personal models held near a global one."""
 
-from __future__ import annotations
-
 from typing import Annotated, Unpack
 
 import jax

@@ -3,8 +3,6 @@
 FedPer, FedRep, LG-FedAvg and FedBN are FedAvg with a choice of the parameters that each client keeps.
 """
 
-from __future__ import annotations
-
 from typing import Unpack
 
 import jax

@@ -1,7 +1,5 @@
 """FedDrift (Jothimurugesan, Hsieh, Wang, Joshi, Gibbons 2023): models are made where clients drift, and merged."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Annotated, Any, NamedTuple, Unpack
 

@@ -1,7 +1,5 @@
 """FedEM (Marfoq, Neglia, Bellet, Kameni, Vidal 2021): clients with mixtures of models, by expectation-maximisation."""
 
-from __future__ import annotations
-
 from typing import Unpack
 
 from jfcl.core import Algorithm, Task

@@ -1,7 +1,5 @@
 """Federated-Clustering (Werner, He, Jordan, Jaggi, Karimireddy 2023, Algorithm 2)."""
 
-from __future__ import annotations
-
 import math
 import warnings
 from collections.abc import Callable

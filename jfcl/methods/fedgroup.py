@@ -1,7 +1,5 @@
 """FedGroup (Duan et al. 2021) and FlexCFL (Duan et al. 2022): groups of clients by the directions of first updates."""
 
-from __future__ import annotations
-
 import zlib
 from functools import partial
 from typing import Annotated, NamedTuple, Unpack

@@ -1,7 +1,5 @@
 """FedGWC (Licciardi, Leo, Fanì, Caputo, Ciccone 2025): clusters of clients by Gaussian rewards of their losses."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Annotated, NamedTuple, Unpack
 

@@ -1,7 +1,5 @@
 """FedRC (Guo, Tang, Lin 2024): FedEM that divides by the share of a label in each model, for clusters by concept."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Annotated, Unpack
 

@@ -1,7 +1,5 @@
 """FedSoft (Ruan, Joe-Wong 2022): clients of several clusters, with models of their own near those of the clusters."""
 
-from __future__ import annotations
-
 import zlib
 from dataclasses import dataclass
 from typing import Annotated, Unpack

@@ -1,7 +1,5 @@
 """FeSEM (Xie, Long, Shen, Zhou, Wang, Jiang, Zhang 2021, multi-center federated learning)."""
 
-from __future__ import annotations
-
 from typing import Unpack
 
 import jax

@@ -1,7 +1,5 @@
 """FL+HC (Briggs, Fan, Andras 2020): hierarchical clustering of the clients' updates, once."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Annotated, Unpack
 

@@ -1,7 +1,5 @@
 """FLUX (Fenoglio, Li, Barbiero, Lane, Langheinrich, Gjoreski 2025): clusters by moments of the clients' features."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Annotated, Literal, NamedTuple, Unpack
 

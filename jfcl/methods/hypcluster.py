@@ -1,7 +1,5 @@
 """HypCluster (Mansour, Mohri, Ro, Suresh 2020): every client chooses among K models, which FedAvg trains."""
 
-from __future__ import annotations
-
 from typing import Annotated, Unpack
 
 import jax

@@ -1,7 +1,5 @@
 """IFCA, the Iterative Federated Clustering Algorithm (Ghosh, Chung, Yin, Ramchandran 2020, Algorithm 2)."""
 
-from __future__ import annotations
-
 import zlib
 from dataclasses import dataclass
 from functools import partial

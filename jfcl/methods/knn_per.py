@@ -1,7 +1,5 @@
 """kNN-Per (Marfoq, Neglia, Kameni, Vidal 2022): a global model, and each client's neighbours in its representation."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Annotated, Any, NamedTuple, Unpack

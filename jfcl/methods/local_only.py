@@ -1,7 +1,5 @@
 """Local training: every client trains alone, without any communication; the baseline of federated methods."""
 
-from __future__ import annotations
-
 from typing import Unpack
 
 import jax

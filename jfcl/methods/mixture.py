@@ -1,7 +1,5 @@
 """Mixtures of models: FedAvg of the stack of `K` models, which each client weighs for each of its examples."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial

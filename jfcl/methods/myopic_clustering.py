@@ -1,7 +1,5 @@
 """Myopic- and Momentum-Clustering (Werner, He, Jordan, Jaggi, Karimireddy 2023, Algorithms 1 and 4)."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Annotated, Any, NamedTuple, Unpack
 

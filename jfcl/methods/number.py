@@ -1,7 +1,5 @@
 """The number of clusters, given or chosen by silhouettes, and clusters of points in that number."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Annotated, Any, Literal
 

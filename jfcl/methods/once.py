@@ -1,7 +1,5 @@
 """Methods that cluster the clients once, before or after a little training, and then run FedAvg in each cluster."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """One-shot clustering of local models (Ghosh, Hong, Yin, Ramchandran 2019; IFCA's Algorithm 1 and baseline)."""
 
-from __future__ import annotations
-
 from typing import Any, Unpack
 
 import jax

@@ -1,7 +1,5 @@
 """Options that several methods have, declared once; an option of one method is declared in its factory."""
 
-from __future__ import annotations
-
 import functools
 import inspect
 import textwrap

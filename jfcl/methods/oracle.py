@@ -1,7 +1,5 @@
 """The oracle: FedAvg inside the true clusters, the result of a clustering method without any mistake."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Unpack
 

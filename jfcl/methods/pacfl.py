@@ -1,7 +1,5 @@
 """PACFL (Vahidian, Morafah, Wang, Kungurtsev, Chen, Shah, Lin 2023): clusters by angles between the clients' data."""
 
-from __future__ import annotations
-
 from typing import Annotated, NamedTuple, Unpack
 
 import jax

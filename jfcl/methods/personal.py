@@ -1,7 +1,5 @@
 """The state of methods with one model per client, and its initial value."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, NamedTuple
 

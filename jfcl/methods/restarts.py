@@ -1,7 +1,5 @@
 """Random starts: the best of several after some rounds (IFCA, section 6.1), or one where each model has clients."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 

@@ -3,8 +3,6 @@
 Methods differ in the model that a client starts from and in the aggregation; the phases are the same functions.
 """
 
-from __future__ import annotations
-
 import zlib
 from collections.abc import Callable
 from functools import partial

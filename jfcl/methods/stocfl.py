@@ -1,7 +1,5 @@
 """StoCFL (Zeng, Hu, Liu, Yu, Wang, Xu 2023): clusters of clients that have been seen merge where they are similar."""
 
-from __future__ import annotations
-
 import zlib
 from functools import partial
 from typing import Annotated, NamedTuple, Unpack

@@ -21,8 +21,6 @@ A 1 x 1 convolution is a matrix product everywhere. A depthwise convolution (a k
 of shifted images, each times a number per channel.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from functools import lru_cache, partial, reduce

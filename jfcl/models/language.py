@@ -1,7 +1,5 @@
 """Language modelling: the next word of a text, from the words before it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import lru_cache
 from typing import Any

@@ -1,7 +1,5 @@
 """Modules of flax.linen and flax.nnx as pure functions of one pytree of parameters, for training and for evaluation."""
 
-from __future__ import annotations
-
 import contextlib
 import contextvars
 import inspect

@@ -3,8 +3,6 @@
 Language models take token ids `[B, L]` and return logits for every position, `[B, L, num_outputs]`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

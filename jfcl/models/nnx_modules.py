@@ -1,7 +1,5 @@
 """Modules of flax.nnx as pure functions of one pytree of parameters."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import lru_cache, partial
 from typing import Any

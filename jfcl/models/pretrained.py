@@ -3,8 +3,6 @@
 Adapters are those of Hu et al. 2021 ("LoRA: Low-Rank Adaptation of Large Language Models").
 """
 
-from __future__ import annotations
-
 import math
 import zlib
 from collections.abc import Callable, Mapping

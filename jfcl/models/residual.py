@@ -5,8 +5,6 @@ normalisation is the usual choice where clients have few or skewed examples: a c
 its own labels.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from functools import partial

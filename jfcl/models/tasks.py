@@ -1,7 +1,5 @@
 """A `Task` from a flax module, linen or nnx, or from any pair of init and apply functions."""
 
-from __future__ import annotations
-
 import math
 import warnings
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Transformers with pre-normalisation: a vision transformer for small images, and a decoder for language models."""
 
-from __future__ import annotations
-
 import flax.linen as nn
 import jax
 import jax.numpy as jnp

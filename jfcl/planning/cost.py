@@ -11,8 +11,6 @@ multiplied by their trip counts, and an instruction costs
 What the TPU compiler has no estimate for (gather, scatter, sort) is a guess, and is listed as one.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections import Counter

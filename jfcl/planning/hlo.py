@@ -1,7 +1,5 @@
 """A reader of optimised XLA programs, `compiled.as_text()`: instructions, trip counts of loops, functions of Python."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Iterator
@@ -47,7 +45,7 @@ class Instruction(NamedTuple):
     name: str  # unique in its computation
     op: str  # the opcode, such as "fusion"
     arrays: tuple[Array, ...]  # the results
-    operands: tuple[Instruction, ...]
+    operands: tuple["Instruction", ...]
     inside: str  # the text between the parentheses, such as the value of a constant
     attributes: str  # the text behind them
     is_root: bool  # whether its result is that of the computation

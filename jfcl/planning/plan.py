@@ -4,8 +4,6 @@
 and runs nothing. It needs `libtpu` for TPUs and the CUDA plugin of JAX for GPUs (`docs/plan.md`).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor

@@ -4,8 +4,6 @@ The compilers of XLA for TPUs (`libtpu`) and for GPUs (the CUDA plugin of JAX) n
 mesh of four chips that cannot run anything, and for which everything compiles as for real ones.
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import importlib.metadata

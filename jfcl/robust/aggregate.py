@@ -1,7 +1,5 @@
 """Server-side aggregation: weighted and robust means of each cluster, attacks on updates, pytrees as matrices."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable
 from functools import partial

@@ -20,8 +20,6 @@ Example:
   [-4.0, 20.0]
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import jax

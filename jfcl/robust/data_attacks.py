@@ -1,7 +1,5 @@
 """Attacks on the data of hostile clients; users import them from `jfcl.attacks`."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import numpy as np

@@ -21,8 +21,6 @@ computed without noise, and the choice of options by comparing runs. Noise is dr
 right for simulations; a deployment needs samplers that withstand attacks on floating-point numbers (Mironov 2012).
 """
 
-from __future__ import annotations
-
 import importlib
 import logging
 import math

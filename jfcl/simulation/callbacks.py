@@ -12,13 +12,11 @@ Callbacks see copies of the records and change no result. With several processes
 trackers in `jfcl.experiments.trackers` are callbacks too.
 """
 
-from __future__ import annotations
-
 import copy
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, NamedTuple, Self
 
 import jax
 
@@ -221,7 +219,7 @@ class Callbacks:
         if self.failure is not None:
             raise self.failure
 
-    def __enter__(self) -> Callbacks:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, _) -> None:

@@ -7,8 +7,6 @@ other place: a run that was killed finds the rows of its last checkpoint as they
 was never written takes no room. All rows are verified before a run is resumed.
 """
 
-from __future__ import annotations
-
 import os
 import tempfile
 import weakref

@@ -1,7 +1,5 @@
 """The cohort of a round: sampling, dropout and stragglers, and its transfer to the device while another one trains."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """The results of an evaluation, and the records and final arrays made of them, for every kind of simulation."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple

@@ -14,8 +14,6 @@ The results of a finished run that is extended stay until a checkpoint of a late
 folder is followed (`jfcl.core.plain`).
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import json
@@ -23,7 +21,7 @@ import os
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import jax
 
@@ -103,7 +101,7 @@ class RunFolder:
 
     @classmethod
     @contextlib.contextmanager
-    def open(cls, path: str | Path, config: dict[str, Any], resume: bool = False) -> Iterator[RunFolder]:
+    def open(cls, path: str | Path, config: dict[str, Any], resume: bool = False) -> Iterator[Self]:
         """Yields the folder of a new run, or of the run to resume, if there is one; only `begin` changes that one.
 
         Raises:

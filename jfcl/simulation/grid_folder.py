@@ -7,15 +7,13 @@
 `setting.json` and the cells hold their own digests, and a cell that of its setting. Every file becomes visible whole.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import json
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from jfcl.core import files
 from jfcl.simulation.folder import check_folder, check_setting, environment
@@ -34,7 +32,7 @@ class SweepFolder:
 
     @classmethod
     @contextlib.contextmanager
-    def open(cls, path: str | Path, setting: dict[str, Any], resume: bool) -> Iterator[SweepFolder]:
+    def open(cls, path: str | Path, setting: dict[str, Any], resume: bool) -> Iterator[Self]:
         """Yields the folder of a new sweep, or of the sweep to resume, without what a stopped one has left.
 
         Raises:

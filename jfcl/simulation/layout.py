@@ -1,7 +1,5 @@
 """The division of a state into arrays that all clients share, and rows of clients, which change with the cohort."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple

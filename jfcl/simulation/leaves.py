@@ -1,7 +1,5 @@
 """The arrays of a checkpoint, one after the other in one file, each with its SHA-256."""
 
-from __future__ import annotations
-
 import hashlib
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path

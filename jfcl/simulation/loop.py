@@ -5,8 +5,6 @@ Rounds are numbered from 1, those of `init` included (`Algorithm.init_rounds`, `
 rounds, therefore equals an uninterrupted one bit for bit.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 

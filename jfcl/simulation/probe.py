@@ -1,7 +1,5 @@
 """The fastest mapping for a task on this machine: a short probe with a cached result."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import json

@@ -1,7 +1,5 @@
 """The clock, the progress bar and Ctrl-C of a run; its warnings, and the errors that stop it."""
 
-from __future__ import annotations
-
 import functools
 import math
 import signal

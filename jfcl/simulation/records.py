@@ -4,8 +4,6 @@ A line is plain JSON, with null for NaN and infinities. Their exact values stand
 records of a resumed run equal those of an uninterrupted one.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """All clients on the device: one program for many rounds, and for many rows: seeds, and cells of a sweep."""
 
-from __future__ import annotations
-
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from functools import cached_property, partial

@@ -1,7 +1,5 @@
 """The results that a finished run leaves in its folder: `summary.json` and `clients.csv`."""
 
-from __future__ import annotations
-
 import itertools
 from collections import defaultdict
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,5 @@
 """`simulate`: a run with all clients, or one cohort of a population at a time, on the device."""
 
-from __future__ import annotations
-
 import contextlib
 import warnings
 from collections.abc import Callable, Mapping, Sequence

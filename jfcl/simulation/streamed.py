@@ -4,8 +4,6 @@ A round of a population is `algorithm.step` on a cohort. The rows that the metho
 stay on the host until the client is drawn again.
 """
 
-from __future__ import annotations
-
 import math
 import shutil
 import zlib

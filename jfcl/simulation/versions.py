@@ -1,7 +1,5 @@
 """The configuration and the versions that made a folder: that of another version of jfcl is refused, and named."""
 
-from __future__ import annotations
-
 import warnings
 from pathlib import Path
 from typing import Any

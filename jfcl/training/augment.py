@@ -5,8 +5,6 @@ the image's plane, `[B, H, W, ...]` targets or weights, are mirrored and cropped
 in. Changed examples are outside the span of a client's examples, so that training does not use the span.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import jax

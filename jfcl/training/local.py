@@ -1,7 +1,5 @@
 """Local training, written for ONE client; `jfcl.mapping` maps it over all clients."""
 
-from __future__ import annotations
-
 import warnings
 import zlib
 from collections.abc import Callable

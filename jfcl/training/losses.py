@@ -1,7 +1,5 @@
 """Losses of one client: means over its real examples, under its own model and under several."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import jax

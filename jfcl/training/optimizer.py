@@ -6,8 +6,6 @@ one that is derived from the client's key of the round. Between rounds a method 
 integers, which stack, select and save as any array.
 """
 
-from __future__ import annotations
-
 import inspect
 import zlib
 from typing import Any

@@ -20,8 +20,6 @@ A bias `b` of the layer is the weight of one more input, which is always 1: with
 `b = b_0 + 1^T A`, and no step sums `D` over the examples.
 """
 
-from __future__ import annotations
-
 import math
 import weakref
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Byzantine-robust Clustered Federated Learning (Sattler, Müller, Wiegand, Samek 2020, Algorithm 1)."""
 
-from __future__ import annotations
-
 from typing import Annotated, Unpack
 
 import jax

@@ -5,8 +5,6 @@ not, the clients' objectives differ: the cluster is split along the optimal bipa
 their updates. Splits happen inside the compiled round, for all clusters at once.
 """
 
-from __future__ import annotations
-
 import math
 import warnings
 from functools import partial

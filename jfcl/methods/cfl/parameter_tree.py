@@ -5,8 +5,6 @@ newcomer goes from the root to a leaf by the similarity of its updates to those 
 any model on its path, from the most general one to its own cluster's.
 """
 
-from __future__ import annotations
-
 from functools import partial
 from typing import NamedTuple
 

@@ -4,8 +4,6 @@ A round has two sides. The clients train and send updates, hidden if they like (
 `server.serve`, decides on these updates alone. The clients update the models, as only they can reveal a hidden mean.
 """
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Annotated, Any
 

@@ -11,8 +11,6 @@ did (and as newcomers do in Algorithm 4 of the paper), so that all updates compa
 round takes one level of the tree.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import jax

@@ -1,7 +1,5 @@
 """The state of Clustered Federated Learning, and the server's memory of updates."""
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import jax

@@ -1,7 +1,5 @@
 """A parameter tree in one file: `save_tree`, `load_tree`, and the checks of a state from outside."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import BinaryIO
 
