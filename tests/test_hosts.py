@@ -163,8 +163,9 @@ from jfcl.methods import METHODS
 from jfcl.experiments import Config, run
 more = {"cfl": {"eps_1": 1e9, "eps_2": 1e-9, "gamma_max": 0.0}, "federated_clustering": {"quantile": 0.5}}
 for method in sorted({*METHODS} - {"fedbn", "feddrift"}):  # for batch normalisation, for drift; all in one order
-    own = more.get(method, {})
-    config = Config(method, clients=9, clusters=2, rounds=3, batch_size=30, eval_every=1, **own)
+    own = more.get(method, {"model": "mlp"} if method in ("fedper", "fedrep", "lg_fedavg") else {})
+    few = {"clients": 9, "clusters": 2, "rounds": 3, "batch_size": 30, "eval_every": 1, "model": "linear"}
+    config = Config(method, **few | own)
     run(config, out=f"{sys.argv[1]}/{method}")
 """
 
