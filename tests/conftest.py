@@ -60,7 +60,7 @@ def once(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Callable[[
     def filled(name, fill):
         with (base / f"{name}.lock").open("a+") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            if lock.tell() == 0:
+            if os.fstat(lock.fileno()).st_size == 0:  # now, not when the file was opened
                 shutil.rmtree(base / name, ignore_errors=True)  # of one that failed
                 fill(base / name)
                 lock.write("filled")
