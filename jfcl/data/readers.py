@@ -99,9 +99,8 @@ def _stacked(clients: Iterable[dict[str, Any]], channels_first: bool | None) -> 
 
     xs, moved = inputs_of(inputs(), channels_first)
     if columns and columns[0]:
-        numbers = tables.row_numbers(
-            {name: [values] for name, values in zip(columns[0], np.concatenate(xs).T, strict=True)}
-        )
+        named = zip(columns[0], np.concatenate(xs).T, strict=True)
+        numbers = tables.row_numbers({name: [values] for name, values in named})
         check(not numbers, "x: columns", numbers, "of inputs: these number the rows of all clients; drop them")
     parts = [_client(f"client {i}", x, parts, moved) for i, (x, parts) in enumerate(zip(xs, beside, strict=True))]
     stacked = stack_clients(parts)
@@ -203,8 +202,7 @@ def from_frame(
     if test is not None:
         splits["test"] = tables.table_of(test, "test", by)
     train, extra = splits["train"], [extra] if isinstance(extra, str) else list(extra)
-    takes_all = not isinstance(frame, tables.Table)  # that of another loader has columns of many kinds
-    xs, ys = _choose([column for column in train.names if column not in extra], by, x, y, takes_all)
+    xs, ys = _choose([column for column in train.names if column not in extra], by, x, y, train.takes_all)
     taken = [column for column in extra if column in ("x", "y", *xs, by, *ys) or extra.count(column) > 1]
     check(not taken, "extra", extra, f"of columns with names of their own, each once, without {taken}")
     wanted = list(dict.fromkeys([*xs, *ys, *([] if by is None else [by]), *extra]))
@@ -216,7 +214,7 @@ def from_frame(
 
     # Inputs.
     categorical, left_out = [column for column in xs if column in train.categorical], []
-    if takes_all and x is None:
+    if train.takes_all and x is None:
         left_out = tables.row_numbers({c: list(columns[c].values()) for c in xs if c not in categorical})
         xs = [column for column in xs if column not in left_out]
         check(xs, "x", None, f"given: the only inputs, {left_out}, number the rows")

@@ -42,13 +42,15 @@ class Table(NamedTuple):
     """A split of a table: the names of its columns, `read(names)`, their values by name, and what is known of them.
 
     `features` has an object with `num_classes` for some columns, as Hugging Face and TFDS have it; `categorical` are
-    columns of names, even of numbers.
+    columns of names, even of numbers. By default the inputs are all columns that are left (`takes_all`), or the
+    one with a usual name.
     """
 
     names: list[Any]
     read: Callable[[list[Any]], Mapping[Any, Any]]
     features: Mapping[Any, Any] = {}
     categorical: Sequence[Any] = ()
+    takes_all: bool = False
 
 
 def table_of(table: Any, argument: str, by: str | None = None) -> Table:
@@ -72,7 +74,8 @@ def table_of(table: Any, argument: str, by: str | None = None) -> Table:
         series = frame[name]
         return series.astype(object).where(series.notna(), None).tolist() if name in categorical else series
 
-    return Table(list(frame.columns), lambda wanted: {name: values(name) for name in wanted}, {}, categorical)
+    read = lambda wanted: {name: values(name) for name in wanted}  # noqa: E731
+    return Table(list(frame.columns), read, categorical=categorical, takes_all=True)
 
 
 def _check_names(names: list[Any], where: str) -> None:
