@@ -15,10 +15,19 @@ import numpy as np
 from flax import traverse_util
 from flax.core import unfreeze
 
-from jfcl.core import parameters
 from jfcl.core.checks import check, check_count, check_finite, is_number
 from jfcl.core.clients import check_clients, check_examples, mask
-from jfcl.core.parameters import joined, named_parameters, parts, path_flags
+from jfcl.core.parameters import (
+    check_predicate,
+    joined,
+    named_parameters,
+    parts,
+    path_flags,
+    path_name,
+    reparametrised,
+    trained_part,
+    with_fixed,
+)
 from jfcl.core.types import Clients, PyTree, Task, check_task, with_train_loss
 from jfcl.mapping.jitted import jitted
 from jfcl.models.modules import FROZEN_LAYERS, at_layers, in_collections
@@ -62,7 +71,7 @@ def frozen(task: Task, params: PyTree, *, trainable: Callable[[str], bool], fres
     params = fitting(task, params)
     check_trainable(task, params, trainable)
     chosen, fixed = parts(path_flags(trainable, params), params)
-    part = parameters.with_fixed(with_frozen_statistics(task, chosen), fixed)
+    part = with_fixed(with_frozen_statistics(task, chosen), fixed)
     before = task.merge or (lambda params: params)
     part = part._replace(merge=lambda p: before(joined(p, fixed)))
     return part if fresh else part._replace(init=lambda key: chosen)
@@ -240,9 +249,9 @@ def lora(
         drawn = task.init(key) if fresh else whole
 
         def one(path, base, start):
-            if parameters.path_name(path) not in shapes:
+            if path_name(path) not in shapes:
                 return start if base is None else None
-            number, (d, h) = [*shapes].index(parameters.path_name(path)), base.shape
+            number, (d, h) = [*shapes].index(path_name(path)), base.shape
             of_a, of_b = jax.random.split(jax.random.fold_in(jax.random.fold_in(key, ADAPTERS), number))
             a = jax.random.normal(of_a, (d, rank), base.dtype) / math.sqrt(d)
             b = spread * jax.random.normal(of_b, (rank, h), base.dtype) if spread else jnp.zeros((rank, h), base.dtype)
@@ -278,9 +287,7 @@ def lora(
         return losses, after_step(trained, new)
 
     before = task.merge or (lambda params: params)
-    return parameters.reparametrised(
-        base, adapted, init=init, train_loss=train_loss, merge=lambda trained: before(merge(trained))
-    )
+    return reparametrised(base, adapted, init=init, train_loss=train_loss, merge=lambda trained: before(merge(trained)))
 
 
 def _is_none(x: Any) -> bool:
@@ -366,8 +373,8 @@ def fitting(task: Task, params: PyTree) -> PyTree:
 
 def check_trainable(task: Task, params: PyTree, trainable: Any) -> None:
     """Raises `ValueError` unless `trainable` holds for some parameters, not statistics alone, and not for all."""
-    names, trained = (list(named_parameters(tree)) for tree in (params, parameters.trained_part(task, params)))
-    parameters.check_predicate("trainable", trainable, names, some=trained, not_all=names)
+    names, trained = (list(named_parameters(tree)) for tree in (params, trained_part(task, params)))
+    check_predicate("trainable", trainable, names, some=trained, not_all=names)
 
 
 def with_frozen_statistics(task: Task, trained: PyTree) -> Task:
