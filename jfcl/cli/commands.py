@@ -238,7 +238,8 @@ def command_compare(args: Namespace, *, runs: Annotated[Sequence[str], EACH]) ->
     if differ := comparison.differences_text(comparison.run_differences(finished)):
         yield f"they differ in {differ}"
     yield from map("note: {}".format, comparison.results_notes(summaries) + comparison.differences_notes(finished))
-    yield f"kept: {', '.join(map(str, comparison.compare(finished, **_arguments(comparison.compare, args))))}"
+    files = comparison.compare(finished, **_arguments(comparison.compare, args))
+    yield f"kept: {', '.join(map(str, files))}"
 
 
 def command_report(args: Namespace, *, runs: Annotated[Sequence[str], EACH]) -> Iterator[Any]:
