@@ -10,6 +10,7 @@ import optax
 import pytest
 
 import jfcl
+from jfcl.methods.fedrc import label_shares
 from jfcl.methods.fedsoft import drawn
 
 KEY, N, M, D, C, K = jax.random.key(3), 8, 9, 3, 4, 3
@@ -88,7 +89,8 @@ def em_round(losses_of, models, mixtures, data, present, lr=LR, steps=STEPS, mov
         weight += len(x)
         sums = trained if sums is None else [{n: a[n] + b[n] for n in a} for a, b in zip(sums, trained, strict=True)]
     models = [{name: p / weight for name, p in model.items()} for model in sums]
-    counts = np.maximum(counts, 1e-8) / np.maximum(counts.sum(0), 1e-8)
+    counts = np.maximum(counts / weight, 1e-8)
+    counts = counts / counts.sum(0)
     return models, mixtures, counts, mean_losses
 
 
@@ -192,6 +194,12 @@ def test_equal_starts_are_fedavg_with_a_smaller_step():
     for k in range(K):
         same = jax.tree.map(lambda p, k=k: p[k : k + 1], algorithm.serve(state, None).models)
         jax.tree.map(partial(np.testing.assert_allclose, atol=1e-5), same, one.params)
+
+
+def test_the_shares_of_labels_of_a_model_without_examples_are_equal():
+    table = np.float32([[0.75, 0, 3e-8], [0.25, 0, 0]])
+    wanted = np.array([[0.75, 0.5, 0.75], [0.25, 0.5, 0.25]])
+    np.testing.assert_allclose(label_shares(jnp.asarray(table), 1e-8), wanted, rtol=1e-5)
 
 
 @pytest.mark.slow

@@ -34,7 +34,7 @@ def fedrc(
       task: a classification with one label for each example.
       training, num_clusters, init_params: as in `jfcl.fedem`.
       hard: as in `jfcl.fedem`; a client fits its mixture with constant `T`.
-      floor: the least `T[y, k]`, for labels and models that no client had in the last round.
+      floor: the least share of all examples by label and model, for those that no client had in the last round.
 
     Returns:
       `Algorithm` as that of `jfcl.fedem`. `params["labels"]` `[1, C, K]` are the shares of all examples of the last
@@ -47,10 +47,10 @@ def fedrc(
         `jfcl.simulate` examples without labels.
 
     Source: FedRC: Tackling Diverse Distribution Shifts Challenge in Federated Learning by Robust Clustering (Guo, Tang,
-    Lin 2024), Algorithm 1. The authors' code averages models and counts labels over all `N` clients: those outside of
-    the cohort have the old models and their last sums. Here only participants count. Its floor is of sums over
-    examples, here of shares, so that it does not depend on their number. Its test for models of small weight, to drop
-    them, is commented out, and absent here.
+    Lin 2024), Algorithm 1. The authors' code counts labels over all `N` clients: those outside of the cohort have their
+    last sums, and before their first round equal ones. Here only participants count, as in the mean of models. Its
+    floor is of sums over examples, here of shares, so that it does not depend on their number. Its test for models of
+    small weight, to drop them, is commented out, and absent here.
 
     Example:
       >>> import jax, jfcl, optax
@@ -88,8 +88,9 @@ def fedrc(
 
 
 def label_shares(table: jax.Array, floor: float) -> jax.Array:
-    """Returns `T` `[C, K]`, the shares of the labels in each model; `table` has those in all; none is below `floor`."""
-    return jnp.maximum(table, floor) / jnp.maximum(table.sum(axis=0), floor)[None]
+    """Returns `T` `[C, K]`, the shares of the labels in each model; `table` has those in all, and none below `floor`."""
+    table = jnp.maximum(table, floor)
+    return table / table.sum(axis=0)[None]
 
 
 def log_factor(floor: float, table: jax.Array, examples: Batch) -> jax.Array:

@@ -71,8 +71,8 @@ def fedsoft(
       ValueError: `selection` above the number of clients; numbers outside their ranges; unknown `weights`.
 
     Source: FedSoft: Soft Clustered Federated Learning with Proximal Local Updating (Ruan, Joe-Wong 2022), Algorithms 1
-    and 2. The published code stops with an error where it estimates `u`, and its accuracies are those of training
-    examples. It replaces zeros by `σ`, the same as here unless a share is below `σ`.
+    and 2. The published code stops with an error where it estimates `u`, and measures a client's accuracy on its
+    training examples. It replaces zeros by `σ`, the same as here unless a share is below `σ`.
 
     Example:
       >>> import jax, jfcl, numpy as np, optax
