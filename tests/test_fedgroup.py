@@ -102,10 +102,9 @@ def test_the_groups_and_rounds_are_the_papers(measure, mixing, cohort):
                 members = [i for i in rows if group[i] == g]
                 new[g] = np.average([after[i][0] for i in members], axis=0, weights=clients.size[members])
             if mixing:
-                norms, used = np.linalg.norm(new, axis=1), sorted({group[i] for i in rows})
-                mixed = new.copy()
-                for g in used:
-                    others = [h for h in used if h != g]
+                norms, mixed = np.linalg.norm(new, axis=1), new.copy()
+                for g in range(3):  # also those without clients in the cohort
+                    others = [h for h in range(3) if h != g]
                     total = new[g] + mixing * sum((new[h] / norms[h] for h in others), np.zeros(D))
                     mixed[g] = total / (1 + mixing * sum(1 / norms[h] for h in others))
                 new = mixed

@@ -76,7 +76,8 @@ def fedgroup(
       pretrain_clients: clients that are clustered before the first round; default: `20 K`, or all.
       measure: how updates are clustered: `"edc"`, by k-means of their cosines to the first `K` left singular vectors of
         all; `"madc"`, by complete linkage of the mean difference of two clients' cosines to all others.
-      mixing: `η`, the weight with which the other groups' models, scaled to length 1, enter each model after a round.
+      mixing: `η`, the weight with which the other groups' models, scaled to length 1, enter each model after a round,
+        also those of groups without clients in the cohort.
       migrate: FlexCFL: a client whose shares of labels have changed by more than this, in total variation, since it
         joined its group starts cold again in its next round, on all examples that it then has; 0.1 stands for the
         authors' test. Further examples with the same shares of labels, and labels that are renamed without a change of
@@ -253,12 +254,12 @@ def _shares(clients: Clients, task: Task) -> jax.Array:
 
 
 def _mix(rules: Averaging, mixing, state: AveragingState, metrics, cohort: Cohort, report, clients):
-    """Mixes each model that was trained with the others, scaled to length 1, by `mixing`: `Averaging.learn`."""
+    """Mixes the model of each group with those of the others, scaled to length 1, by `mixing`: `Averaging.learn`."""
     params, k = state.params, rules.num_clusters
-    trained = phases.rows_in_use(report.cluster, jnp.asarray(cohort.clients.size) > 0, k)
+    has_members = (state.memory.directions != 0).any(axis=1)
     norms = jnp.sqrt(sum(jnp.square(x).sum(axis=1) for x in rows_of(trained_part(rules.task, params))))
-    scale = jnp.where(trained & (norms > 0), mixing / jnp.where(norms > 0, norms, 1.0), 0.0)
-    weights = jnp.where(jnp.eye(k, dtype=bool), 1.0, jnp.where(trained[:, None], scale[None, :], 0.0))
+    scale = jnp.where(has_members & (norms > 0), mixing / jnp.where(norms > 0, norms, 1.0), 0.0)
+    weights = jnp.where(jnp.eye(k, dtype=bool), 1.0, jnp.where(has_members[:, None], scale[None, :], 0.0))
     weights = weights / weights.sum(axis=1, keepdims=True)
 
     def mix(is_shared, p):
