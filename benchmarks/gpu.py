@@ -8,8 +8,8 @@ Ours and plain JAX (peers/jax_plain.py) are measured in this process, PyTorch (p
 each case: by this Python where it has PyTorch, else in `.venv-torch` (make peers). All begin with the same models, on
 random images. `--minutes` is a hard limit: what does not fit is listed as not measured. The JSON file is written again
 after every measurement. `times_best_peer` of a row of ours is how often it fits into the best peer's round, without
-peers that compute less exactly (`INEXACT`) or more (`MORE`), and without those in bfloat16 where ours is not. A row of
-ours in bfloat16 has none if no peer was measured in bfloat16.
+peers that compute less exactly (`INEXACT`) or more (`MORE`), and without those in bfloat16 (`NARROW`) where ours is
+not. A row of ours in bfloat16 has none if no peer was measured in bfloat16.
 """
 
 from __future__ import annotations
@@ -65,12 +65,13 @@ SMALL = {
 }
 NETWORKS = {"mlp": MODELS["mlp"][0], "cnn": MODELS["cnn_mnist"][0], "resnet": MODELS["resnet18_gn"][0]}
 MAPPINGS = {"default": None, "vmap": jax.vmap, "one at a time": jfcl.chunked(1)}
-MAPPINGS |= {f"chunks of {size}": jfcl.chunked(size) for size in (10, 20, 25, 50)}
+MAPPINGS |= {f"chunks of {size}": jfcl.chunked(size) for size in (10, 20, 25, 34, 50)}
 LIMIT_SECONDS, LIMIT_MB = 10, 60_000  # of the timed rounds of a measurement; of temporaries
 PEER_SECONDS = 90  # of one process of PyTorch
 GRAPH = "one by one, CUDA graph"
 INEXACT = ("TF32 throughout",)  # distances of gradients, which are differences of large numbers
 MORE = ("similarities",)
+NARROW = ("autocast", "bfloat16")
 
 
 class Job(NamedTuple):
@@ -102,6 +103,8 @@ JOBS = [
             "bmm, torch.compile",
             "bmm, torch.compile of all but the products, CUDA graph",
             "bmm, torch.compile, CUDA graph",
+            "bmm, torch.compile of all but the products, CUDA graph, bfloat16",
+            "bmm, torch.compile, CUDA graph, bfloat16",
         ),
     ),
     Job("ifca, mlp", "JAX"),
@@ -120,6 +123,7 @@ JOBS = [
     ),
     Job("fedavg, cnn", "jfcl", mapping="chunks of 25"),  # under 1 GB of temporaries
     Job("fedavg, cnn", "jfcl", mapping="chunks of 25", bfloat16=True),
+    Job("fedavg, cnn", "jfcl", mapping="chunks of 34"),
     Job("federated clustering, mlp", "jfcl"),
     Job(
         "federated clustering, mlp",
@@ -298,10 +302,9 @@ def add_ratios(rows: list[dict[str, Any]]) -> None:
             if other["row"] == row["row"]
             and not other["what"].startswith("jfcl")
             and "ms" in other
-            and (narrow or "autocast" not in other["what"])
-            and not any(word in other["what"] for word in (*INEXACT, *MORE))
+            and not any(word in other["what"] for word in (*INEXACT, *MORE, *(() if narrow else NARROW)))
         ]
-        alike = not narrow or any("autocast" in other["what"] for other in peers)
+        alike = not narrow or any(word in other["what"] for other in peers for word in NARROW)
         if row["what"].startswith("jfcl") and "ms" in row and peers and alike:
             best = min(peers, key=lambda other: other["ms"])
             row |= {"best_peer": best["what"], "best_peer_ms": best["ms"], "times_best_peer": best["ms"] / row["ms"]}

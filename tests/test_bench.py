@@ -515,18 +515,20 @@ def gpu():
     sys.path.remove(str(BENCHMARKS))
 
 
-FORMS = {
-    "ifca, mlp": "bmm",
-    "fedavg, cnn": "vmap(grad)",
-    "federated clustering, mlp": "bmm, CUDA graph, Gram matrix in float32",
-    "fedavg, resnet": "one by one, CUDA graph",
-    "cfl, mlp": "bmm, similarities",
-}
+FORMS = [
+    ("ifca, mlp", "bmm"),
+    ("ifca, mlp", "bmm, bfloat16"),
+    ("fedavg, cnn", "vmap(grad)"),
+    ("federated clustering, mlp", "bmm, CUDA graph, Gram matrix in float32"),
+    ("fedavg, resnet", "one by one, CUDA graph"),
+    ("cfl, mlp", "bmm, similarities"),
+    ("cfl, mlp", "bmm, bfloat16"),
+]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("row", FORMS)
-def test_rounds_of_the_gpu_benchmark_do_the_same_work(row, gpu, tmp_path):
+@pytest.mark.parametrize(("row", "form"), FORMS)
+def test_rounds_of_the_gpu_benchmark_do_the_same_work(row, form, gpu, tmp_path):
     """Ours, plain JAX and PyTorch give the same models; full batches, since each shuffles differently."""
     case, shape = gpu.CASES[row]
     steps = 1 if case.method == "federated clustering" else 2
@@ -553,12 +555,17 @@ def test_rounds_of_the_gpu_benchmark_do_the_same_work(row, gpu, tmp_path):
         pytest.skip("PyTorch is not set up (make peers)")
     np.savez(tmp_path / "models.npz", x=x, y=y, **models)
     files = {"models": str(tmp_path / "models.npz"), "results": str(tmp_path / "results.npz")}
-    [said] = gpu.ask_torch(process, gpu.case_of_torch(case, shape, [FORMS[row]], 1, **files), 300)
+    [said] = gpu.ask_torch(process, gpu.case_of_torch(case, shape, [form], 1, **files), 300)
     assert "error" not in said, said
-    found = np.load(tmp_path / "results.npz")
+    with np.load(tmp_path / "results.npz") as file:
+        found = dict(file)
     assert set(found) == set(models)
     for name in models:
-        np.testing.assert_allclose(found[name], expected[name], atol=1e-3 * moved + 1e-5, err_msg=name)
+        if "bfloat16" in form:  # a hidden unit near 0 may be on the other side
+            error, way = np.linalg.norm(found[name] - expected[name]), np.linalg.norm(expected[name] - models[name])
+            assert error < 0.1 * way, name
+        else:
+            np.testing.assert_allclose(found[name], expected[name], atol=1e-3 * moved + 1e-5, err_msg=name)
 
 
 @pytest.mark.slow
@@ -579,13 +586,13 @@ def test_the_gpu_benchmark_writes_what_it_measured(tmp_path):
 
 
 def test_the_best_peer_is_as_exact_as_ours(gpu):
-    times = {"jfcl": 10, "jfcl, bfloat16": 5, "PyTorch, bmm": 40, "PyTorch, autocast": 30}
-    times |= {"PyTorch, bmm, TF32 throughout": 1, "PyTorch, bmm, similarities": 2}
+    times = {"jfcl": 10, "jfcl, bfloat16": 5, "PyTorch, bmm": 40, "PyTorch, bfloat16": 30}
+    times |= {"PyTorch, bmm, TF32 throughout": 1, "PyTorch, autocast": 35, "PyTorch, bmm, similarities": 2}
     rows = [{"row": "a", "what": what, "ms": ms} for what, ms in times.items()]
     rows += [{"row": "b", "what": "JAX, vmap(grad)", "ms": 1}, {"row": "a", "what": "PyTorch, vmap", "error": "memory"}]
     gpu.add_ratios(rows)
     assert [row.get("times_best_peer") for row in rows[:3]] == [4, 6, None]
-    assert rows[1]["best_peer"] == "PyTorch, autocast"
+    assert rows[1]["best_peer"] == "PyTorch, bfloat16"
     rows = [{"row": "a", "what": what, "ms": 1} for what in ("jfcl, bfloat16", "PyTorch, bmm")]
     gpu.add_ratios(rows)
     assert "times_best_peer" not in rows[0]  # no peer was measured in bfloat16

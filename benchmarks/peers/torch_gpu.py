@@ -2,8 +2,8 @@
 
 Called by benchmarks/gpu.py: a case as JSON in the first argument, or as a line of the standard input, which lets the
 caller start the process before its turn. Prints a JSON line for each form of the round: the seconds of every round, or
-the error. A form is told by its name: "CUDA graph", "torch.compile", "autocast" (bfloat16) and so on; products are TF32
-unless it says float32. Every round begins at the same models.
+the error. A form is told by its name: "CUDA graph", "torch.compile", "autocast" or "bfloat16" and so on; products are
+TF32 unless it says one of these or float32. Every round begins at the same models.
 
 A case: `round` ("ifca", "fedavg", "federated clustering", "cfl"), `model` ("mlp", "cnn", "resnet"), `forms`,
 `clients`, `examples`, `batch` (null: all), `steps`, `lr`, `shape` of an example, `rounds`, and `models`: an .npz file
@@ -70,16 +70,30 @@ def delta(logits, target, scale):
 
 def through_relu(dh, h):
     dh = torch.where(h > 0, dh, 0.0)
-    return dh, dh.sum(1)
+    return dh, dh.sum(1, dtype=torch.float32)
+
+
+def subtract(w, a, b, lr):
+    """`w -= lr * a @ b` in place; a product in bfloat16 is subtracted from `w` in float32."""
+    if w.dtype == a.dtype:
+        w.baddbmm_(a, b, alpha=-lr)
+    else:
+        w.sub_(torch.bmm(a, b), alpha=lr)
 
 
 def mlp_step(x, target, w1, b1, w2, b2, lr, delta=delta, through_relu=through_relu):
-    """A step of gradient descent on `x` `[N, M, d]` for `N` models, in place; `target` `[N, M, C]` is one-hot."""
-    h = torch.baddbmm(b1[:, None], x, w1).relu_()
-    d, of_b2 = delta(torch.baddbmm(b2[:, None], h, w2), target, 1 / x.shape[1])
-    dh, of_b1 = through_relu(torch.bmm(d, w2.mT), h)
-    w2.baddbmm_(h.mT, d, alpha=-lr)
-    w1.baddbmm_(x.mT, dh, alpha=-lr)
+    """A step of gradient descent on `x` `[N, M, d]` for `N` models, in place; `target` `[N, M, C]` is one-hot.
+
+    Products and hidden arrays have the type of `x`; models and the loss are in float32.
+    """
+    narrow = x.dtype
+    narrow_w2 = w2.to(narrow)
+    h = torch.baddbmm(b1[:, None].to(narrow), x, w1.to(narrow)).relu_()
+    d, of_b2 = delta(torch.baddbmm(b2[:, None].to(narrow), h, narrow_w2).float(), target, 1 / x.shape[1])
+    d = d.to(narrow)
+    dh, of_b1 = through_relu(torch.bmm(d, narrow_w2.mT), h)
+    subtract(w2, h.mT, d, lr)
+    subtract(w1, x.mT, dh, lr)
     b2.sub_(of_b2, alpha=lr)
     b1.sub_(of_b1, alpha=lr)
 
@@ -96,8 +110,9 @@ def stepper(form):
 def choose(x, target, w1, b1, w2, b2):
     """The model of the lowest loss for each client, `[N]`; the first layers of all models are one product."""
     (n, m, d), (k, _, width) = x.shape, w1.shape
-    h = torch.addmm(b1.reshape(-1), x.reshape(-1, d), w1.permute(1, 0, 2).reshape(d, -1)).relu_()
-    logits = torch.baddbmm(b2[:, None], h.view(-1, k, width).transpose(0, 1), w2)
+    first, b1, w2, b2 = (p.to(x.dtype) for p in (w1.permute(1, 0, 2).reshape(d, -1), b1, w2, b2))
+    h = torch.addmm(b1.reshape(-1), x.reshape(-1, d), first).relu_()
+    logits = torch.baddbmm(b2[:, None], h.view(-1, k, width).transpose(0, 1), w2).float()
     losses = logits.logsumexp(-1) - (logits * target.reshape(1, n * m, -1)).sum(-1)
     return losses.view(k, n, m).mean(-1).argmin(0)
 
@@ -106,9 +121,14 @@ def one_hot(y, classes):
     return (y[..., None] == torch.arange(classes, device=y.device)).float()
 
 
+def examples(form, x):
+    """`[N, M, d]`, once in the type of the products."""
+    return x.flatten(2).to(torch.bfloat16 if "bfloat16" in form else torch.float32)
+
+
 def ifca(case, form, models, x, y):
     models = [models[name] for name in DENSE]
-    x, target = x.flatten(2), one_hot(y, models[3].shape[-1])
+    x, target = examples(form, x), one_hot(y, models[3].shape[-1])
     k = len(models[0])
     step = stepper(form)
     choosing = compiled(choose) if "torch.compile" in form else choose
@@ -131,7 +151,7 @@ def ifca(case, form, models, x, y):
 def cfl(case, form, models, x, y):
     """One cluster: local training, the norms that a split asks for, the mean; similarities where the form has them."""
     models = [models[name] for name in DENSE]
-    x, target = x.flatten(2), one_hot(y, models[3].shape[-1])
+    x, target = examples(form, x), one_hot(y, models[3].shape[-1])
     step = stepper(form)
 
     def one_round():
