@@ -64,8 +64,8 @@ def fedsoft(
       client that was not in training, or of a population that has not been in a cohort, is served this centre. Metrics:
       those of `averaging`, `mixture_entropy` and `cluster_mass` as in `jfcl.fedem`, of `u_ik / Σ_k u_ik`. An adversary
       attacks the models that are sent. Cost of a round: a training of each client that is drawn; every `τ` rounds, `K`
-      forward passes over all examples. Memory `O(N D + K D)`. Bytes: a client that trains gets `Σ_k u_ik c_k` and sends
-      its model; every `τ` rounds all clients get the `K` centres, and send `K` numbers.
+      forward passes over all examples. Memory `O(N D + K D)`. Bytes: every `τ` rounds all clients get the `K` centres,
+      and send `K` numbers; in the other rounds a client that trains gets `Σ_k u_ik c_k`. It sends its model.
 
     Raises:
       ValueError: `selection` above the number of clients; numbers outside their ranges; unknown `weights`.
@@ -130,7 +130,8 @@ def fedsoft(
         means_of = jax.vmap(mean_of, in_axes=1)(counts)
         new = where_rows(counts.sum(axis=0) > 0, jax.tree.map(lambda mean: mean[:, 0], means_of), centres)
         model, n = float(num_bytes(jax.tree.map(lambda c: c[0], centres))), num_clients(clients)
-        metrics = phases.round_metrics(present, trained.loss, usable, trained.num_steps, model, model)
+        mean = jnp.where(is_due, 0.0, model)  # of the centres, which a client computes by itself where it has them all
+        metrics = phases.round_metrics(present, trained.loss, usable, trained.num_steps, model, mean)
         asked = is_due.astype(jnp.float32) * (size > 0).sum().astype(jnp.float32)
         metrics["loss"] = phases.loss_of_all(cohort, metrics["loss"], n)
         metrics["bytes_down"] += asked * (num_clusters * model)
