@@ -72,7 +72,8 @@ def fedsoft(
 
     Source: FedSoft: Soft Clustered Federated Learning with Proximal Local Updating (Ruan, Joe-Wong 2022), Algorithms 1
     and 2. The published code stops with an error where it estimates `u`, and measures a client's accuracy on its
-    training examples. It replaces zeros by `σ`, the same as here unless a share is below `σ`.
+    training examples. It replaces zeros by `σ`, the same as here unless a share is below `σ`. Its clients keep Adam's
+    state from round to round, which is `keep="everything"` of the training.
 
     Example:
       >>> import jax, jfcl, numpy as np, optax
