@@ -359,7 +359,7 @@ def test_a_round_of_fedsoft_is_that_of_the_papers_equations(options):
                 for name in want:
                     np.testing.assert_allclose(found[name], want[name], atol=1e-5)
         model = 4 * sum(p.size for p in own[0].values())
-        assert metrics["bytes_down"] == (N * K if due else present.sum()) * model  # with all centres their mean is known
+        assert metrics["bytes_down"] == (N * K if due else present.sum()) * model  # all centres have their mean
         assert metrics["bytes_up"] == present.sum() * model + due * N * K * 4
     served = algorithm.serve(state, None)
     np.testing.assert_array_equal(served.found, np.asarray(state.share).argmax(1))
