@@ -69,9 +69,11 @@ def cfl_gp(
     available; this is the authors' code (github.com/Heasung-Kim/clustered-federated-learning-via-gradient-based-
     partitioning, 0b1b4dd) and their poster. In the code the model in turn is always the first, and the gradient of a
     client is at the model of its own cluster; here all clients are asked for the same one, as on the poster, and the
-    models take turns, as the weights of the code's mean imply. A gradient is computed on all examples, there on a
-    batch. Neither says anything of cohorts: here absentees keep their profile and cluster, and where a client has not
-    sent a gradient at a model, the mean of the other clients stands in its profile.
+    models take turns, as the weights of the code's mean imply. There all clients have equal weights
+    (`weights="equal"`), and train before they are clustered: an update from the model of the old cluster moves that of
+    the new one. A gradient is computed on all examples, there on a batch. Neither says anything of cohorts: here
+    absentees keep their profile and cluster, and where a client has not sent a gradient at a model, the mean of the
+    other clients stands in its profile.
 
     Example:
       >>> import jax, jfcl, numpy as np, optax

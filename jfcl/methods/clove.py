@@ -52,7 +52,7 @@ def clove(
       square_root: compare the square roots of losses, as the paper's theory does.
       stable_rounds: while every client of a cohort has kept its cluster in its last `stable_rounds` rounds, clients get
         their own model only, and are not clustered. Of drifting data these are rounds of the newest step of time, so
-        that clients are clustered again when a step begins. Default: 3, as in the authors' code; None: never.
+        that clients are clustered again when a step begins. Default: 3; None: never.
 
     Returns:
       `Algorithm` with an `AveragingState`, and the further metrics `clusters_found`, `compared` (1 in a round that
@@ -67,9 +67,13 @@ def clove(
       ValueError: more clusters than clients in a round; as in `jfcl.fedavg`.
 
     Source: CLoVE: Personalized Federated Learning through Clustering of Loss Vector Embeddings (Bhatia, Papadis,
-    Kodialam, Lakshman, Chakrabarty 2025). The authors' code assigns the clients of supervised problems at random at
-    first, and others by losses; once the clusters are stable it never compares again, and ends with an error for a
-    newcomer, where this method compares the round's clients.
+    Kodialam, Lakshman, Chakrabarty 2025). The authors' code (github.com/Nokia-Bell-Labs/Loss-Vector-based-Clustered-
+    Federated-Learning, b602090) assigns the clients of supervised problems at random at first, and others by losses.
+    Its three stable rounds include the one in which a client got its cluster, so that it compares once less
+    (`stable_rounds=2`). Once the clusters are stable it never compares again, and ends with an error for a newcomer,
+    where this method compares the round's clients. With square roots, it assigns models by the sums of the roots, here
+    always of the losses. With an unknown `K` it repeats the clients of a cohort that is not larger than the most
+    clusters, so that there are often as many clusters as clients; and k-means finds them, here Ward's dendrogram.
 
     Example:
       >>> import jax, jfcl, numpy as np, optax

@@ -83,7 +83,8 @@ def fedrep(
     on the representation under the new head. The server averages the representations.
 
     Source: Exploiting Shared Representations for Personalized Federated Learning (Collins, Hassani, Mokhtari,
-    Shakkottai 2021), Algorithm 1.
+    Shakkottai 2021), Algorithm 1, in which clients have equal weights (`weights="equal"`); the authors' code weighs
+    them by size.
 
     Args:
       task: as in `jfcl.fedavg`.
@@ -112,7 +113,8 @@ def lg_fedavg(task: Task, training: LocalTraining, **options: Unpack[Options]) -
     """Trains a common head by FedAvg on representations that each client keeps for itself.
 
     Source: Think Locally, Act Globally: Federated Learning with Local and Global Representations (Liang, Liu, Ziyin,
-    Allen, Auerbach, Brent, Salakhutdinov, Morency 2020), Algorithm 1, without its auxiliary and adversarial losses.
+    Allen, Auerbach, Brent, Salakhutdinov, Morency 2020), Algorithm 1, without its auxiliary and adversarial losses. The
+    authors' code has equal weights, `weights="equal"`.
 
     Args:
       task, training: as in `jfcl.fedavg`.

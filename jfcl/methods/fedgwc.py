@@ -85,11 +85,11 @@ def fedgwc(
 
     Source: Interaction-Aware Gaussian Weighting for Clustered Federated Learning (ICML 2025). The paper's text was not
     available; this is the authors' code (github.com/davedleo/FedGWC, 24d0716), with these differences. There each
-    cluster draws a cohort of its own, here there is one. There the rewards of a cohort are divided by their sum, which
-    depends on its size, and begin at `1/N²`; here they are means, and begin at 0. The tolerance there is 1e-5, which is
-    the default here with 10 of 100 clients. There the columns of the matrix are compared (`compare="others"`), which
-    differ less, since a client changes the others' rewards only by its part in the mean. `kernel_scale` there is 4, on
-    the command line 0.1. Small cohorts are filled up with random losses there.
+    cluster draws a cohort of its own, here there is one. There the rewards of a cohort are divided by their sum, about
+    0.7 times its size, and begin at `1/N²`; here they are means, and begin at 0. The tolerance there is 1e-5, which for
+    the means of 10 of 100 clients is about half of the default here. There the columns of the matrix are compared
+    (`compare="others"`), which differ less, since a client changes the others' rewards only by its part in the mean.
+    `kernel_scale` there is 4, on the command line 0.1. Small cohorts are filled up with random losses there.
 
     Example:
       >>> import jax, jfcl, numpy as np, optax

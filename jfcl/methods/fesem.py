@@ -52,6 +52,9 @@ def fesem(
     Raises:
       ValueError: `K` larger than the number of clients, unknown `weights`, `keep="everything"`.
 
+    Source: Multi-Center Federated Learning (2021). The authors' code (github.com/mingxuts/multi-center-fed-learning)
+    forgets the centres: when it clusters, five steps of k-means begin at the weights of `K` clients, and see one layer.
+
     Example:
       >>> import jax, jfcl, numpy as np, optax
       >>> task = jfcl.models.task(lambda key: {"b": jax.numpy.zeros(())}, lambda p, x: x + p["b"], kind="regression")

@@ -68,8 +68,8 @@ def knn_per(
         `MIXINGS` (the first of equals) on its validation examples.
       validation: the share of a client's training examples, its last ones, that choose its `λ`. FedAvg does not train
         on them (of drifting data the newest); they are neighbours once `λ` is chosen. Unused with `mixing`.
-      scale: what squared distances are divided by; default: the number of dimensions of the representation. (10 for the
-        10 outputs in the experiments of Federated-Clustering.)
+      scale: what squared distances are divided by; default: the number of dimensions of the representation, as in the
+        authors' code. (10 for the 10 outputs in the experiments of Federated-Clustering.)
 
     Returns:
       `Algorithm` with a `PersonalState`, whose `params` are `Neighbours` and whose `common` is FedAvg's state, and a
