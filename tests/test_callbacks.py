@@ -9,7 +9,7 @@ import types
 import jax
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 import jfcl
@@ -191,13 +191,17 @@ def test_the_end_is_reported_after_ctrl_c_and_after_divergence():
     st.integers(1, 3),
     st.booleans(),
 )
+@example([[math.nan, math.nan]], 1, 2, False)
 def test_early_stopping_is_its_definition(values, patience, every, lower):
-    """The first evaluation that is `patience` rounds after the last maximum of every seed was first reached."""
+    """The first evaluation that is `patience` rounds after the last maximum of every seed was first reached.
+
+    Where there was no number yet, the rounds since the first evaluation count.
+    """
     stopping = EarlyStopping(patience=patience, metric="loss" if lower else "score")
     name, sign = ("loss", -1) if lower else ("score", 1)
     for i in range(len(values)):
         done, seen = (i + 1) * every, sign * np.array(values[: i + 1])
-        lasts = [(np.nanargmax(seen[:, s]) + 1) * every if not np.isnan(seen[:, s]).all() else 0 for s in range(2)]
+        lasts = [(np.nanargmax(seen[:, s]) + 1) * every if not np.isnan(seen[:, s]).all() else every for s in range(2)]
         answer = stopping.on_records([{"seed": s, "round": done, name: values[i][s]} for s in range(2)])
         waited = done - max(lasts)
         assert (answer is not None) == (waited >= patience)
