@@ -39,6 +39,18 @@ def test_embedding_and_clusters_are_those_of_scikit_learn(seed):
     assert adjusted_rand_score(blob, ours[:14]) > 0.5
 
 
+def test_clusters_that_hardly_touch_have_the_measure_of_scikit_learn():
+    rng = np.random.default_rng(0)
+    affinity = rng.uniform(0.3, 1.0, size=(14, 14))
+    affinity = (affinity + affinity.T) / 2
+    blob = np.arange(14) % 2
+    affinity *= np.where(blob[:, None] == blob[None, :], 1.0, 1e-12)  # too small to tell 1 from 1 + 1e-12 in float32
+    wanted = SpectralEmbedding(2, affinity="precomputed", random_state=0).fit_transform(affinity)
+    found = spectral_clusters(np.float32(affinity), most=3)
+    assert adjusted_rand_score(blob, found.cluster) == 1
+    np.testing.assert_allclose(found.scores[2], davies_bouldin_score(wanted, blob), rtol=1e-3)
+
+
 def test_a_rotation_changes_no_cluster():
     everyone = np.ones(14, bool)
     vectors = spectral_embedding(affinity_of(5)[0], everyone, 3)

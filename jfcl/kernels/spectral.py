@@ -75,7 +75,13 @@ def spectral_embedding(affinity: jax.Array, mask: jax.Array, num_vectors: int) -
     matrix = affinity / (root[:, None] * root[None, :])
     # A point without any affinity is a part of its own, with eigenvalue 0 of the Laplacian.
     matrix = jnp.where(same, jnp.where(mask, (degree == 0).astype(matrix.dtype), ABSENT)[:, None], matrix)
-    vectors = jnp.linalg.eigh(matrix)[1][:, ::-1][:, :num_vectors]
+    # The first vector is known. Where parts hardly touch, other vectors have its eigenvalue but for rounding, and would be
+    # mixed with it: it is moved behind them.
+    first = jnp.where(mask, root, 0.0)
+    first = first / jnp.sqrt(jnp.maximum(jnp.square(first).sum(), 1e-30))
+    matrix = matrix + (ABSENT - 1.0) * first[:, None] * first[None, :]
+    others = jnp.linalg.eigh(matrix)[1][:, ::-1][:, : num_vectors - 1]
+    vectors = jnp.concatenate([first[:, None], others], axis=1)
     counts = mask[:, None] & (jnp.arange(vectors.shape[1]) < mask.sum())[None, :]
     vectors = jnp.where(counts, vectors / root[:, None], 0.0)
     return jnp.pad(vectors, ((0, 0), (0, num_vectors - vectors.shape[1])))
