@@ -75,8 +75,8 @@ def spectral_embedding(affinity: jax.Array, mask: jax.Array, num_vectors: int) -
     matrix = affinity / (root[:, None] * root[None, :])
     # A point without any affinity is a part of its own, with eigenvalue 0 of the Laplacian.
     matrix = jnp.where(same, jnp.where(mask, (degree == 0).astype(matrix.dtype), ABSENT)[:, None], matrix)
-    # The first vector is known. Where parts hardly touch, other vectors have its eigenvalue but for rounding, and would be
-    # mixed with it: it is moved behind them.
+    # The first vector is known. Where parts hardly touch, other vectors have its eigenvalue but for rounding, and would
+    # be mixed with it: it is moved behind them.
     first = jnp.where(mask, root, 0.0)
     first = first / jnp.sqrt(jnp.maximum(jnp.square(first).sum(), 1e-30))
     matrix = matrix + (ABSENT - 1.0) * first[:, None] * first[None, :]
