@@ -108,7 +108,8 @@ def feddrift(
     it; a merged model is the mean by numbers of cells; and the accuracy of the first step is that of the untrained
     model, so that a client drifts at the second step only where its best model is worse than that one. The code
     compares models on a sample of 21 batches of their cells, here all are used. It forgets the model that was not
-    used for longest if all are in use, here none is forgotten.
+    used for longest if all are in use, here none is forgotten. With a model for each client at the start, its first new
+    one takes the place of the second client's.
 
     Example:
       >>> import jax, jfcl, numpy as np, optax
