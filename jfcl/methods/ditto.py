@@ -25,7 +25,8 @@ def ditto(
 ) -> Algorithm:
     """Trains a global model `w` by FedAvg, and each client's own `v_i` on `f_i(v) + λ/2 ‖v − w‖²`.
 
-    FedAvg weighs clients by size; the authors' code has equal weights, `weights="equal"`.
+    FedAvg weighs clients by size. The authors' code draws larger clients into the cohort more often in its place, and
+    gives all equal weights (`weights="equal"`, with a cohort drawn uniformly here).
 
     Args:
       task: as in `jfcl.fedavg`.
