@@ -149,3 +149,15 @@ def test_bad_input_is_named(options, words):
     options = {"points": jnp.ones((5, 2)), "num_clusters": 3, "key": KEY} | options
     with pytest.raises(ValueError, match=words):
         kmeans(options.pop("points"), options.pop("num_clusters"), **options)
+
+
+@pytest.mark.parametrize(("far", "scale"), [(1e6, 1.0), (1e8, 1.0), (1e20, 1.0), (1e3, 1e-22), (1e3, 1e20)])
+def test_rounding_and_the_range_of_squares_divide_no_cluster(far, scale):
+    rng = np.random.default_rng(0)
+    truth = np.append(np.arange(30) % 3, [3, 3, 3])
+    points = 3 * rng.normal(size=(3, 50))[truth % 3] + 0.1 * rng.normal(size=(33, 50))
+    points[truth == 3] = far  # three equal points, as of hostile clients
+    for seed in range(3):
+        found = kmeans(np.float32(points * scale), 4, key=jax.random.key(seed))
+        assert adjusted_rand_score(truth, found.cluster) == 1
+        assert np.isfinite(found.centers).all()

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from jfcl.core.checks import check, check_count
 from jfcl.kernels import blocks
-from jfcl.kernels.base import COLUMNS, is_computable, shares_columns, sum_dtype
+from jfcl.kernels.base import COLUMNS, if_rare, is_computable, shares_columns, sum_dtype
 from jfcl.kernels.distances import central_origin
 
 TOLERANCE, MOST_STEPS = 1e-4, 300  # of Lloyd's steps in a run
@@ -71,7 +71,8 @@ def _kmeans(points, key, mask, *, num_clusters, num_restarts):
     points = points.astype(sum_dtype(points))
     usable = mask & blocks.finite_rows([points])
     (origin,) = central_origin([points], usable)
-    z = shifted = blocks.usable_rows(points - origin[None, :], usable)
+    unit = _unit(points, usable)
+    z = shifted = blocks.usable_rows((points - origin[None, :]) / unit, usable)
     dim, norms, products = z.shape[1], blocks.squared_norms([z]), blocks.product_of_rows
     squares_of = lambda x: blocks.squared_norms([x])  # noqa: E731
     in_coefficients = shares_columns()
@@ -90,6 +91,12 @@ def _kmeans(points, key, mask, *, num_clusters, num_restarts):
         squares = norms[:, None] - 2.0 * products(z, centers) + squares_of(centers)[None, :]
         return jnp.maximum(squares, 0.0) * weights[:, None]
 
+    def from_points(places):
+        """`[N, c]`, `distances` from points; 0 where rounding hides them, or a far point would be a centre twice."""
+        squares = distances(z[places])
+        own = squares[places, jnp.arange(len(places))]
+        return jnp.where(squares <= own[None, :], 0.0, squares)
+
     def inertia(centers, cluster):
         """Sums squared differences; expanded squares have no correct digits for narrow clusters far apart."""
 
@@ -107,13 +114,13 @@ def _kmeans(points, key, mask, *, num_clusters, num_restarts):
             candidates = jax.random.choice(
                 jax.random.fold_in(key, k), len(z), (2 + int(math.log(num_clusters)),), p=chance / chance.sum()
             )
-            reached = jnp.minimum(nearest[:, None], distances(z[candidates]))
+            reached = jnp.minimum(nearest[:, None], from_points(candidates))
             best = jnp.argmin(reached.sum(axis=0))
             return centers.at[k].set(z[candidates[best]]), reached[:, best]
 
-        first = z[jax.random.choice(jax.random.fold_in(key, 0), len(z), p=weights / count)]
-        centers = jnp.zeros((num_clusters, z.shape[1]), z.dtype).at[0].set(first)
-        return jax.lax.fori_loop(1, num_clusters, next_center, (centers, distances(first[None, :])[:, 0]))[0]
+        first = jax.random.choice(jax.random.fold_in(key, 0), len(z), (1,), p=weights / count)
+        centers = jnp.zeros((num_clusters, z.shape[1]), z.dtype).at[0].set(z[first[0]])
+        return jax.lax.fori_loop(1, num_clusters, next_center, (centers, from_points(first)[:, 0]))[0]
 
     def lloyd(carry):
         centers, _, step = carry
@@ -142,7 +149,22 @@ def _kmeans(points, key, mask, *, num_clusters, num_restarts):
     least = runs.inertia.min() * (1.0 + 100.0 * jnp.finfo(runs.inertia.dtype).eps)
     best = jax.tree.map(lambda x: x[jnp.argmax(runs.inertia <= least)], runs)
     centers = blocks.matmul(best.centers, shifted) if in_coefficients else best.centers
-    return best._replace(centers=centers + origin[None, :], cluster=jnp.where(usable, best.cluster, -1))
+    centers, cluster = centers * unit + origin[None, :], jnp.where(usable, best.cluster, -1)
+    return KMeans(centers, cluster, best.inertia * unit * unit)
+
+
+def _unit(points, usable):
+    """Returns `[]`, a power of two: in units of it, sums of squares of the points neither overflow nor underflow."""
+
+    def careful():
+        largest = jnp.abs(blocks.usable_rows(points, usable)).max(initial=0.0)
+        largest = jax.lax.pmax(largest, COLUMNS) if shares_columns() else largest
+        exponent = jnp.clip(jnp.frexp(largest)[1] - 40, limits.minexp + 1, limits.maxexp - 3)
+        return jnp.ldexp(one, jnp.where(largest > 0, exponent, 0))
+
+    norms, limits, one = blocks.squared_norms([points]), jnp.finfo(points.dtype), jnp.ones((), points.dtype)
+    highest = jnp.where(usable, norms, 0.0).max()
+    return if_rare(~((highest > 1e12 * limits.tiny) & (highest < 1e-12 * limits.max)), careful, lambda: one)
 
 
 def _products_of_combinations(z):
