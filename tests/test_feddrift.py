@@ -392,3 +392,24 @@ def test_what_it_cannot_do_is_refused():
         jfcl.feddrift(task, training)
     with pytest.raises(TypeError, match="feddrift has no argument 'personal'"):
         jfcl.feddrift(task, training, compare="loss", personal=None)
+
+
+def test_an_accuracy_that_falls_by_just_the_threshold_is_no_drift():
+    task = jfcl.models.classification(jfcl.models.Linear(2), (1,), 2)
+    start = jax.tree.map(jnp.zeros_like, task.init(jax.random.key(0)))  # predicts the first class
+    right = np.array([[r, r - 2] for r in range(20, 50)])  # of 50, in two steps: all fall by 0.04
+    y = np.int32(np.tile(np.arange(50), (30, 2, 1)) >= right[:, :, None]).reshape(30, 100)
+    examples = {
+        "x": np.zeros((30, 100, 1), np.float32),
+        "y": y,
+        "step": np.tile(np.repeat(np.int32([0, 1]), 50), (30, 1)),
+    }
+    clients, training = (
+        jfcl.Clients(examples, np.full(30, 50, np.int32)),
+        jfcl.local_training(optax.sgd(0.0), num_steps=1),
+    )
+    algorithm = jfcl.feddrift(task, training, drift_threshold=0.04, max_models=2, init_params=start)
+    state, step = algorithm.init(jax.random.key(0), clients), jax.jit(algorithm.step)
+    for now in (clients, clients._replace(size=2 * clients.size)):
+        state, metrics = step(jax.random.key(1), state, now)
+    assert metrics["drifted"] == 0

@@ -29,6 +29,7 @@ COMPARE, START = ("accuracy", "loss"), ("one", "each")
 STEP = "step"  # the leaf of the examples that has their time steps
 OWNED = "owned"  # another one, in training: which of them are of the model
 MODELS = 32  # default of `max_models`
+ROUNDING = 1e-6  # of a difference of accuracies: 45 right of 50 less 43 is not more than 0.04
 EVENTS = ("drifted", "merged", "capacity_reached")
 
 
@@ -128,7 +129,9 @@ def feddrift(
     accepted = "loss for a task without an accuracy"
     check(compare == "loss" or task.correct is not None, "compare", compare, accepted)
     rules = checked(Averaging(task, training, 1, train=train_owned, learn=_with_finite, **options))
-    limits = drift_threshold, drift_threshold if merge_threshold is None else merge_threshold
+    rounding = ROUNDING if compare == "accuracy" else 0.0
+    limits = (drift_threshold, drift_threshold if merge_threshold is None else merge_threshold)
+    limits = tuple(limit + rounding for limit in limits)
     begin = partial(_begin, rules, limits, compare, eager, start == "each" and max_models is None)
 
     def init(key: jax.Array, clients: Clients) -> AveragingState:
