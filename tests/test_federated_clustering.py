@@ -245,6 +245,13 @@ def densest64(points, count, radius=None, quantile=None):
     return chosen
 
 
+def test_a_whole_number_of_neighbours_is_not_one_more_by_rounding():
+    """42 points by the quantile 1 / 14: the start is the point with the nearest 3, and not the nearest 4."""
+    points = jnp.concatenate([jnp.array([0, 0.3, 0.6, 8, 9, 10, 11]), 20.0 + 5.0 * jnp.arange(35.0)])
+    found = densest(points[:, None], jnp.ones(42, bool), jnp.arange(42), rule_of(quantile=1 / 14), 1)[:, 0]
+    assert float(found[0]) < 1
+
+
 @pytest.mark.slow
 def test_every_dense_place_gets_a_start_where_few_points_remain():
     """With 0.4 of ten points around each start, two remain for the third; equal points go with one start."""
