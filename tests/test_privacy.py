@@ -270,6 +270,22 @@ def test_poisson_cohorts_are_independent_draws(cohort):
     assert stats.chi2.sf(chi2, common.sum() - 1) > 1e-3
 
 
+@pytest.mark.parametrize(("num_clients", "cohort"), [(10**6, 1), (10**6, 10), (999_999, 100), (3, 1), (3, 2), (3, 3)])
+def test_a_client_is_drawn_as_often_as_is_accounted_for(num_clients, cohort, monkeypatch):
+    """The largest draw of 32 bits with which a client takes part, found by halving."""
+    least, most = -1, 2**32 - 1
+    sizes = jnp.ones(num_clients, jnp.int32)
+    clients = Clients({"x": jnp.zeros((1, 1))}, jnp.ones(1, jnp.int32))
+    monkeypatch.setattr(privacy, "expected_participants", lambda *_: sizes.sum().astype(jnp.float32))
+    while least < most:
+        middle = (least + most + 1) // 2
+        monkeypatch.setattr(jax.random, "bits", lambda key, at=middle: jnp.uint32(at))
+        drawn = privacy.poisson_cohort(jax.random.key(0), clients, cohort).clients.size[0]
+        least, most = (middle, most) if drawn else (least, middle - 1)
+    rate, accounted = (least + 1) / 2**32, cohort / num_clients
+    assert accounted * (1 - 1e-3) < rate <= accounted
+
+
 @pytest.mark.parametrize("cohort", [1, 10, 100, 10_000])
 def test_a_poisson_cohort_has_rows_for_all(cohort):
     most = privacy.most_drawn(cohort)

@@ -138,8 +138,11 @@ def poisson_cohort(key: jax.Array, clients: Clients, count: int) -> Cohort:
     cohort_key, clients_key = jax.random.split(key)
     rows = random_order(cohort_key, clients)[: most_drawn(count)]
     chosen = take_clients(clients, rows)
-    draws = jax.vmap(jax.random.uniform)(client_keys(cohort_key, chosen))  # by ids, those of `random_order`
-    drawn = draws * expected_participants(clients, None) < count
+    # By ids, and in the order of `random_order`, whose float32 draws have 23 of these bits: too few for rare clients.
+    draws = jax.vmap(jax.random.bits)(client_keys(cohort_key, chosen))
+    share, bits = count / expected_participants(clients, None), jnp.iinfo(draws.dtype).bits
+    limit = share * (2.0**bits * (1 - 2**-22))  # by rounding, too, no client is drawn more often than is accounted for
+    drawn = (draws < limit.astype(draws.dtype)) | (share >= 1)
     return Cohort(chosen._replace(size=jnp.where(drawn, chosen.size, jnp.zeros_like(chosen.size))), rows, clients_key)
 
 
