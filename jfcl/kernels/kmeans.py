@@ -72,7 +72,14 @@ def _kmeans(points, key, mask, *, num_clusters, num_restarts):
     usable = mask & blocks.finite_rows([points])
     (origin,) = central_origin([points], usable)
     unit = _unit(points, usable)
-    z = shifted = blocks.usable_rows((points - origin[None, :]) / unit, usable)
+    shifted = blocks.usable_rows((points - origin[None, :]) / unit, usable)
+    best = _best_run(shifted, key, usable, num_clusters, num_restarts)
+    centers, cluster = best.centers * unit + origin[None, :], jnp.where(usable, best.cluster, -1)
+    return KMeans(centers, cluster, best.inertia * unit * unit)
+
+
+def _best_run(shifted, key, usable, num_clusters, num_restarts):
+    z = shifted
     dim, norms, products = z.shape[1], blocks.squared_norms([z]), blocks.product_of_rows
     squares_of = lambda x: blocks.squared_norms([x])  # noqa: E731
     in_coefficients = shares_columns()
@@ -148,9 +155,7 @@ def _kmeans(points, key, mask, *, num_clusters, num_restarts):
     # The first of those that differ by rounding: they are mostly one partition, with the clusters in another order.
     least = runs.inertia.min() * (1.0 + 100.0 * jnp.finfo(runs.inertia.dtype).eps)
     best = jax.tree.map(lambda x: x[jnp.argmax(runs.inertia <= least)], runs)
-    centers = blocks.matmul(best.centers, shifted) if in_coefficients else best.centers
-    centers, cluster = centers * unit + origin[None, :], jnp.where(usable, best.cluster, -1)
-    return KMeans(centers, cluster, best.inertia * unit * unit)
+    return best._replace(centers=blocks.matmul(best.centers, shifted)) if in_coefficients else best
 
 
 def _unit(points, usable):
