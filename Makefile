@@ -75,7 +75,7 @@ wheel: .venv/bin/python
 	.venv-wheel/bin/pip install --quiet dist/*.whl
 	cd .venv-wheel && bin/jfcl run ifca --clients 4 --clusters 2 --rounds 2 --out run
 
-# The environment of the tests with the oldest versions that pyproject.toml names; then `make test`.
+# The environment of the tests with the oldest dependencies that pyproject.toml names; then `make test`.
 oldest: .venv/dev
 	$(BIN)/pip install --quiet $$($(BIN)/python -c "import tomllib; project = tomllib.load(open('pyproject.toml', 'rb'))['project']; \
 	  print(*[name.replace('>=', '==') for name in project['dependencies']])")

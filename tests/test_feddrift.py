@@ -404,10 +404,8 @@ def test_an_accuracy_that_falls_by_just_the_threshold_is_no_drift():
         "y": y,
         "step": np.tile(np.repeat(np.int32([0, 1]), 50), (30, 1)),
     }
-    clients, training = (
-        jfcl.Clients(examples, np.full(30, 50, np.int32)),
-        jfcl.local_training(optax.sgd(0.0), num_steps=1),
-    )
+    clients = jfcl.Clients(examples, np.full(30, 50, np.int32))
+    training = jfcl.local_training(optax.sgd(0.0), num_steps=1)
     algorithm = jfcl.feddrift(task, training, drift_threshold=0.04, max_models=2, init_params=start)
     state, step = algorithm.init(jax.random.key(0), clients), jax.jit(algorithm.step)
     for now in (clients, clients._replace(size=2 * clients.size)):

@@ -79,6 +79,7 @@ def _kmeans(points, key, mask, *, num_clusters, num_restarts):
 
 
 def _best_run(shifted, key, usable, num_clusters, num_restarts):
+    """Returns the run of the lowest inertia, `KMeans` with any cluster for unusable points, which are zeros here."""
     z = shifted
     dim, norms, products = z.shape[1], blocks.squared_norms([z]), blocks.product_of_rows
     squares_of = lambda x: blocks.squared_norms([x])  # noqa: E731

@@ -130,7 +130,7 @@ def feddrift(
     check(compare == "loss" or task.correct is not None, "compare", compare, accepted)
     rules = checked(Averaging(task, training, 1, train=train_owned, learn=_with_finite, **options))
     rounding = ROUNDING if compare == "accuracy" else 0.0
-    limits = (drift_threshold, drift_threshold if merge_threshold is None else merge_threshold)
+    limits = drift_threshold, drift_threshold if merge_threshold is None else merge_threshold
     limits = tuple(limit + rounding for limit in limits)
     begin = partial(_begin, rules, limits, compare, eager, start == "each" and max_models is None)
 

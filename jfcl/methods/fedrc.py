@@ -88,7 +88,7 @@ def fedrc(
 
 
 def label_shares(table: jax.Array, floor: float) -> jax.Array:
-    """Returns `T` `[C, K]`, the shares of the labels in each model; `table` has those in all, at least `floor`."""
+    """Returns `T` `[C, K]`, the shares of the labels in each model; those in all, `table`, count `floor` at least."""
     table = jnp.maximum(table, floor)
     return table / table.sum(axis=0)[None]
 
