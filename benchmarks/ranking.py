@@ -68,7 +68,7 @@ def table_of(ranks: Ranks) -> list[Row]:
             row[" ".join(names_of(problem)[alone:])] = text_of(of, sum(s[:2] == problem for s in ranks.columns))
         if i < len(ranks.methods):
             row["mean rank"] = f"{ranks.mean[i]:.1f} ({ranks.low[i]:.1f} to {ranks.high[i]:.1f})"
-            row["s per run"] = number(ranks.over_settings("seconds")[i], None, 1)
+            row["s per run"] = number(ranks.over_settings("seconds")[i], None, 2)
         rows.append(row)
     return rows
 
@@ -145,7 +145,7 @@ class Evidence:
     def figure(self, mode: str, column: str = "accuracy", **where: Any) -> str:
         """A mean as a text: in percent, or in seconds."""
         value = self.mean(column, mode, **where)
-        text = f"{value:.1f} s" if column == "seconds" else f"{100 * value:.1f} %"
+        text = f"{value:.2f} s" if column == "seconds" else f"{100 * value:.1f} %"
         self.figures.append({"text": text, "column": column, "mode": mode, "where": where, "value": value})
         return text
 

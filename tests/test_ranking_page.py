@@ -54,7 +54,7 @@ def test_the_findings_hold_in_the_runs(name):
             values.append(means(result, runs, figure["mode"], figure["column"], **where)[where["method"]])
             seconds, text = figure["column"] == "seconds", figure["text"]
             assert (
-                text == (f"{values[-1]:.1f} s" if seconds else f"{100 * values[-1]:.1f} %") and text in finding["text"]
+                text == (f"{values[-1]:.2f} s" if seconds else f"{100 * values[-1]:.1f} %") and text in finding["text"]
             )
         assert all(values[first] > values[second] for first, second in finding["higher"])
         for best in finding["best"]:
