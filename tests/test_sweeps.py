@@ -329,6 +329,11 @@ def test_examples_that_the_task_cannot_read_are_refused(rename, words):
 QUICK = ["--clients=4", "--clusters=2", "--model=linear", "--local-steps=2", "--quiet"]
 
 
+def test_a_flag_beside_its_values_in_the_grid_is_refused(capsys):
+    assert cli.main(["sweep", "fedavg", *QUICK, "--lr=0.3", "--grid", "lr=0.1,0.2"]) == 2
+    assert "give --lr or its values in --grid" in capsys.readouterr().err
+
+
 @pytest.mark.slow
 def test_the_best_configuration_runs(capsys):
     command = ["sweep", "fedavg", *QUICK, "--seeds=2", "--rounds=3", "--out=out"]

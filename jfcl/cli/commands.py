@@ -192,6 +192,8 @@ def command_sweep(args: Namespace, *, grid: Annotated[Sequence[str] | None, EACH
     # Read and check the options.
     options = given_options(args)
     values = sweeps.read_grid(grid, options["method"])
+    for name in values.keys() & vars(args).keys():
+        raise ValueError(f"grid: give {flag_of(name)} or its values in --grid, not both")
     of_one_seed = {"seed", "population", "store"} & options.keys()  # a sweep refuses the latter two by their names
     config = Config(**(options if of_one_seed else {"seeds": sweeps.SEEDS} | options))
     runs = config.seeds * math.prod(map(len, values.values()))
@@ -203,7 +205,7 @@ def command_sweep(args: Namespace, *, grid: Annotated[Sequence[str] | None, EACH
     count = len(swept.cells)
     if count > tables.MOST_SHOWN:
         yield f"and {count - tables.MOST_SHOWN} more configurations, not better than these"
-    yield f"{count} configurations, {swept.seconds:.1f} s + {swept.compile_seconds:.1f} s compiling"
+    yield f"{count} configuration{'s' * (count > 1)}, {swept.seconds:.1f} s + {swept.compile_seconds:.1f} s compiling"
     if swept.best is None:
         raise DivergedError("every configuration diverged; lower learning rates usually help")
     if args.out:
