@@ -192,7 +192,7 @@ def command_sweep(args: Namespace, *, grid: Annotated[Sequence[str] | None, EACH
     # Read and check the options.
     options = given_options(args)
     values = sweeps.read_grid(grid, options["method"])
-    for name in values.keys() & vars(args).keys():
+    for name in values.keys() & vars(args).keys() - sweeps.OF_ALL_CELLS:  # those are refused in any grid
         raise ValueError(f"grid: give {flag_of(name)} or its values in --grid, not both")
     of_one_seed = {"seed", "population", "store"} & options.keys()  # a sweep refuses the latter two by their names
     config = Config(**(options if of_one_seed else {"seeds": sweeps.SEEDS} | options))
