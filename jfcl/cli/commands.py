@@ -192,7 +192,7 @@ def command_sweep(args: Namespace, *, grid: Annotated[Sequence[str] | None, EACH
     # Read and check the options.
     options = given_options(args)
     values = sweeps.read_grid(grid, options["method"])
-    for name in values.keys() & vars(args).keys() - sweeps.OF_ALL_CELLS:  # those are refused in any grid
+    for name in sorted(values.keys() & vars(args).keys() - sweeps.OF_ALL_CELLS):  # those are refused in any grid
         raise ValueError(f"grid: give {flag_of(name)} or its values in --grid, not both")
     of_one_seed = {"seed", "population", "store"} & options.keys()  # a sweep refuses the latter two by their names
     config = Config(**(options if of_one_seed else {"seeds": sweeps.SEEDS} | options))
@@ -204,7 +204,7 @@ def command_sweep(args: Namespace, *, grid: Annotated[Sequence[str] | None, EACH
     yield tables.sweep_table(swept, title)
     count = len(swept.cells)
     if count > tables.MOST_SHOWN:
-        yield f"and {count - tables.MOST_SHOWN} more configurations, not better than these"
+        yield f"and {count - tables.MOST_SHOWN} more, not better than these"
     yield f"{count} configuration{'s' * (count > 1)}, {swept.seconds:.1f} s + {swept.compile_seconds:.1f} s compiling"
     if swept.best is None:
         raise DivergedError("every configuration diverged; lower learning rates usually help")
