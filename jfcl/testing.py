@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jfcl.core import Algorithm, Clients, PyTree, Served, Task, check, check_served, client_ids, num_clients
+from jfcl.core import Algorithm, Clients, PyTree, Served, Task, check_served, client_ids, num_clients, require
 from jfcl.core.parameters import key_data, with_keys
 from jfcl.mapping.axis import auto, chunked, client_mesh, sharded
 from jfcl.mapping.jitted import strong
@@ -343,7 +343,7 @@ def check_algorithm(
       >>> import jfcl
       >>> check_algorithm(jfcl.fedavg)  # doctest: +SKIP
     """
-    check(__debug__, "python", "-O", "run without -O, which removes assertions")
+    require(__debug__, "check_algorithm needs Python without -O, which removes its assertions")
     clients, cluster, task, training = problem(kind)
     clients = clients._replace(id=np.asarray(client_ids(clients)))  # explicit ids, so that programs are shared below
     algorithm, key = make_algorithm(task, training), jax.random.key(0)

@@ -299,7 +299,7 @@ def test_data_attacks_on_a_regression():
     np.testing.assert_array_equal(noisy["y"], before.examples["y"])
     assert not noisy["x"][0].any() and noisy["x"][1].all()
     assert not attacks.poison(before, hostile, "label_zero", num_classes=None).examples["y"][1].any()
-    with pytest.raises(ValueError, match="label_reverse must be for labels, got 'targets of a regression'"):
+    with pytest.raises(ValueError, match="label_reverse needs labels"):
         attacks.poison(before, hostile, "label_reverse", num_classes=None)
 
 
@@ -372,7 +372,7 @@ def test_sums_over_many_clients_of_half_precision(attack, dtype, lie):
 
 def test_noisy_inputs_are_for_real_numbers():
     clients = Clients({"x": np.zeros((2, 3, 1), np.uint8), "y": np.zeros((2, 3), np.int32)}, np.full(2, 3))
-    with pytest.raises(ValueError, match="noisy_inputs must be for inputs of floating-point numbers, got 'uint8'"):
+    with pytest.raises(ValueError, match="noisy_inputs needs inputs of floating-point numbers, and these are uint8"):
         attacks.poison(clients, np.array([True, False]), "noisy_inputs", num_classes=2)
 
 

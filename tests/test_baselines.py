@@ -563,7 +563,10 @@ LABELLED, LABELS = classification()
         (lambda: jfcl.one_shot(LINEAR, TWO, num_clusters=0), "num_clusters must be an integer"),
         (lambda: jfcl.flhc(LINEAR, TWO, num_clusters=2, linkage="singel"), "did you mean 'single'"),
         (lambda: jfcl.flhc(LINEAR, TWO, num_clusters=2, distance="cosinus"), "did you mean 'cosine'"),
-        (lambda: jfcl.flhc(LINEAR, TWO, num_clusters=2, layers=lambda path: path == "head"), "layers must be true for"),
+        (
+            lambda: jfcl.flhc(LINEAR, TWO, num_clusters=2, layers=lambda path: path == "head"),
+            "layers holds for no parameter",
+        ),
         (lambda: jfcl.fesem(LINEAR, TWO._replace(keep="everything"), num_clusters=2), "training.keep must be"),
     ],
 )

@@ -175,7 +175,7 @@ def test_stacking_takes_a_type_that_holds_every_clients_numbers():
 
 def test_what_does_not_fit_into_memory_is_not_asked_for(monkeypatch):
     monkeypatch.setattr(stacking, "free_host_memory", lambda: 1e8)
-    with pytest.raises(ValueError, match=r"memory must be at most the 0.1 GB that are free; use fewer clients"):
+    with pytest.raises(ValueError, match=r"of memory, and 0.1 GB are free; use fewer clients"):
         aligned_zeros((1 << 10, 1 << 10, 64), np.float32)
     assert aligned_zeros((3,), np.float32).tolist() == [0, 0, 0]
 

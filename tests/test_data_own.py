@@ -63,12 +63,12 @@ def test_pairs_and_dictionaries_become_clients():
         ([([{}], [0])], "client 0: x: must hold numbers, arrays, images or texts, got {} in row 0"),
         ([([[1.0]], None)], "client 0: y must be an array or a list .*, got None"),
         ([([[1.0]], 3)], "client 0: y must be an array or a list .*, got 3"),
-        ([([[], []], [0, 1])], "client 0: x: the shape of an input must be without a 0"),
+        ([([[], []], [0, 1])], "client 0: x: an input is empty, of shape"),
         ([(np.ma.array([[1.0], [2.0]], mask=[[0], [1]]), [0, 1])], "client 0: x: a masked array has missing values"),
         ([(np.full((2, 2), [1e39, -1e39]), [0, 1])], "client 0: x: 2 rows with numbers beyond float32"),
         ([([[1.0]], ["a"])], "client 0: y must be numbers; jfcl.data.from_frame numbers texts, .*, got 'texts'"),
-        ([([[1.0]], [0]), (np.ones((0, 1)), np.ones(0, int))], "client 1: x must be of at least one example .*, got 0"),
-        ([([], [])], "client 0: x must be of at least one example .leave out clients without any., got 0"),
+        ([([[1.0]], [0]), (np.ones((0, 1)), np.ones(0, int))], "client 1: x has no example"),
+        ([([], [])], "client 0: x has no example; leave out clients without any"),
     ],
 )
 def test_from_arrays_refuses(clients, words):
@@ -129,7 +129,7 @@ def test_data_sets_of_pytorch():
 @pytest.mark.parametrize(
     ("datasets", "options", "words"),
     [
-        ([Rows([])], {}, "client 0 must be a data set with at least one"),
+        ([Rows([])], {}, "client 0 has no rows"),
         ([np.ones((2, 2))], {}, "client 0, row 0 must be a pair"),
         ([iter([])], {}, "client 0 must be a data set with len and rows"),
         (Rows([(np.ones(2), 0)]), {}, "client 0, row 0 must be a pair"),
@@ -286,7 +286,7 @@ def test_values_of_a_frame():
         ({}, {"by": "usr"}, "unknown column for by 'usr': did you mean 'user'. Accepted: user, day, height, label"),
         ({}, {"y": "lable"}, "unknown column for y 'lable': did you mean 'label'"),
         ({}, {"x": ["day", "hight"]}, "unknown column for x 'hight': did you mean 'height'"),
-        ({}, {"x": "day", "y": "day"}, "x must be of other columns than by and y, without .'day'., got .'day'."),
+        ({}, {"x": "day", "y": "day"}, "x names the columns .'day'., which by and y name too"),
         ({}, {"x": []}, "x must be one column at least"),
         ({"user": None}, {"by": "user"}, "column 'user': 60 missing values, first in row 0"),
         ({"height": np.where(np.arange(60) == 7, np.nan, 1)}, {"by": "user"}, "column 'height': 1 rows .* first row 7"),
@@ -296,7 +296,7 @@ def test_values_of_a_frame():
             {"by": "user"},
             "column 'label': 1 rows .* row 8",
         ),
-        ({"user": [1.0, None] * 30}, {"by": "user"}, "column 'user' must be without missing values"),
+        ({"user": [1.0, None] * 30}, {"by": "user"}, "column 'user' has missing values"),
         ({"user": [[i] for i in range(60)]}, {"by": "user"}, "column 'user': must be of strings.* got list"),
         (
             {"user": [1, "a"] * 30},
@@ -332,7 +332,7 @@ def test_a_frame_with_numbers_for_columns():
 def test_from_frame_refuses_other_tables():
     with pytest.raises(ValueError, match="frame must be a frame with columns"):
         from_frame([1, 2])
-    with pytest.raises(ValueError, match="column 'day' must be of at least one"):
+    with pytest.raises(ValueError, match="column 'day' has no example"):
         from_frame(frame().iloc[:0], by="user")
     with pytest.raises(ValueError, match="y must be given: no other column has a usual name"):
         from_frame(frame()[["user", "day"]], by="user")

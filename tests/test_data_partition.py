@@ -285,7 +285,7 @@ def test_labels_of_a_group_go_together():
         (lambda: by_sizes(10, [5, 6], seed=0), "sizes must be at most 10 in all"),
         (lambda: by_sizes(10, [5, 0], seed=0), "sizes must be in 1..10"),
         (lambda: by_writer([0, 1, 1], num_clients=3, seed=0), "at most 2, the number of writers, got 3"),
-        (lambda: by_writer([-1, -1], seed=0), "at least one writer"),
+        (lambda: by_writer([-1, -1], seed=0), "no writer has an example"),
     ],
 )
 def test_partition_refuses(call, words):

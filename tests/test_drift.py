@@ -351,7 +351,7 @@ def test_the_oracle_follows_the_clusters():
     assert [r["cluster"] for r in history.records] == PATTERN[[0, 0, 1, 1, 2, 2, 2]].tolist()
     hidden = run(algorithm, fed, true_cluster=np.int32([-1, 0, 0, 1]))  # of hostile clients
     assert [r["adjusted_rand"] for r in hidden.records] == [1.0] * 7
-    with pytest.raises(ValueError, match="clients must be with the array 'step' of drifting data"):
+    with pytest.raises(ValueError, match="the clients' data do not drift"):
         jfcl.simulate(algorithm, fed.test, key=jax.random.key(0), num_rounds=1)
 
 

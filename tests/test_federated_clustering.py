@@ -431,7 +431,7 @@ def test_centres_start_where_most_are_and_not_at_outliers():
     [
         (
             lambda: jfcl.federated_clustering(LINEAR, STEP, radius=1.0, quantile=0.2),
-            "radius, quantile must be one given",
+            "Give radius or quantile, not both",
         ),
         (lambda: jfcl.federated_clustering(LINEAR, STEP, quantile=1.2), r"quantile must be in \[0, 1\], got 1.2"),
         (lambda: jfcl.federated_clustering(LINEAR, STEP, radius=-1.0), "radius must be 0 or more"),
@@ -442,17 +442,20 @@ def test_centres_start_where_most_are_and_not_at_outliers():
         (lambda: jfcl.federated_clustering(LINEAR, STEP, threshold_rounds=0), "threshold_rounds must be an integer"),
         (lambda: jfcl.federated_clustering(LINEAR, STEP, quantile_rule="linaer"), "did you mean 'linear'"),
         (lambda: jfcl.federated_clustering(LINEAR, jfcl.local_training(optax.sgd(0.1), num_epochs=1)), "num_steps"),
-        (lambda: jfcl.federated_clustering(LINEAR, STEP._replace(prox=0.1)), "training.prox must be 0"),
+        (lambda: jfcl.federated_clustering(LINEAR, STEP._replace(prox=0.1)), "prox must be 0"),
         (
             lambda: jax.vmap(lambda mu: jfcl.federated_clustering(LINEAR, STEP._replace(prox=mu)) and mu)(jnp.zeros(2)),
-            "training.prox must be 0",
+            "prox must be 0",
         ),
         (
             lambda: jfcl.federated_clustering(LINEAR, STEP._replace(span="always")),
-            "training.span must be auto or never",
+            "span must be auto or never",
         ),
         (lambda: jfcl.momentum_clustering(LINEAR, STEP, num_clusters=2, momentum=1.0), r"momentum must be in \[0, 1\)"),
-        (lambda: jfcl.momentum_clustering(LINEAR, STEP._replace(num_steps=2), num_clusters=2), "of num_steps=1"),
+        (
+            lambda: jfcl.momentum_clustering(LINEAR, STEP._replace(num_steps=2), num_clusters=2),
+            "must have one step, not 2",
+        ),
         (lambda: jfcl.myopic_clustering(LINEAR, STEP, num_clusters=0), "num_clusters must be an integer"),
         (lambda: jfcl.momentum_clustering(LINEAR, STEP, num_clusters=2, centers="cary"), "did you mean 'carry'"),
     ],

@@ -161,7 +161,7 @@ def test_without_models_or_a_cohort_it_is_fedavg(options):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"training": jfcl.local_training(optax.sgd(0.1), num_epochs=1)}, "training.num_epochs must be num_steps"),
+        ({"training": jfcl.local_training(optax.sgd(0.1), num_epochs=1)}, "give num_steps"),
         ({"cohort": 1}, "cohort must be at least 2"),
         ({"compare": "all"}, "unknown compare"),
     ],

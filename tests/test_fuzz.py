@@ -463,7 +463,7 @@ def test_odd_warm_starts_are_refused(folder, finished_run, capsys, no_computing)
     assert "those of the run: ['Dense_0/bias', 'Dense_0/kernel'], got ['Dense_0']" in capsys.readouterr().err
     np.savez_compressed(file, zeros=np.zeros(10**7, np.float32))
     assert cli.main(command) == 2
-    assert "not compressed" in capsys.readouterr().err
+    assert "are compressed" in capsys.readouterr().err
     file.write_bytes(b"PK\x03\x04 and no more")
     assert cli.main(command) == 2
     assert "params.npz is damaged" in capsys.readouterr().err

@@ -148,7 +148,7 @@ def test_newcomers_may_have_models_of_their_own():
 
 
 def test_a_task_without_mix_is_refused():
-    with pytest.raises(ValueError, match="task must be one with mix"):
+    with pytest.raises(ValueError, match="models of this task cannot be mixed"):
         method = fedem(TASK._replace(mix=None), TRAINING, num_clusters=2)
         jfcl.simulate(method, TRAIN, key=KEY, num_rounds=1, test_clients=TEST)
 

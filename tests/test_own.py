@@ -333,7 +333,7 @@ def test_an_own_store_without_inputs_is_refused(tmp_path):
     for part in ("train", "test"):
         people = [{"image": np.zeros((2, 3), np.float32), "y": np.zeros(2, np.int32)}] * 3
         jfcl.data.ClientStore.create(tmp_path / part, people, num_classes=2)
-    with pytest.raises(ValueError, match=r"of examples with inputs 'x', got \['image', 'y'\]"):
+    with pytest.raises(ValueError, match=r"has no inputs 'x', but \['image', 'y'\]"):
         run(Config("fedavg", store=str(tmp_path), cohort=3, model="linear"))
 
 

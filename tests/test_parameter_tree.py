@@ -225,7 +225,7 @@ NAMED = jfcl.models.task(lambda key: {"v": jnp.zeros(3)}, lambda p, x: x @ p["v"
 def test_bad_input_is_named(tmp_path):
     parameter_tree.save_tree(tmp_path / "tree.npz", trained())
     for other in (OTHER, NAMED):
-        with pytest.raises(ValueError, match="file must be of this task's model"):
+        with pytest.raises(ValueError, match="is of another model than this task's"):
             parameter_tree.load_tree(tmp_path, other)
     with pytest.raises(ValueError, match="file must be a parameter tree"):
         parameter_tree.load_tree(tmp_path / "no.npz", TASK)

@@ -458,16 +458,16 @@ class Counter(nn.Module):
         (lambda: jfcl.models.classification(3, (D,), C), "module must be a flax.linen module, a flax.nnx module"),
         (
             lambda: jfcl.fedavg(PLAIN, TRAINING, personal=lambda p: "x" in p),
-            "true for some of Dense_0/bias.*holds for no parameter",
+            "holds for no parameter; .* some of Dense_0/bias",
         ),
         (
             lambda: jfcl.ifca(PLAIN, TRAINING, num_clusters=2, shared=lambda p: "x" in p),
-            "shared must be true for some of Dense_0/bias.*holds for no parameter",
+            "shared holds for no parameter; .* some of Dense_0/bias",
         ),
         (lambda: jfcl.ifca(PLAIN, TRAINING, num_clusters=2, shared="Dense_0"), "shared must be a function of a param"),
         (
             lambda: jfcl.fedavg(PLAIN, TRAINING, personal=lambda p: True),
-            "false for some of Dense_0/bias.*holds for all parameters",
+            "holds for all parameters; .* some of Dense_0/bias",
         ),
         (
             lambda: jfcl.fedavg(NORMAL, TRAINING, personal=lambda p: "mean" not in p and "var" not in p),
@@ -477,16 +477,16 @@ class Counter(nn.Module):
         (lambda: jfcl.fedavg(PLAIN, TRAINING, personal="Dense_1"), "personal must be a function"),
         (
             lambda: jfcl.ifca(PLAIN, TRAINING, num_clusters=2, personal=is_head, shared=is_head),
-            "shared and personal must be in one of them at most",
+            "shared or personal, not both",
         ),
-        (lambda: jfcl.fedbn(PLAIN, TRAINING), "task must be one with batch normalisation"),
+        (lambda: jfcl.fedbn(PLAIN, TRAINING), "needs a model with batch normalisation"),
         (
             lambda: jfcl.fedper(jfcl.models.classification(Nnx, (D,), C), TRAINING),
-            "personal must be given: the last dense layer of this task's model is not known",
+            "the last dense layer of this task's model is not known",
         ),
         (
             lambda: jfcl.fedrep(jfcl.models.classification(jfcl.models.Linear(C), (D,), C), TRAINING),
-            "task must be a model with a body before its last dense layer, got 'a model of one layer, Dense_0'",
+            "no body before its last dense layer: Dense_0 is its only one",
         ),
         (lambda: jfcl.cfl(NORMAL, TRAINING, privacy="sign"), "privacy must be left out where"),
         (

@@ -511,7 +511,11 @@ OF_PAIRS = jfcl.Task(TASK.init, TASK.apply, lambda z, pair: TASK.cost(z, {"y": p
     ("algorithm", "data", "words"),
     [
         (jfcl.fedem(OF_PAIRS._replace(inputs=lambda pair: pair[0]), TRAINING, num_clusters=2), PAIR, "must be a dict"),
-        (jfcl.fedem(TASK._replace(mix=None), TRAINING, num_clusters=2), clients(), "task must be one with mix"),
+        (
+            jfcl.fedem(TASK._replace(mix=None), TRAINING, num_clusters=2),
+            clients(),
+            "models of this task cannot be mixed",
+        ),
         (METHODS["fedrc"], without_labels(), "'y'"),
         (
             jfcl.fedsoft(TASK, TRAINING, num_clusters=2, selection=9),

@@ -197,11 +197,11 @@ X = np.zeros((2, 3), np.float32)
 @pytest.mark.parametrize(
     "clients, options, said",
     [
-        ([], {}, "clients must be one with an example, at least, got .0 without examples"),
-        ([{"x": X[:0]}], {}, "one with an example"),
-        ([{"x": X, "y": X[:1]}], {}, "client 0 must be arrays of one length"),
-        ([{"x": X}, {"x": X[:, :2]}], {}, r"client 1: x must be of shape \(3,\)"),
-        ([{"x": X}, {"y": X}], {}, "client 1 must be of the names"),
+        ([], {}, "none of the 0 clients has an example"),
+        ([{"x": X[:0]}], {}, "clients has an example"),
+        ([{"x": X, "y": X[:1]}], {}, "client 0 has arrays of different lengths"),
+        ([{"x": X}, {"x": X[:, :2]}], {}, r"client 1: x: an example has the shape .* in the store \(3,\)"),
+        ([{"x": X}, {"y": X}], {}, "client 1 has the arrays"),
         ([{"x": X}, {"x": X * np.nan}], {}, "client 1: x must be of numbers that float32 holds"),
         ([{"x": X}], {"cluster": [0, 1]}, r"cluster must be a vector of 1 integers"),
         ([{"x": X}], {"cluster": [2**32]}, "cluster must be in -2147483647..2147483647"),

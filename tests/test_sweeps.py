@@ -279,7 +279,7 @@ def test_other_sweeps_are_refused_and_nothing_changes():
         ({}, {}, "grid must be a dict of options and their values, not empty"),
         ({"lr": []}, {}, "grid: lr must be a list of at least one value"),
         ({"lr": 0.1}, {}, "grid: lr must be a list of at least one value, got 0.1"),
-        ({"lr": [0.1, 0.1]}, {}, "grid: lr must be given once, got 0.1"),
+        ({"lr": [0.1, 0.1]}, {}, "grid: lr has 0.1 twice"),
         ({"lr": [float("nan")]}, {}, "grid: lr must be numbers, texts or booleans, got nan"),
         ({"lr": [optax.sgd(0.1)]}, {}, "grid: lr must be numbers, texts or booleans"),
         ({"lr": [0.1], "weights": ["sizes"]}, {}, "unknown weights 'sizes': did you mean 'size'?"),
@@ -296,7 +296,7 @@ def test_other_sweeps_are_refused_and_nothing_changes():
         ({"lr": [0.1]}, {"held_out": jfcl.Clients(HELD_OUT.examples, HELD_OUT.size[:1])}, "held_out must be of"),
         ({"lr": [0.1]}, {"seeds": [1]}, "seeds must be different integers, one for each of the 2 keys"),
         ({"lr": [0.1]}, {"at_once": 0}, "at_once must be an integer, at least 1, got 0"),
-        ({"lr": [0.1]}, {"resume": True}, "out must be the folder of the sweep to resume"),
+        ({"lr": [0.1]}, {"resume": True}, "resume needs out, the folder of the sweep"),
     ],
 )
 def test_bad_input_of_the_function(grid, options, words, monkeypatch):
@@ -444,14 +444,14 @@ def test_options_that_are_declared_as_tracers_are(method, names, monkeypatch):
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        ([], "grid must be given: --grid NAME=VALUE,VALUE,..."),
+        ([], "Give a grid, --grid NAME=VALUE,VALUE,..."),
         (["--grid", "lr"], "grid must be NAME=VALUE,VALUE,..., such as lr=0.01,0.1, got 'lr'"),
         (["--grid", "learning_rate=0.1"], "grid: unknown option 'learning_rate': did you mean 'lr'?"),
         (["--grid", "wieghts=size"], "grid: unknown option 'wieghts': did you mean 'weights'?"),
         (["--grid", "lr=0.1,-1"], "lr must be positive, got -1.0"),
         (["--grid", "lr=0.1,fast"], "lr must be of type float, got 'fast'"),
         (["--grid", "lr=0.1,"], "lr must be of type float, got ''"),
-        (["--grid", "lr=0.1,0.1"], "grid: lr must be given once, got 0.1"),
+        (["--grid", "lr=0.1,0.1"], "grid: lr has 0.1 twice"),
         (["--grid", "optimizer=sgd,adm"], "unknown optimizer 'adm': did you mean 'adam'?"),
         (["--grid", "lr=0.1", "--grid", "lr=0.2"], "grid must be given once: lr has two axes, got 'lr'"),
         (["--grid", "num_models=2", "--grid", "num_clusters=2"], "grid must be given once: num_models has two axes"),
@@ -465,7 +465,7 @@ def test_options_that_are_declared_as_tracers_are(method, names, monkeypatch):
         (["--grid", "lr=0.1", "--population", "100"], "clients must be left out with --population"),
         (["--grid", "lr=0.1", "--patience", "3"], "patience must be left out of a sweep, which judges the last"),
         (["--grid", "lr=0.1", "--coordinator", "auto"], "unknown option --coordinator"),
-        (["--grid", "lr=0.1", "--resume"], "out must be the folder of the sweep to resume"),
+        (["--grid", "lr=0.1", "--resume"], "resume needs out, the folder of the sweep"),
         (["--grid", "model=linear,lstm"], "model 'lstm' reads texts, but data set 'digits' holds none"),
     ],
 )

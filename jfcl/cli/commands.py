@@ -17,7 +17,7 @@ from rich.text import Text
 from jfcl import mapping
 from jfcl.analysis import plots
 from jfcl.cli import tables
-from jfcl.core import check, check_choice, platform
+from jfcl.core import check, check_choice, platform, require
 from jfcl.core.names import flag_of
 from jfcl.core.options import EACH, options_of
 from jfcl.experiments import bench, comparison, lookup, plan, privacy, report, run, sweeps, trackers
@@ -108,7 +108,7 @@ def command_run(args: Namespace, *, track: Annotated[Sequence[str], EACH] = ()) 
       track: send the records to tensorboard, wandb or mlflow; may be given several times.
     """
     config, names = Config(**given_options(args)), dict.fromkeys(track)
-    check(args.out is not None or "tensorboard" not in names, "out", None, "given with --track tensorboard")
+    require(args.out is not None or "tensorboard" not in names, "--track tensorboard needs --out DIR for its files")
     callbacks = [trackers.tracker(name) for name in names]
     # Run.
     _find_devices(args, config)

@@ -13,6 +13,7 @@ from jfcl.core.checks import (
     check_shape,
     is_concrete,
     is_number,
+    require,
     shown,
 )
 from jfcl.core.clients import (

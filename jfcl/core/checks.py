@@ -33,6 +33,16 @@ def check(ok: Any, argument: str, value: Any, accepted: str) -> None:
         raise ValueError(f"{argument} must be {accepted}, got {shown(value)}")
 
 
+def require(ok: Any, sentence: str) -> None:
+    """Raises `ValueError(sentence)` unless `ok`, where what is wrong is not the value of one argument; skips tracers.
+
+    Example:
+      >>> require(3 > 0, "no client has an example")
+    """
+    if is_concrete(ok) and not bool(ok):
+        raise ValueError(sentence)
+
+
 def shown(value: Any) -> str:
     """Returns `repr(value)`, without the middle part where it is long, so that messages stay readable."""
     text = f"an integer of {value.bit_length()} bits" if type(value) is int and abs(value) >= 10**SHOWN else repr(value)

@@ -24,7 +24,7 @@ from zipfile import BadZipFile, ZipFile
 
 import numpy as np
 
-from jfcl.core.checks import check
+from jfcl.core.checks import check, require
 from jfcl.core.plain import open_plain, reader
 
 try:
@@ -248,7 +248,7 @@ def read_npz(path: Path, read: Callable[[dict[str, np.ndarray]], Any] = dict) ->
     try:
         with reader(path) as file, ZipFile(file) as packed, np.load(file) as arrays:
             unpacked, length = sum(part.file_size for part in packed.infolist()), path.stat().st_size
-            check(unpacked <= 2 * length + 2**20, "its arrays", f"{unpacked} bytes of {length}", "not compressed")
+            require(unpacked <= 2 * length + 2**20, f"its arrays are compressed, {unpacked} bytes in {length}")
             return read({name: arrays[name] for name in arrays.files})
     # RuntimeError: of a damaged directory in the archive, among others. AttributeError: of a `.npy`.
     except (*BAD_ARRAY, BadZipFile, IndexError, AttributeError, MemoryError, RuntimeError) as error:

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jfcl.core.checks import INT32_MAX, check, check_choice, check_count, is_concrete
+from jfcl.core.checks import INT32_MAX, check, check_choice, check_count, is_concrete, require
 from jfcl.core.names import flag_of, note_on
 
 Real = float | jax.Array  # a float, which may be a tracer
@@ -231,8 +231,8 @@ def check_options(function: Callable, arguments: Mapping[str, Any]) -> None:
         elif is_concrete(value):
             option.check(value)
         else:
-            accepted = "a value that the compiled program may depend on, and none of hyperparams"
-            check(option.kind is float or jax.Array in option.members, name, "a tracer", accepted)
+            may_be_traced = option.kind is float or jax.Array in option.members
+            require(may_be_traced, f"{name} cannot be one of hyperparams, as the compiled program depends on it")
 
 
 @functools.cache

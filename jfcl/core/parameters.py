@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jfcl.core.checks import check
+from jfcl.core.checks import check, require
 from jfcl.core.platforms import by_platform
 from jfcl.core.types import PyTree, Task, with_train_loss
 
@@ -134,11 +134,11 @@ def trained_part(task: Task, params: PyTree) -> PyTree:
 
 def in_head(task: Task) -> Callable[[str], bool]:
     """Returns the predicate of the last dense layer's parameters; `ValueError` if it is unknown, or the only layer."""
-    accepted = "given: the last dense layer of this task's model is not known (that of flax.linen modules is)"
-    check(task.head is not None, "personal", None, accepted)
+    unknown = "the last dense layer of this task's model is not known (that of flax.linen modules is)"
+    require(task.head is not None, f"personal must say which parameters are personal: {unknown}")
     names = parameter_names(jax.eval_shape(task.init, jax.random.key(0)))
     has_body = not all(name.startswith(f"{task.head}/") for name in names)
-    check(has_body, "task", f"a model of one layer, {task.head}", "a model with a body before its last dense layer")
+    require(has_body, f"the model has no body before its last dense layer: {task.head} is its only one")
     return lambda path: path.startswith(f"{task.head}/")
 
 
@@ -157,9 +157,9 @@ def check_predicate(
     check(callable(predicate), argument, predicate, "a function of a parameter's path, such as 'Dense_0/kernel'")
     listed = ", ".join(names)
     holds = any(map(predicate, some))
-    check(holds, argument, "a predicate that holds for no parameter", f"true for some of {listed}")
+    require(holds, f"{argument} holds for no parameter; it must be true for some of {listed}")
     fails = not_all is None or not all(map(predicate, not_all))
-    check(fails, argument, "a predicate that holds for all parameters", f"false for some of {listed}")
+    require(fails, f"{argument} holds for all parameters; it must be false for some of {listed}")
 
 
 def parameter_names(params: PyTree) -> list[str]:

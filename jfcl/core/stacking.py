@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jfcl.core.checks import check, check_unmasked, held_type, shown
+from jfcl.core.checks import check, check_unmasked, held_type, require, shown
 from jfcl.core.types import Clients, PyTree
 
 
@@ -44,8 +44,8 @@ def aligned_zeros(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
     if count > 2**27:  # smaller arrays are not checked
         free = free_host_memory()
         remedy = "use fewer clients or examples, cut the largest client, as all are padded to it, or use a store"
-        accepted = f"at most the {free / 1e9:.1f} GB that are free; {remedy} (jfcl.data.ClientStore)"
-        check(count < free, "memory", f"{count / 1e9:.1f} GB for clients' examples {shape}", accepted)
+        needed = f"the clients' examples {shape} need {count / 1e9:.1f} GB of memory, and {free / 1e9:.1f} GB are free"
+        require(count < free, f"{needed}; {remedy} (jfcl.data.ClientStore)")
     memory = np.zeros(count + 64, np.uint8)
     start = -memory.ctypes.data % 64
     return memory[start : start + count].view(dtype).reshape(shape)

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jfcl.core.checks import check
+from jfcl.core.checks import check, require
 from jfcl.core.platforms import in_parts
 
 PyTree = Any
@@ -294,8 +294,8 @@ def check_task(task: Any) -> None:
         check(callable(getattr(task, name)), f"task.{name}", getattr(task, name), "a function")
     functions = task.apply, task.cost, task.inputs
     fits = getattr(task.train_loss, "functions", functions) == functions
-    accepted = "those of its train_loss, which must be replaced too; jfcl.models.task(..., cost=, train=) makes one"
-    check(fits, "task.apply, task.cost and task.inputs", "others", accepted)
+    remedy = "replace that too, or make the task by jfcl.models.task(..., cost=, train=)"
+    require(fits, f"task.apply, task.cost or task.inputs is not that of task.train_loss: {remedy}")
 
 
 def with_train_loss(task: Task, train_loss: Callable | None) -> Task:
@@ -317,8 +317,8 @@ def mixture_task(task: Task) -> Task:
 
 def check_mixes(task: Task) -> None:
     """Raises `ValueError` for a task whose models cannot be mixed."""
-    accepted = "one with mix, the outputs of a mixture of models; jfcl.models.task(..., mix=...) takes it"
-    check(task.mix is not None, "task", "one without mix", accepted)
+    remedy = "jfcl.models.task(..., mix=...) takes the function that gives the outputs of a mixture"
+    require(task.mix is not None, f"models of this task cannot be mixed: {remedy}")
 
 
 def dense_start(task: Task) -> DenseStart | None:

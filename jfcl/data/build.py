@@ -8,6 +8,7 @@ import jax
 import numpy as np
 
 from jfcl.core import Clients, aligned_zeros, check, check_at_most_clients, check_choice, check_count, free_host_memory
+from jfcl.core.checks import require
 from jfcl.data import pools
 from jfcl.data.dataset import Dataset
 from jfcl.data.drift import Drift, check_pattern, drift_pattern
@@ -265,7 +266,7 @@ def _in_steps(rows: Rows, examples: pools.Examples, count: int, seed: int) -> tu
     """Divides each client's `rows` at random among `count` steps, one after the other; the examples get a `"step"`."""
     least = min(map(len, rows))
     check(least >= count, "the examples of a client", least, f"at least {count}, one for each step of the drift")
-    check("step" not in examples, "dataset", sorted(examples), "without an array 'step', which drift adds")
+    require("step" not in examples, "the data set has an array 'step', the name of the one that drift adds")
     rows = [np.random.default_rng((seed, STEPS, i)).permutation(part) for i, part in enumerate(rows)]
     step = np.zeros(len(examples["y"]), np.int32)  # a row is of one client (`reuse="none"`), and so of one step
     for part in rows:

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from jfcl.core import aligned_zeros, named_leaves
-from jfcl.core.checks import check, check_apart, check_choice, check_count, check_held, check_integers
+from jfcl.core.checks import check, check_apart, check_choice, check_count, check_held, check_integers, require
 from jfcl.data.values import array_of, as_numpy
 
 PAD, UNKNOWN = 0, 1
@@ -86,7 +86,7 @@ def _checked(split: Any, where: str, num_classes: int | None, texts: bool) -> di
     check(hasattr(parts.get("x"), "shape") and hasattr(parts.get("y"), "shape"), where, kinds, accepted)
     split = jax.tree_util.tree_map_with_path(array, split)
     x, y = split["x"], split["y"]
-    check(x.size > 0, f"{where}: the shape of the inputs", list(x.shape), "without a 0")
+    require(x.size > 0, f"{where}: the inputs are empty, of shape {list(x.shape)}")
 
     # Inputs.
     if x.dtype.kind in "fiu":

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from jfcl.core import check, check_count, check_integers, is_number
+from jfcl.core import check, check_count, check_integers, is_number, require
 
 Seed = int | Sequence[int]
 LARGEST = 1e290  # alpha of Dirichlet: all shares are equal long before, and beyond it their sum overflows in the draw
@@ -77,7 +77,7 @@ def by_writer(writer, num_clients: int | None = None, *, seed: Seed) -> list[np.
         check_count("num_clients", num_clients)
         check(num_clients <= len(ids), "num_clients", num_clients, f"at most {len(ids)}, the number of writers")
         ids = np.sort(np.random.default_rng(seed).permutation(ids)[:num_clients])
-    check(len(ids) > 0, "writer", "no writer id", "at least one writer with examples")
+    require(len(ids) > 0, "no writer has an example")
     return parts_of(writer, ids)
 
 
@@ -307,7 +307,7 @@ def by_distribution(labels, num_clients: int, *, distribution, seed: Seed) -> li
         owner[examples] = np.repeat(np.arange(num_clients), counts)
     parts = parts_of(owner, range(num_clients))
     none = [i for i, part in enumerate(parts) if not len(part)]
-    check(not none, "distribution", f"a table that leaves clients {none[:5]} without", "one with examples for all")
+    require(not none, f"distribution leaves clients {none[:5]} without examples")
     return parts
 
 

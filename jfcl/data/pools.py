@@ -18,6 +18,7 @@ import jax
 import numpy as np
 
 from jfcl.core import Clients, check, check_at_most_clients, check_choice, check_count, client_ids, stack_clients
+from jfcl.core.checks import require
 from jfcl.core.options import Interval, Range, check_options
 from jfcl.data.dataset import Dataset, labels_of, normalised
 from jfcl.data.heterogeneity import HETEROGENEITY, OF_CLASSES, OF_PLANE, SELECTIVE, VARIANTS, shifts_of
@@ -128,10 +129,10 @@ def pool_dataset(dataset: Dataset | str, rules: Rules, partitions: Iterable[str]
         text = f"images of whole numbers up to {some.max():g}, which hardly train; give x / 255"
         warnings.warn(f"data set {dataset.name!r}: {text}", stacklevel=3)
     if partition == "writer":
-        accepted = f"another one for {dataset.name!r}, without writer ids (Dataset.writer; by= of jfcl.data.from_frame)"
-        check(dataset.writer is not None, "partition", partition, accepted)
-        accepted = f"another one with {heterogeneity!r}: the examples of a writer would be in several clusters"
-        check(not {*names} & {*SELECTIVE}, "partition", partition, accepted)
+        needs = f"writer ids, which {dataset.name!r} does not have (Dataset.writer; by= of jfcl.data.from_frame)"
+        require(dataset.writer is not None, f"partition 'writer' needs {needs}")
+        why = "the examples of a writer would be in several clusters"
+        require(not {*names} & {*SELECTIVE}, f"partition 'writer' does not fit heterogeneity {heterogeneity!r}: {why}")
     for what in (partition, *names):
         fits = dataset.num_classes is not None or what not in (*OF_LABELS, *OF_CLASSES)
         check(fits, "dataset", dataset.name, f"a classification data set for {what!r}, which goes by single labels")
@@ -207,7 +208,7 @@ def _left_out(pooled: Pooled) -> str:
     """Returns in words which writers cannot be clients, of those in training; raises `ValueError` where none can."""
     writers = np.unique(pooled.train.kind[pooled.train.kind >= 0])
     alone = np.setdiff1d(writers, clients_of(pooled))
-    check(len(alone) < len(writers), "partition", "writer", "another one: no writer has two examples, one to test on")
+    require(len(alone) < len(writers), "partition 'writer' needs writers with two examples, one to test on; none has")
     if not len(alone):
         return ""
     names = pooled.dataset.writer_names
@@ -284,8 +285,8 @@ def divide_test(pooled: Pooled, parts: list[np.ndarray], group: int) -> list[np.
     draw from one distribution: labels that are frequent in a client's training data by chance are not so in its tests.
     """
     train, test, rules = pooled.train.kind, pooled.test.kind, pooled.rules
-    accepted = f"fewer: a cluster of {sum(map(len, parts))} training examples has no test examples"
-    check(len(pooled.test.rows) > 0, "num_clusters", rules.num_clusters, accepted)
+    why = f"a cluster of {sum(map(len, parts))} training examples has no test examples"
+    require(len(pooled.test.rows) > 0, f"num_clusters must be below {rules.num_clusters}: {why}")
     if rules.partition not in (*OF_LABELS, "writer"):
         train, test = np.zeros_like(train), np.zeros_like(test)
     tested = np.unique(test[pooled.test.rows])
@@ -372,7 +373,7 @@ def hold_out(clients: Clients, share: float, *, seed: int = 0) -> tuple[Clients,
     check_count("seed", seed, least=0, most=2**32 - 1)
     size, ids = np.asarray(clients.size), np.asarray(client_ids(clients))
     counts = np.where(size > 1, np.clip((share * size + 1e-9).astype(int), 1, np.maximum(size - 1, 1)), 0)
-    check((counts > 0).any(), "clients", f"{size.max()} examples in the largest", "of two examples or more each")
+    require((counts > 0).any(), "no client has two examples, one to hold out")
     examples, train, held_out = jax.tree.map(np.asarray, clients.examples), [], []
     for i, count in enumerate(counts):
         # The last number: `jfcl.attacks.poison` draws by the first two which of the same examples it changes.

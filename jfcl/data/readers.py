@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jfcl.core import Clients, check, check_choice, stack_clients
+from jfcl.core import Clients, check, check_choice, require, stack_clients
 from jfcl.data import tables
 from jfcl.data.dataset import TOKENS, Dataset
 from jfcl.data.values import array_beside, as_numpy, as_type, inputs_of, is_table, side_by_side
@@ -70,7 +70,7 @@ def from_torch(datasets: Iterable[Any], *, channels_first: bool | None = None) -
     def parts(i, dataset):
         sized = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
         check(sized, f"client {i}", type(dataset), "a data set with len and rows (x, y)")
-        check(len(dataset) > 0, f"client {i}", "0 rows", "a data set with at least one")
+        require(len(dataset) > 0, f"client {i} has no rows")
         return _columns(f"client {i}", [_parts(f"client {i}, row {j}", dataset[j]) for j in range(len(dataset))])
 
     return _stacked((parts(i, dataset) for i, dataset in enumerate(datasets)), channels_first)
@@ -101,7 +101,7 @@ def _stacked(clients: Iterable[dict[str, Any]], channels_first: bool | None) -> 
     if columns and columns[0]:
         named = zip(columns[0], np.concatenate(xs).T, strict=True)
         numbers = tables.row_numbers({name: [values] for name, values in named})
-        check(not numbers, "x: columns", numbers, "of inputs: these number the rows of all clients; drop them")
+        require(not numbers, f"x: the columns {numbers} number the rows of all clients, and are no inputs; drop them")
     parts = [_client(f"client {i}", x, parts, moved) for i, (x, parts) in enumerate(zip(xs, beside, strict=True))]
     stacked = stack_clients(parts)
     as_float32 = jax.tree.map(lambda x: x.astype(np.float32) if x.dtype == np.float64 else x, stacked.examples)
@@ -349,5 +349,5 @@ def _choose(names: list[Any], by: Any, x: Any, y: Any, takes_all: bool) -> tuple
         xs = unused if takes_all else [name for name in INPUTS if name in unused][:1]
         check(xs, "x", None, f"given: none of the columns {names} has a usual name ({', '.join(INPUTS)})")
     both = [name for name in xs if name in (by, *ys)]
-    check(not both, "x", xs, f"of other columns than by and y, without {both}")
+    require(not both, f"x names the columns {both}, which by and y name too")
     return xs, ys

@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.progress import track
 
 from jfcl.core import INT32, Clients, aligned_zeros, check, check_clients, check_integers, max_examples, shape_struct
+from jfcl.core.checks import require
 from jfcl.core.files import new_folder
 from jfcl.core.options import Interval, Range
 from jfcl.core.plain import check_path, check_plain
@@ -209,9 +210,9 @@ def _writing(path: str | Path, stored: dict[str, tuple], cluster: Any, about: di
 
 def check_fits(store: ClientStore, other: ClientStore, name: str) -> None:
     """Raises `ValueError` unless two stores have the same number of clients and the same kind of examples."""
-    check(len(store) == len(other), name, f"{len(other)} clients", f"of as many clients as the store, {len(store)}")
+    require(len(store) == len(other), f"{name} has {len(other)} clients, and the store {len(store)}")
     types, actual = ({of: (f.shape, f.dtype) for of, f in part.fields.items()} for part in (store, other))
-    check(types.items() <= actual.items(), name, actual, f"of examples with the shapes and types of the store, {types}")
+    require(types.items() <= actual.items(), f"{name} has examples of shapes and types {actual}, and the store {types}")
 
 
 def check_store_labels(store: ClientStore, num_classes: int, name: str) -> None:

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jfcl.core.checks import INT32, INT32_MAX, check, check_apart, check_integers
+from jfcl.core.checks import INT32, INT32_MAX, check, check_apart, check_integers, require
 from jfcl.core.files import BAD_ARRAY, read_json, seal, write_json
 from jfcl.data.values import as_numpy, is_table
 
@@ -39,7 +39,8 @@ class Field(NamedTuple):
 
 def encode(field: Field, values: np.ndarray, where: str) -> np.ndarray:
     """Returns `values` as they are stored; raises `ValueError` for another shape, and for numbers that are lost so."""
-    check(values.shape[1:] == field.shape, where, values.shape[1:], f"of shape {field.shape} an example")
+    shape = values.shape[1:]
+    require(shape == field.shape, f"{where}: an example has the shape {shape}, and in the store {field.shape}")
     kinds = list(dict.fromkeys((field.stored, field.dtype)))
     if np.dtype(field.dtype).kind == "f" and np.dtype(field.stored).kind in "iu":
         values, kinds = np.rint(values * field.per_unit), [field.stored]
@@ -195,9 +196,10 @@ class StoreWriter:
                 dtype = JAX_TYPES.get(array.dtype.name, array.dtype.name)
                 self.fields[name] = field = Field(array.shape[1:], dtype, *self.stored.get(name, (dtype,)))
                 self.file(name, field.shape, field.stored)
-        check(set(arrays) == set(self.fields), where, sorted(arrays), f"of the names {sorted(self.fields)}")
+        names = sorted(self.fields)
+        require(sorted(arrays) == names, f"{where} has the arrays {sorted(arrays)}, and the store {names}")
         lengths = {len(array) for array in arrays.values()}
-        check(len(lengths) == 1, where, sorted(lengths), "arrays of one length")
+        require(len(lengths) == 1, f"{where} has arrays of different lengths, {sorted(lengths)}")
         for name, array in arrays.items():
             self.files[name].write(encode(self.fields[name], array, f"{where}: {name}"))
         return lengths.pop()
@@ -206,7 +208,7 @@ class StoreWriter:
         """Checks the number of clients and examples, and writes `store.json`."""
         largest, offsets = max(self.sizes, default=0), np.zeros(len(self.sizes) + 1, np.int64)
         np.cumsum(np.asarray(self.sizes, np.int64), out=offsets[1:])
-        check(largest > 0, "clients", f"{len(self.sizes)} without examples", "one with an example, at least")
+        require(largest > 0, f"none of the {len(self.sizes)} clients has an example")
         self.files["offsets"].write(offsets)
         if cluster is not None:
             clusters = check_integers("cluster", cluster, len(self.sizes), within=INT32)

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jfcl.core import check, shown
+from jfcl.core import check, require, shown
 from jfcl.data.images import alike
 from jfcl.data.values import array_of, as_type, inputs_of, is_table, plain, side_by_side
 
@@ -110,7 +110,7 @@ def read_file(path: str | os.PathLike, argument: str, by: str | None = None) -> 
     if other is not None:
         raise ValueError(f"{path}: its columns are separated by {other!r}; pandas.read_csv(sep={other!r}) reads them")
     whole = isinstance(frame.index, pd.RangeIndex)  # otherwise the first columns became an index
-    check(whole, str(path), f"{len(names)} names, and more entries in a row", "of a name for each entry of its rows")
+    require(whole, f"{path}: a row has more entries than the {len(names)} names of columns")
     return frame
 
 
@@ -199,7 +199,7 @@ def _read(array: np.ndarray, entry: dict[str, Any], where: str) -> np.ndarray:
     if "values" in entry:
         names = entry["values"]
         new = sorted({*array.tolist()} - {*names})
-        check(not new, where, new[:3], f"of names that training has, {shown(names)}")
+        require(not new, f"{where} has names that training does not have, {new[:3]}, beside {shown(names)}")
         return (array[:, None] == np.array(names, object)).astype(np.float32)
     shape = entry.get("shape", [1])
     if len(shape) == 3:  # grey images among those in colour
@@ -210,8 +210,8 @@ def _read(array: np.ndarray, entry: dict[str, Any], where: str) -> np.ndarray:
         return array
     with np.errstate(over="ignore"):
         scaled = ((array.astype(np.float64) - entry["mean"]) / entry["deviation"]).astype(np.float32)
-    accepted = f"closer to those of training, of mean {entry['mean']:g} and deviation {entry['deviation']:g}"
-    check(np.isfinite(scaled).all(), f"{where}: numbers", float(np.abs(array).max()), accepted)
+    of_training = f"those of training, of mean {entry['mean']:g} and deviation {entry['deviation']:g}"
+    require(np.isfinite(scaled).all(), f"{where}: {np.abs(array).max():g} is too far from {of_training}")
     return scaled
 
 
@@ -271,7 +271,7 @@ def numbered(splits: dict[str, Any], column: Any) -> tuple[dict[str, np.ndarray]
     rows = {split: plain(values, where) for split, values in splits.items()}
     for split, values in rows.items():
         if isinstance(values, np.ndarray):
-            check(not (values != values).any(), where, "NaN", "without missing values: drop or fill them")
+            require(not (values != values).any(), f"{where} has missing values (NaN): drop or fill them")
             rows[split] = values.tolist()
     try:
         names = sorted(set(itertools.chain(*rows.values())))

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jfcl.core.checks import check, check_apart, check_unmasked, held_type, shown
+from jfcl.core.checks import check, check_apart, check_unmasked, held_type, require, shown
 from jfcl.data import images
 
 _DATES = (datetime.date, datetime.time, datetime.timedelta, np.datetime64, np.timedelta64)
@@ -41,7 +41,7 @@ def inputs_of(parts: Iterable[tuple[str, Any]], channels_first: bool | None) -> 
             divided |= x is not array
             if x is array:
                 x = as_type(np.int32 if array.dtype.kind in "iu" and array.ndim > 1 else np.float32, array, where)
-            check(x.size > 0, f"{where}: the shape of an input", list(x.shape[1:]), "without a 0")
+            require(x.size > 0, f"{where}: an input is empty, of shape {list(x.shape[1:])}")
             array = x[:, None] if x.ndim == 1 else x
         inputs.append(array)
     for where, x in zip(names, inputs, strict=True) if divided or any(pictured) else ():
@@ -88,7 +88,7 @@ def plain(values: Any, where: str) -> Any:
     several = np.ndim(values) > 0 if isinstance(values, np.ndarray) else hasattr(values, "__iter__")
     check(several, where, values, "an array or a list with an entry for each example")
     rows = values if isinstance(values, np.ndarray) and values.dtype.kind in "biuf" else list(values)
-    check(len(rows) > 0, where, 0, "of at least one example (leave out clients without any)")
+    require(len(rows) > 0, f"{where} has no example; leave out clients without any")
     if isinstance(rows, np.ndarray):
         return rows
     accepted = "numbers in the place of dates and times, such as the days since the first one (.dt.days) or the hour"

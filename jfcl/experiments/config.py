@@ -18,7 +18,7 @@ from typing import Any
 import jax
 
 from jfcl import kernels
-from jfcl.core import check, check_choice, platform, shown
+from jfcl.core import check, check_choice, platform, require, shown
 from jfcl.core.names import option_hint
 from jfcl.core.options import Needs, Option
 from jfcl.data import concepts, tables
@@ -333,7 +333,7 @@ def read_config(path: str, method: str | None = None) -> dict[str, Any]:
         raise ValueError(f"{where}: it must hold names and values, got {type(raw).__name__}")
     if not is_json:
         return check_options(raw, where, method, text)
-    check(not {"rounds", "num_rounds"} <= {*raw}, where, "rounds and num_rounds", "with one of the two")
+    require(not {"rounds", "num_rounds"} <= {*raw}, f"{where} has rounds and num_rounds: give one of the two")
     if "versions" in raw:  # the configuration of a run
         check_version(file.parent, raw["versions"])
     return from_saved(raw, where, method=method, text=text)

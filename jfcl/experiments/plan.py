@@ -7,7 +7,7 @@ from pathlib import Path
 import jax
 
 from jfcl import mapping
-from jfcl.core import Clients, check, client_shapes, files, max_examples, num_bytes
+from jfcl.core import Clients, check, client_shapes, files, max_examples, num_bytes, require
 from jfcl.core.names import renamed
 from jfcl.experiments import setups
 from jfcl.experiments.config import Config
@@ -46,7 +46,7 @@ def plan_run(
     Raises:
       ValueError: what `run` and `jfcl.plan` refuse; a population; a mapping that a target has not.
     """
-    check(target is not None, "target", target, "given, such as --target v5e:2x4 or --target h100")
+    require(target is not None, "Give a target, such as --target v5e:2x4 or --target h100.")
     chosen = targets.target(target)
     for name, accepted in REFUSED.items():
         check(getattr(config, name) is None, name, getattr(config, name), accepted)

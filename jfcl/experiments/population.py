@@ -13,7 +13,7 @@ import numpy as np
 from rich.console import Console
 
 from jfcl import data, models
-from jfcl.core import Clients, check, check_labels
+from jfcl.core import Clients, check, check_labels, require
 from jfcl.core.names import renamed
 from jfcl.data import ClientStore, Population, heterogeneity, pools
 from jfcl.data.tables import is_file
@@ -46,7 +46,7 @@ def open_population(
       ValueError: several processes; an existing store that differs from the options. A store that was made for a run
         that is refused is removed.
     """
-    check(jax.process_count() == 1, "num_processes", jax.process_count(), "left out with --population: one process")
+    require(jax.process_count() == 1, "a population runs in one process; leave out num_processes")
     with contextlib.ExitStack() as stack:
         folder = config.store or (out and Path(out) / "store")
         if folder is None:
@@ -54,9 +54,9 @@ def open_population(
             folder = Path(stack.enter_context(scratch)) / "store"
         new_stores = stack.enter_context(_cleared(Path(folder), out))
         config, store, tests, vocab_size = _make_or_open(config, Path(folder), data_dir, progress, new_stores)
-        check("x" in store.fields, f"store {store.path}", sorted(store.fields), "of examples with inputs 'x'")
+        require("x" in store.fields, f"store {store.path} has no inputs 'x', but {sorted(store.fields)}")
         unknown = store.cluster is None and "cluster" in lookup.find_method(config.method).options
-        check(not unknown, "method", config.method, "one for unknown clusters")
+        require(not unknown, f"method {config.method} needs the true clusters, and the store does not know them")
         # Evaluated clients.
         malicious, rng = setups.malicious_clients(config), np.random.default_rng([config.data_seed, len(store)])
         benign = np.flatnonzero(~malicious)
@@ -75,7 +75,7 @@ def open_population(
             vocab_size=vocab_size,
         )
         fits = sample.num_classes is not None or vocab_size is not None
-        check(fits, "store", store.path, "one with its num_classes")
+        require(fits, f"store {store.path} does not say its num_classes")
         if vocab_size is None:
             check_labels(sample.train, sample.num_classes)
         parts, join = _assembled(config, sample, store.max_size)
@@ -138,7 +138,7 @@ def _make_or_open(
     """
     vocab_size = None
     if not folder.exists():
-        check(config.population is not None, "population", None, f"given, as there is no store {folder} yet")
+        require(config.population is not None, f"Give population (a number of clients): there is no store {folder} yet")
         dataset = setups.load_dataset(config, data_dir)
         vocab_size = dataset.vocab_size
         _rehearse(config, dataset)

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from jfcl.analysis import metrics, plots
-from jfcl.core import check, client_ids, files
+from jfcl.core import check, client_ids, files, require
 from jfcl.core.names import renamed
 from jfcl.core.options import Interval
 from jfcl.core.parameters import named_parameters
@@ -69,7 +69,7 @@ def run(
     """
     check_callbacks(callbacks)
     hosts.check_alike(config.values | {"out": out is not None, "resume": resume}, "options")
-    check(out is not None or not resume, "out", out, "the folder of the run to resume")
+    require(out is not None or not resume, "resume needs out, the folder of the run")
     if out is not None:
         hosts.by_first(lambda: _check_out(out, config, resume))
     with contextlib.ExitStack() as opened:

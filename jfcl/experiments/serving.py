@@ -15,7 +15,7 @@ from jax import export
 
 from jfcl.analysis.metrics import evaluate
 from jfcl.core import Clients, PyTree, Task, check, check_choice, check_count, check_labels, joined, mixture_task
-from jfcl.core.checks import check_held
+from jfcl.core.checks import check_held, require
 from jfcl.core.clients import check_no_bytes
 from jfcl.core.files import npz_bytes, write_whole
 from jfcl.core.parameters import named_leaves, named_parameters
@@ -104,7 +104,7 @@ class LoadedRun(NamedTuple):
           ValueError: a run on other data than a table; a frame without its columns, or with other values.
         """
         table = self.setup.federation.table
-        check(table is not None, "folder", self.config.dataset, "that of a run on a table")
+        require(table is not None, f"the run is on {self.config.dataset!r}, and not on a table")
         return read_rows(frame, table)
 
     def choose(self, examples: dict[str, Any], *, by: str = "loss") -> int:
@@ -120,10 +120,10 @@ class LoadedRun(NamedTuple):
           ValueError: an unknown `by`; examples of another shape than those of the run, or with NaN; a run with personal
             parameters, of which a new client has none.
         """
-        accepted = "a run of single models; a new client's mixture is that of the algorithm's adopt"
-        check(self.weights is None, "folder", "one with mixtures of models", accepted)
-        accepted = "a run without personal parameters, of which a new client has none"
-        check(not jax.tree.leaves(self.personal), "folder", "one with them", accepted)
+        remedy = "a new client's is fitted by the algorithm's adopt"
+        require(self.weights is None, f"clients of this run are served mixtures of all models; {remedy}")
+        has_none = "clients of this run have personal parameters, and a new one has none"
+        require(not jax.tree.leaves(self.personal), has_none)
         check_choice("by", by, BY)
         task, train, cluster = self.setup.task, self.setup.federation.train, self.cluster
         needed = tuple(dict.fromkeys(("x", "y", *task.reads))) if by == "loss" else ("x",)
@@ -250,8 +250,8 @@ def export_model(
         content = save({name: np.asarray(array, order="C") for name, array in named_parameters(model).items()})
     else:
         shape = task.input_shape if input_shape is None else tuple(input_shape)
-        accepted = "given: the task does not know it; that of a language model is (length - 1,)"
-        check(shape is not None, "input_shape", None, accepted)
+        unknown = "which this task does not know; that of a language model is (length - 1,)"
+        require(shape is not None, f"Give input_shape, {unknown}.")
         dtype = (np.int32 if task.perplexity else np.float32) if dtype is None else dtype
         x = jax.ShapeDtypeStruct((*export.symbolic_shape("b"), *shape), dtype)
         # One example mapped over a batch of symbolic size: modules may use `len(x)`, which must be a number.

@@ -22,7 +22,7 @@ from typing import Annotated, Any, NamedTuple
 from rich.progress import TimeElapsedColumn, TimeRemainingColumn
 
 from jfcl import data, mapping
-from jfcl.core import check, check_choice, files, platform, texts
+from jfcl.core import check, check_choice, files, platform, require, texts
 from jfcl.core.options import SEVERAL, Interval, OneOf, Range, check_options
 from jfcl.data.heterogeneity import HETEROGENEITY, shifts_of
 from jfcl.experiments import jobs as processes
@@ -217,7 +217,7 @@ def _of_data(name: str, of_runs: dict[str, Any], options: dict[str, Any]) -> dic
     """
     check(name.isprintable(), "datasets", name, "names of data sets")
     dataset = lookup.find_dataset(name, options["data_dir"])
-    check(dataset.num_classes is not None, "datasets", name, "of classification")
+    require(dataset.num_classes is not None, f"rankings are of classification, and {name!r} has no classes")
     count, k = len(dataset.train["y"]), of_runs["clusters"]
     train = count if dataset.test is not None else int(count * (1 - TEST_FRACTION))
     test = len(dataset.test["y"]) if dataset.test is not None else count - train

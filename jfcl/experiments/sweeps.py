@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jfcl import mapping
-from jfcl.core import check, files, max_examples
+from jfcl.core import check, files, max_examples, require
 from jfcl.core.names import flag_of, option_hint, renamed
 from jfcl.core.options import Interval, OneOf, Option, Range, check_options
 from jfcl.data import hold_out
@@ -41,7 +41,7 @@ def read_grid(texts: Sequence[str] | None, method: str | None = None) -> dict[st
       >>> read_grid(["lr=0.01,0.1", "num_clusters=2,4"])
       {'lr': [0.01, 0.1], 'num_models': [2, 4]}
     """
-    check(texts, "grid", texts, "given: --grid NAME=VALUE,VALUE,..., such as --grid lr=0.01,0.1")
+    require(texts, "Give a grid, --grid NAME=VALUE,VALUE,..., such as --grid lr=0.01,0.1.")
     schema, grid = all_options(method), {}
     for text in texts:
         flag, _, values = text.partition("=")

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jfcl.core.checks import check, check_choice
+from jfcl.core.checks import check, check_choice, require
 from jfcl.kernels import robust
 from jfcl.kernels.base import PyTree, check_values, check_whole, like, sum_dtype
 from jfcl.kernels.blocks import squared_norms, usable_rows
@@ -231,7 +231,7 @@ def make_aggregator(name: Parts, **options: Any) -> Callable[..., Any]:
     for option in options:
         check(option in accepted, f"option of aggregator {shown!r}", option, f"one of {', '.join(accepted) or 'none'}")
     for option in aggregator_options(name, required=True):
-        check(option in options or option == "key", option, None, f"given with aggregator {shown!r}")
+        require(option in options or option == "key", f"aggregator {shown!r} needs {option}")
     *before, last = (
         partial(part, **{option: value for option, value in options.items() if option in _options(part)})
         for part in _parts(name)

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jfcl.core.checks import check, check_choice, check_count
+from jfcl.core.checks import check, check_choice, check_count, require
 from jfcl.kernels.base import check_whole, row_mask, sum_dtype
 from jfcl.kernels.blocks import matmul
 from jfcl.kernels.similarity import as_clusters, as_similarity
@@ -191,8 +191,7 @@ def cut(tree: jax.Array, *, num_clusters: int | None = None, threshold: float | 
     tree = jnp.asarray(tree)
     check(tree.ndim == 2 and tree.shape[1] == 4, "tree", tree.shape, "of shape [N-1, 4]")
     tree = tree.astype(sum_dtype(tree))
-    given = num_clusters is not None or threshold is not None
-    check(given, "num_clusters, threshold", (num_clusters, threshold), "one of the two, or both")
+    require(num_clusters is not None or threshold is not None, "Give num_clusters, threshold, or both.")
     count, applies = len(tree) + 1, False
     if num_clusters is not None:
         check_whole("num_clusters", num_clusters, 1, count, "N")

@@ -11,7 +11,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jfcl import mapping
-from jfcl.core import Algorithm, Clients, PyTree, Task, check, client_shapes, dense_start, max_examples, num_bytes
+from jfcl.core import Algorithm, Clients, PyTree, Task, client_shapes, dense_start, max_examples, num_bytes, require
 from jfcl.core.clients import num_clients, shape_struct
 from jfcl.core.platforms import default_device
 from jfcl.core.stacking import free_host_memory
@@ -156,9 +156,9 @@ def check_memory(
         copies = 0 if kind == "cpu" and inner is client_axis else 1
     data = (copies * size(clients.examples) + min(copies, 1) * sum(size(c.examples) for c in tests)) / parts
     models = sum(size(x) / (parts if x.shape[1:2] == (n,) else 1) for x in jax.tree.leaves(state))
-    at_most = f"at most the {free / 1e9:.1f} GB that are free"
+    are_free = f"GB of memory, and {free / 1e9:.1f} GB are free"
     needed, advice = data + 2 * models, "use fewer clients or examples, or a smaller model"
-    check(needed < free, "memory", f"{needed / 1e9:.1f} GB of data, models and states", f"{at_most}; {advice}")
+    require(needed < free, f"data, models and states need {needed / 1e9:.1f} {are_free}; {advice}")
 
     # What a round needs beside.
     per_part = -(-n // parts)
@@ -173,4 +173,4 @@ def check_memory(
     fits = int(at_once * (free - data) / max(needed, 1))  # at most: the results of all clients do not shrink
     chunks = f"chunks of at most {fits} clients (--chunk {fits}, jfcl.chunked({fits})) may fit"
     advice = chunks if fits else "use fewer clients or a smaller model"
-    check(data + needed < free, "memory", f"{(data + needed) / 1e9:.1f} GB", f"{at_most}; {advice}")
+    require(data + needed < free, f"a round needs {(data + needed) / 1e9:.1f} {are_free}; {advice}")

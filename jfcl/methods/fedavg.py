@@ -7,7 +7,7 @@ from typing import Unpack
 
 import jax
 
-from jfcl.core import Algorithm, Task, check, in_head, parameter_names
+from jfcl.core import Algorithm, Task, in_head, parameter_names
 from jfcl.methods.averaging import Averaging, averaging
 from jfcl.methods.options import AVERAGING, Options, Rounds, factory
 from jfcl.training.local import LocalTraining
@@ -166,5 +166,6 @@ def fedbn(task: Task, training: LocalTraining, **options: Unpack[Options]) -> Al
     """
     names = parameter_names(jax.eval_shape(task.init, jax.random.key(0)))
     layers = {name.rpartition("/")[0] for name in names if task.statistics is not None and task.statistics(name)}
-    check(bool(layers), "task", "a model without batch statistics", "one with batch normalisation")
+    if not layers:
+        raise ValueError("FedBN needs a model with batch normalisation, such as resnet18_bn; this one has none")
     return fedavg(task, training, personal=lambda path: path.rpartition("/")[0] in layers, **options)

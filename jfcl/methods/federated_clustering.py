@@ -13,7 +13,7 @@ import numpy as np
 import optax
 
 from jfcl import mapping
-from jfcl.core.checks import check, is_concrete
+from jfcl.core.checks import check, is_concrete, require
 from jfcl.core.clients import attack_key, check_at_most_clients, client_ids, client_keys, num_clients, random_order
 from jfcl.core.options import Interval, OneOf, Range, Real, Search
 from jfcl.core.parameters import is_finite, num_bytes
@@ -63,7 +63,7 @@ DEFAULTS = {"weights": "equal", "threshold_rounds": 10, "quantile_rule": "linear
 def threshold(options: ThresholdOptions, default: float) -> dict[str, Any]:
     """Returns the arguments of `threshold_clustering`, by default with a quantile of `default`."""
     radius, quantile = options["radius"], options["quantile"]
-    check(radius is None or quantile is None, "radius, quantile", (radius, quantile), "one given, and not both")
+    require(radius is None or quantile is None, "Give radius or quantile, not both.")
     if radius is None and quantile is None:
         quantile = default
     if is_concrete(radius) and radius is not None and not isinstance(radius, str):
@@ -290,15 +290,16 @@ def check_sends_gradients(task: Task, training: local.LocalTraining, *, steps: b
     That is training by epochs, with a proximal term or `span="always"`; of more than one step, unless `steps`; and a
     model with batch statistics.
     """
-    accepted = "a model without them, such as one with GroupNorm: clients of this method send gradients, not statistics"
-    check(task.statistics is None, "task, a model with batch statistics", "BatchNorm", accepted)
-    ok = training.num_steps is not None and (steps or training.num_steps == 1)
-    values = f"num_steps={training.num_steps}, num_epochs={training.num_epochs}"
-    check(ok, "training", values, "given by num_steps" if steps else "of num_steps=1: gradients are sent, not models")
-    plain = is_concrete(training.prox) and training.prox == 0
-    check(plain, "training.prox", training.prox, "0: gradients are clustered as they are")
-    fits = training.span != "always"
-    check(fits, "training.span", training.span, "auto or never: centres leave the span of a client's own examples")
+    needed = [
+        (task.statistics is None, "the model must have no batch statistics; one with group normalisation has none"),
+        (training.num_steps is not None, "give local training by steps (num_steps; --local-steps), not by epochs"),
+        (steps or training.num_steps == 1, f"local training must have one step, not {training.num_steps}"),
+        (is_concrete(training.prox) and training.prox == 0, "prox must be 0"),
+        (training.span != "always", "span must be auto or never, since centres leave the span of a client's examples"),
+    ]
+    for fits, what in needed:
+        if not fits:
+            raise ValueError(f"the clients of this method send gradients, which are clustered: {what}")
 
 
 def models_at_once(num_bytes: int, client_axis: mapping.Mapping | None) -> mapping.Mapping:

@@ -6,7 +6,7 @@ from typing import Annotated, NamedTuple, Unpack
 import jax
 import jax.numpy as jnp
 
-from jfcl.core import Algorithm, Clients, Cohort, Served, Task, check, num_clients
+from jfcl.core import Algorithm, Clients, Cohort, Served, Task, check, num_clients, require
 from jfcl.core.options import Interval, OneOf, Range, Real
 from jfcl.core.platforms import at_most
 from jfcl.kernels import spectral_clusters, squared_distances
@@ -102,8 +102,8 @@ def fedgwc(
       >>> int(state.memory.made)
       2
     """
-    accepted = "num_steps in its place: clients are compared by the losses of equally many steps"
-    check(training.num_epochs is None, "training.num_epochs", training.num_epochs, accepted)
+    why = "FedGWC compares clients by the losses of equally many steps"
+    require(training.num_epochs is None, f"{why}: give num_steps (--local-steps), not epochs")
     accepted = "at least 2: a client's losses are compared with those of others"
     check(options["cohort"] is None or options["cohort"] > 1, "cohort", options["cohort"], accepted)
     rules = Averaging(task, training._replace(each_step=True), max_clusters, **options)

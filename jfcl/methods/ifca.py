@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from jfcl import mapping
-from jfcl.core.checks import check
+from jfcl.core.checks import check, require
 from jfcl.core.clients import drifts
 from jfcl.core.options import MOST_ADDED, MOST_REPEATED, Interval, Needs, OneOf, Range
 from jfcl.core.parameters import get_parameter, with_fixed
@@ -104,8 +104,9 @@ def ifca(
     if stable_rounds is not None:
         fits = restarts == 1 or stable_rounds > restart_rounds
         check(fits, "stable_rounds", stable_rounds, f"more than the {restart_rounds} rounds of each restart")
-    deciding, accepted = (restarts, stable_rounds, min_share), "left out with dp: they decide without noise"
-    check(dp is None or deciding == (1, None, None), "restarts, stable_rounds, min_share", deciding, accepted)
+    left_out = (restarts, stable_rounds, min_share) == (1, None, None)
+    why = "they decide without noise"
+    require(dp is None or left_out, f"leave out restarts, stable_rounds and min_share with dp: {why}")
     estimate = training._replace(batch_size=identity_batch, augment=None)
 
     # The products of the first layers with which a client chose its model begin its training, but on a TPU it is faster

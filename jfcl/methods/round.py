@@ -14,7 +14,7 @@ import numpy as np
 import optax
 
 from jfcl import mapping
-from jfcl.core.checks import check, check_choice, check_finite, is_concrete
+from jfcl.core.checks import check, check_choice, check_finite, is_concrete, require
 from jfcl.core.clients import Cohort, client_ids, client_keys, random_order, server_key, take_clients
 from jfcl.core.parameters import check_part, divided, joined, parameter_names, part_like, trained_part, with_fixed
 from jfcl.core.types import Clients, PyTree, Task
@@ -41,7 +41,7 @@ def check_scopes(rules: Any) -> None:
     if shared is not None and personal is not None:
         names = parameter_names(jax.eval_shape(task.init, jax.random.key(0)))
         both = [name for name in names if personal(name) and shared(name)]
-        check(not both, "shared and personal", ", ".join(both), "in one of them at most")
+        require(not both, f"parameters are shared or personal, not both: {', '.join(both)}")
     if rules.personal_steps is not None:
         check(personal is not None, "personal_steps", rules.personal_steps, "left out without personal")
         keep = rules.training.keep

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jfcl.core import Clients, Task, check, check_count, is_concrete, mask
+from jfcl.core import Clients, Task, check, check_count, is_concrete, mask, require
 from jfcl.core.platforms import in_parts
 from jfcl.core.types import with_train_loss
 from jfcl.data.dataset import PAD
@@ -61,8 +61,8 @@ def language_model(module: Any, length: int, vocab_size: int, *, training_argume
 @lru_cache(maxsize=64)
 def _language_model(module: Any, length: int, vocab_size: int, training_argument: str | None) -> Task:
     net = network(module, (length - 1,), jnp.int32, training_argument, (length - 1, vocab_size))
-    accepted = "GroupNorm or LayerNorm: texts are processed in parts, which have no common statistics"
-    check(net.statistics is None, f"batch statistics of {net.name}", "BatchNorm", accepted)
+    why = "texts are processed in parts, which have no common statistics: use GroupNorm or LayerNorm"
+    require(net.statistics is None, f"{net.name} keeps batch statistics, but {why}")
 
     def inputs(batch):
         x = batch["x"]

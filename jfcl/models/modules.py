@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from flax import errors, traverse_util
 from jax.extend.core import get_opaque_trace_state
 
-from jfcl.core import PyTree, check
+from jfcl.core import PyTree, check, require
 
 # The paths of layers with frozen statistics: in training too, they normalise with their running statistics.
 FROZEN_LAYERS = contextvars.ContextVar("frozen_layers", default=frozenset())
@@ -243,7 +243,7 @@ def at_layers(kind: type | tuple[type, ...], visit: Callable) -> contextlib.Abst
             return visit(context.module, call, *args, **kwargs)
         return call(*args, **kwargs)
 
-    check(__debug__, "python", "-O", "run without -O for models of flax.linen, which leaves a context by an assertion")
+    require(__debug__, "models of flax.linen need Python without -O, since flax leaves a context by an assertion")
     return nn.intercept_methods(intercept)
 
 

@@ -15,7 +15,7 @@ import numpy as np
 from flax import traverse_util
 from flax.core import unfreeze
 
-from jfcl.core.checks import check, check_count, check_finite, is_number
+from jfcl.core.checks import check, check_count, check_finite, is_number, require
 from jfcl.core.clients import check_clients, check_examples, mask
 from jfcl.core.parameters import (
     check_predicate,
@@ -239,7 +239,7 @@ def lora(
     if trainable is not None:
         check_trainable(task, params, trainable)
         both = [name for name in shapes if trainable(name)]
-        check(not both, "targets, trainable", ", ".join(both), "true in one of them at most for a parameter")
+        require(not both, f"parameters have adapters (targets) or are trainable, not both: {', '.join(both)}")
     whole, fixed = parts(path_flags(trainable or (lambda path: False), params), params)
     scale = (rank if alpha is None else float(alpha)) / rank
     spread = float(spread)  # a number of NumPy may be wider than the parameters, and so would be their product

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from jfcl.core import Clients, check, check_choice, client_ids, num_clients
+from jfcl.core import Clients, check, check_choice, client_ids, num_clients, require
 
 # (rng, inputs [n, ...], targets [n, ...], number of classes) -> (inputs, targets), of one client's real examples
 DataAttack = Callable[[np.random.Generator, np.ndarray, np.ndarray, int | None], tuple[np.ndarray, np.ndarray]]
@@ -29,7 +29,7 @@ def label_reverse(rng, x, y, num_classes):
       >>> y.tolist()
       [6, 5]
     """
-    check(num_classes is not None, "label_reverse", "targets of a regression", "for labels")
+    require(num_classes is not None, "attack label_reverse needs labels, and these are targets of a regression")
     return x, num_classes - 1 - y
 
 
@@ -41,7 +41,8 @@ def noisy_inputs(rng, x, y, num_classes):
       >>> y.tolist(), bool(np.abs(x).max() > 9)
       ([3, 4], True)
     """
-    check(np.issubdtype(x.dtype, np.floating), "noisy_inputs", str(x.dtype), "for inputs of floating-point numbers")
+    is_float = np.issubdtype(x.dtype, np.floating)
+    require(is_float, f"attack noisy_inputs needs inputs of floating-point numbers, and these are {x.dtype}")
     return rng.uniform(-10, 10, x.shape).astype(x.dtype), y
 
 
@@ -53,7 +54,7 @@ def backdoor(rng, x, y, num_classes):
       >>> int((y == 0).sum()), int(x.sum())
       (1, 9)
     """
-    check(x.ndim == 4, "backdoor", x.shape, "for images [n, H, W, C]")
+    require(x.ndim == 4, f"attack backdoor needs images [n, H, W, C], and the inputs have shape {x.shape}")
     x, y = x.copy(), y.copy()
     marked = rng.permutation(len(x))[: len(x) // 2]
     x[marked, -3:, -3:, :] = x.max(initial=1.0)

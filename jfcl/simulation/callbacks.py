@@ -20,7 +20,7 @@ from typing import Annotated, Any, NamedTuple, Self
 
 import jax
 
-from jfcl.core import check
+from jfcl.core import check, require
 from jfcl.core.options import Interval, Range, check_options
 from jfcl.mapping import hosts
 from jfcl.simulation.folder import Restored
@@ -201,7 +201,7 @@ class Callbacks:
         """Calls `on_start`; `saved` returns the state of the present round."""
 
         def state():
-            check(not hosts.several(), "state", "several processes", "called in a run of one process")
+            require(not hosts.several(), "state() works in a run of one process only")
             return copy.deepcopy(jax.device_get(saved()))
 
         self.round, info = start.round, RunInfo(*self._run, seeds, start.round, start.records, self.folder, state)

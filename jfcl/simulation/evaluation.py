@@ -10,7 +10,7 @@ import numpy as np
 
 from jfcl.analysis import metrics
 from jfcl.core import Algorithm, Clients, Entries, Served, Task, check, check_served_to, named_leaves, num_clients
-from jfcl.core.checks import is_real
+from jfcl.core.checks import is_real, require
 from jfcl.core.types import check_task
 from jfcl.mapping.jitted import jitted
 from jfcl.mapping.memory import in_lots
@@ -83,8 +83,8 @@ def check_further(functions: Mapping[str, metrics.Metric] | None) -> tuple[tuple
 
 def check_evaluated(task: Any, evaluated: Sequence[str]) -> None:
     """Raises `ValueError` unless there is a task for the `evaluated` clients, as the results would be missing."""
-    accepted = f"an algorithm with its task, Algorithm(init, step, task), which evaluates {' and '.join(evaluated)}"
-    check(task is not None or not evaluated, "algorithm", "one without", accepted)
+    needs = f"the task of its parameters, Algorithm(init, step, task), to evaluate {' and '.join(evaluated)}"
+    require(task is not None or not evaluated, f"the algorithm needs {needs}")
     if task is not None:
         check_task(task)
 

@@ -19,7 +19,7 @@ import numpy as np
 
 from jfcl import mapping
 from jfcl.analysis import metrics, plots
-from jfcl.core import Algorithm, Clients, check, check_choice, check_clients, check_key
+from jfcl.core import Algorithm, Clients, check, check_choice, check_clients, check_key, require
 from jfcl.core.options import OneOf, Range, check_options
 from jfcl.data import hold_out
 from jfcl.mapping import memory
@@ -158,8 +158,8 @@ def sweep(
     # Check the options, without the data.
     check_options(sweep, locals())
     check_key(key)
-    check(out is not None or not resume, "out", out, "the folder of the sweep to resume")
-    check(jax.process_count() == 1, "sweep", f"{jax.process_count()} processes", "run by one process")
+    require(out is not None or not resume, "resume needs out, the folder of the sweep")
+    require(jax.process_count() == 1, f"a sweep runs in one process, and this is one of {jax.process_count()}")
     keys = key[None] if key.ndim == 0 else key
     seeds = seed_names(seeds, len(keys))
     grid = check_grid(grid)
@@ -235,10 +235,10 @@ def check_grid(grid: Mapping[str, Sequence[Value]]) -> dict[str, list[Value]]:
         for i, value in enumerate(values):
             check(isinstance(value, Value) and value == value, f"grid: {name}", value, "numbers, texts or booleans")
             twice = any(type(value) is type(v) and value == v for v in values[:i])
-            check(not twice, f"grid: {name}", value, "given once")
+            require(not twice, f"grid: {name} has {value!r} twice")
         checked[str(name)] = values
     count = int(np.prod([float(len(values)) for values in checked.values()]))
-    check(count <= MOST_CELLS, "grid", f"{count} combinations", f"of at most {MOST_CELLS}")
+    require(count <= MOST_CELLS, f"grid has {count} combinations, more than {MOST_CELLS}")
     return checked
 
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from jfcl import mapping
 from jfcl.analysis.metrics import Metric
-from jfcl.core import Algorithm, Clients, check, check_key, num_clients
+from jfcl.core import Algorithm, Clients, check, check_key, num_clients, require
 from jfcl.core.clients import check_clients, check_examples, check_labels, check_no_bytes, check_stacked, drifts, mask
 from jfcl.core.options import Interval, OneOf, Range, check_options
 from jfcl.data.build import Federation
@@ -156,7 +156,7 @@ def simulate(
     check_options(simulate, locals())
     check_key(key)
     check_callbacks(callbacks)
-    check(out is not None or not resume, "out", out, "the folder of the run to resume")
+    require(out is not None or not resume, "resume needs out, the folder of the run")
     if out is not None:  # refuses before anything is traced
         hosts.by_first(lambda: check_folder(out, resume, "run"))
     check(config is None or isinstance(config, dict), "config", config, "a dict that JSON can hold")

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jfcl import mapping
-from jfcl.core import Algorithm, Clients, Served, check, check_count, check_integers, is_finite
+from jfcl.core import Algorithm, Clients, Served, check, check_count, check_integers, is_finite, require
 from jfcl.core.options import check_options
 from jfcl.data.store import ClientStore, Population, check_fits, check_store_labels, example_shapes
 from jfcl.mapping import memory
@@ -119,7 +119,7 @@ class Streamed:
     ):
         """Checks all arguments, the method and the memory, before anything is computed; `until` is the last round."""
         check(isinstance(algorithm, Algorithm), "algorithm", algorithm, "an Algorithm")
-        check(jax.process_count() == 1, "processes", jax.process_count(), "one, for populations")
+        require(jax.process_count() == 1, f"a population runs in one process, and this is one of {jax.process_count()}")
         check(key.ndim == 0, "key", key.shape, "a single key, for a population")
         _check_population(population, algorithm)
         store, tests, size = population.clients, population.test_clients, population.cohort
@@ -322,11 +322,10 @@ def _check_population(population: Population, algorithm: Algorithm) -> None:
     for name, part in (("clients", store), ("test_clients", store if tests is None else tests)):
         check(isinstance(part, ClientStore), name, type(part).__name__, accepted)
     check_options(Population, population._asdict())
-    accepted = "without the steps of drifting data, which are all on the device"
-    check("step" not in store.fields, "examples of the store", sorted(store.fields), accepted)
+    require("step" not in store.fields, "drifting data cannot be a population: the store has an array 'step'")
     check_count("cohort", population.cohort, most=len(store))
-    asked, accepted = population.asked, "such that the {} clients drawn are among the {} there are"
-    check(asked <= len(store), "stragglers", population.stragglers, accepted.format(asked, len(store)))
+    asked = f"stragglers={population.stragglers} draws {population.asked} clients a round"
+    require(population.asked <= len(store), f"{asked}, and there are {len(store)}")
     if tests is not None:
         check_fits(store, tests, "test_clients")
     evaluation.check_evaluated(algorithm.task, [] if tests is None else ["test_clients"])

@@ -14,7 +14,7 @@ import numpy as np
 
 from jfcl import mapping
 from jfcl.analysis import metrics
-from jfcl.core.checks import check
+from jfcl.core.checks import check, require
 from jfcl.core.clients import check_clients, check_examples, client_keys, max_examples, num_clients
 from jfcl.core.parameters import is_finite, named_leaves, trained_part
 from jfcl.core.types import Clients, PyTree, Task
@@ -229,8 +229,8 @@ def assign_newcomer(
 def _check_newcomers(task: Task, state: CFLState, newcomers: Clients, name: str) -> None:
     """Raises `ValueError` unless `newcomers` can join a run in `state`, without personal parameters, of this task."""
     check_state(state)
-    personal = f"personal parameters {', '.join(sorted(named_leaves(state.personal)))}"
-    check(not jax.tree.leaves(state.personal), "state", personal, "one of a run without them, to assign newcomers")
+    names = ", ".join(sorted(named_leaves(state.personal)))
+    require(not names, f"newcomers cannot join a run with personal parameters ({names}), of which they have none")
     check_model(task, state.params)
     check_clients(newcomers, name=name)
     check_examples(newcomers, task, name=name)

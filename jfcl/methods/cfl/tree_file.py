@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jfcl.core import PyTree, Task, check, files, named_leaves
+from jfcl.core import PyTree, Task, check, files, named_leaves, require
 from jfcl.methods.cfl.state import CFLState, ParameterTree
 
 _RECORD = ("cluster", "active", "parent", "since", "final", "round", "scale", "excluded")
@@ -75,7 +75,7 @@ def _models(saved: dict[str, np.ndarray], part: str, task: Task, file: Path) -> 
     have = {name: x.shape for name, x in rows.items()}
     differ = [name for name in sorted(have.keys() | wanted.keys()) if have.get(name) != wanted.get(name)]
     shapes = (f"{k} is {have.get(k, 'absent')} there, {wanted.get(k, 'absent')} here" for k in differ)
-    check(not differ, "file", str(file), f"of this task's model: {'; '.join(shapes)}")
+    require(not differ, f"{file} is of another model than this task's: {'; '.join(shapes)}")
     leaves = [jnp.asarray(rows[name], leaf.dtype) for name, leaf in named_leaves(like).items()]
     return jax.tree.unflatten(jax.tree.structure(like), leaves)
 
