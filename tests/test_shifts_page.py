@@ -13,7 +13,7 @@ from test_report import Page as Base
 
 from jfcl.core import files
 from jfcl.experiments import shifts_page
-from jfcl.experiments.shift_results import FORMAT, digest_of, rank, read_cells
+from jfcl.experiments.shift_results import FORMAT, digest_of, notes_on, rank, read_cells
 from jfcl.experiments.shifts_page import write_page
 
 LEVELS = {"fedavg": 0.6, "local": 0.7, "oracle": 0.9, "ifca": 0.86, "clove": 0.85, "pacfl": 0.75}
@@ -288,6 +288,13 @@ def test_failures_are_counted_and_in_no_mean(tmp_path, no_pictures):
     change(folder, "digits-label_swap-0.5-fedavg", default={"accuracy": 0.99}, trials=drawn)
     (folder / "cells" / "digits-rotation-1-ifca-auto.json").unlink()
     page = Page(write_page(folder).read_bytes())
+    # So the command says when it ends.
+    cells, of_runs = cells_in(folder), "3 diverged; index.html says why"
+    title = "digits label swap 0.5 clove (unknown number of clusters)"
+    assert [*notes_on(read_cells(folder))] == [
+        f"1 of {len(cells)} cells cannot run; {title}: <b>no labels</b>",
+        f"of {sum(len(saved['runs']) for saved in cells.values())} runs {of_runs}",
+    ]
     rows = rows_of(page, "heat-known-digits")  # label_swap, then rotation
     second = 100 * before["digits-rotation-1-ifca-known"]["runs"][1]["accuracy"]
     assert rows["ifca"][2:] == [f"{accuracy(before['digits-rotation-0.5-ifca-known']):.1f} †1", f"{second:.1f} 1/2"]

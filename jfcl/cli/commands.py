@@ -23,6 +23,7 @@ from jfcl.core.options import EACH, options_of
 from jfcl.experiments import bench, comparison, lookup, plan, privacy, report, run, sweeps, trackers
 from jfcl.experiments.config import Config, default_precision, read_config
 from jfcl.experiments.options import CountOrNone, all_options, takes
+from jfcl.experiments.shift_results import notes_on, read_cells
 from jfcl.experiments.shifts import RANKING_FILES, shifts
 from jfcl.mapping import hosts
 from jfcl.planning import targets
@@ -221,6 +222,7 @@ def command_shifts(args: Namespace) -> Iterator[Any]:
     result = shifts(**_arguments(shifts, args))
     cost = f"{result.programs} programs compiled, {result.training:.0%} of the time in training and evaluation"
     yield f"{result.done} of {result.cells} cells in {result.seconds:.0f} s, {cost}"
+    yield from map("note: {}".format, notes_on(read_cells(result.folder)) if result.done else ())
     yield f"kept in {result.folder}: {', '.join(RANKING_FILES)}"
     if result.done < result.cells:
         yield "the cells that are left are those of other parts; the folder is whole once all are there"

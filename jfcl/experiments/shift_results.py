@@ -2,7 +2,8 @@
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -154,6 +155,17 @@ def share_ended(cells: Sequence[Result]) -> str:
     """Returns how many runs of cells have results, of how many, after a space; nothing where all have."""
     ended, runs = (sum(len(getattr(cell, name)) for cell in cells) for name in ("ended", "runs"))
     return f" {ended}/{runs}" * (ended < runs)
+
+
+def notes_on(cells: Sequence[Result]) -> Iterator[str]:
+    """Yields a sentence on the cells that cannot run, and one on the runs without results."""
+    cannot = [cell for cell in cells if cell.status == "cannot"]
+    if cannot:
+        yield f"{len(cannot)} of {len(cells)} cells cannot run; {cannot[0].title}: {cannot[0].reason}"
+    ends = Counter(run["status"] for cell in cells for run in cell.runs)
+    without = [f"{ends[status]} {status}" for status in STATUSES[2:] if ends[status]]
+    if without:
+        yield f"of {ends.total()} runs {' and '.join(without)}; index.html says why"
 
 
 def digest_of(setting: dict[str, Any]) -> str:
