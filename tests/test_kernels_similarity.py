@@ -298,12 +298,19 @@ def test_products_of_long_rows_are_those_of_their_two_halves():
     np.testing.assert_allclose(got[0, 1], -want[0], rtol=2**-16)
 
 
-def test_without_pallas_for_triton_long_rows_are_multiplied_in_float32(monkeypatch):
+@pytest.mark.parametrize(("differs", "columns"), [("absent", 9000), ("function", 9001), ("argument", 9002)])
+def test_without_pallas_for_triton_long_rows_are_multiplied_in_float32(differs, columns, monkeypatch):
     from jax.experimental import pallas
+    from jax.experimental.pallas import triton
 
-    monkeypatch.setitem(sys.modules, "jax.experimental.pallas.triton", None)
-    monkeypatch.delattr(pallas, "triton", raising=False)
-    x = normal((5, 9000), 0)
+    if differs == "absent":
+        monkeypatch.setitem(sys.modules, "jax.experimental.pallas.triton", None)
+        monkeypatch.delattr(pallas, "triton", raising=False)
+    elif differs == "function":
+        monkeypatch.delattr(triton, "load")
+    else:
+        monkeypatch.setattr(triton, "CompilerParams", lambda: None)
+    x = normal((5, columns), 0)  # of a shape of its own: the function is traced once for each
     with pytest.warns(UserWarning, match="Pallas"):
         got = np.asarray(upper_products(x))
     np.testing.assert_allclose(got, x.astype(np.float64) @ x.T.astype(np.float64), atol=1e-2)

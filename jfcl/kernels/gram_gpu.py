@@ -26,16 +26,23 @@ def upper_products(x: jax.Array, *, splits: int = SPLITS, interpret: bool = Fals
     """Returns `x xᵀ` `[N, N]` float32 of `x` `[N, D]` float32, exactly symmetric.
 
     Cost: three passes of `N² D / 2` multiplications in bfloat16; memory for `x` once more, and `splits * N²` numbers.
-    A JAX without Pallas for Triton, whose end is announced, multiplies in float32 instead, with a warning.
+    A JAX without Pallas for Triton, whose end is announced, or with another one multiplies in float32 instead, with a
+    warning.
     """
-    n, d = x.shape
-    try:  # half a second, which only users of a GPU spend
-        from jax.experimental import pallas as pl
-        from jax.experimental.pallas import triton
-    except ImportError:
-        warnings.warn("this JAX has no Pallas for Triton: products of long rows take longer", stacklevel=2)
+    try:
+        return _by_pallas(x, splits, interpret)
+    except (ImportError, AttributeError, TypeError) as error:
+        why = f"this JAX has no Pallas for Triton as jfcl knows it ({error}): products of long rows take longer"
+        warnings.warn(why, stacklevel=2)
         return mirrored(jnp.matmul(x, x.T, precision="float32"))
 
+
+def _by_pallas(x: jax.Array, splits: int, interpret: bool) -> jax.Array:
+    """Returns `upper_products` by the kernel."""
+    from jax.experimental import pallas as pl  # half a second, which only users of a GPU spend
+    from jax.experimental.pallas import triton
+
+    n, d = x.shape
     tiles = -(-n // TILE)
     rows, columns = (jnp.asarray(i, jnp.int32) for i in np.triu_indices(tiles))
     sums = -(-d // (SUM * splits))  # of one program
