@@ -42,6 +42,7 @@ from jfcl.experiments.shift_results import (
     read_cells,
 )
 from jfcl.experiments.shifts import cells_of, merge
+from jfcl.experiments.shifts_page import choices
 
 Row = dict[str, Any]
 DOCS = ROOT.parent / "docs"
@@ -223,7 +224,15 @@ def which_is_best(say: Evidence, ranks: Ranks, about: Row) -> tuple[str, str] | 
     told = f"does not tell it from {'any other' if len(near) == len(others) else listed(near)}"
     told = told if near else "tells it from every other method"
     doubt = f"With {len(ranks.problems)} shifts the critical difference is {ranks.difference:.1f} ranks: Nemenyi's test"
-    return f"{text}{'; '.join(each)}.", f"{doubt} {told}. The shifts share their images, and are not independent."
+    doubt = f"{doubt} {told}. The shifts share their images, and are not independent."
+    leader = min((ranks.methods.index(m) for m in can), key=lambda j: ranks.tested[j])
+    if ranks.tested[leader] < ranks.tested[i]:
+        doubt += f" If the strengths of a shift count once, as in the test, {ranks.methods[leader]} has the best mean "
+        doubt += f"rank ({ranks.tested[leader]:.1f}; {first} {ranks.tested[i]:.1f})."
+    tied = sum(row[-1] != "–" for row in choices(ranks).rows)
+    if tied:
+        doubt += f" Under {tied} of {len(ranks.problems)} shifts others are as good within a standard deviation."
+    return f"{text}{'; '.join(each)}.", doubt
 
 
 def who_loses_to_one_model(say: Evidence, ranks: Ranks, about: Row) -> tuple[str, str] | None:

@@ -82,6 +82,22 @@ def test_the_tables_have_the_ranks_of_the_runs(name):
         assert [*mean_ranks.values()] == sorted(mean_ranks.values())
 
 
+@pytest.mark.parametrize("mode", ["known", "auto"])
+@pytest.mark.parametrize("name", ["digits", "mnist"])
+def test_a_doubt_names_the_method_that_leads_where_strengths_count_once(name, mode):
+    result, runs = read(name)
+    order = [row["method"] for row in result["tables"][mode] if "mean rank" in row]
+    problems = {(data, shift) for data, shift, _ in result["settings"][mode]}
+    each = [means(result, runs, mode, data=data, shift=shift) for data, shift in problems]
+    ranks = scipy.stats.rankdata([[-round(of[m], 6) for m in order] for of in each], axis=1).mean(axis=0)
+    of_method = dict(zip(order, ranks, strict=True))
+    del of_method["oracle"]
+    (first, *_), leader = of_method, min(of_method, key=of_method.get)
+    (doubt,) = (f["doubt"] for f in result["findings"] if f"{first} has the best mean rank**" in f["text"])
+    said = f"{leader} has the best mean rank ({of_method[leader]:.1f}; {first} {of_method[first]:.1f})"
+    assert (said in doubt) == (of_method[leader] < of_method[first])
+
+
 @pytest.mark.parametrize("name", RANKINGS)
 def test_the_table_of_conditions_has_the_means_of_the_runs(name):
     result, runs = read(name)

@@ -254,6 +254,8 @@ def findings(ranks: Ranks) -> dict[str, Any]:
     facts = {"best": best, "tied": tied, "below": below, "left_out": ranks.rows[len(methods) :]}
     if best is None or not ranks.is_tested:
         return facts
+    can = [i for i, method in enumerate(methods) if method != BOUND]
+    facts["leader"] = min(can, key=lambda i: ranks.tested[i])
     pairs, near = ranking.neighbours(ranks.scores), np.abs(ranks.tested - ranks.tested[best]) < ranks.difference
     facts["near"] = [m for i, m in enumerate(methods) if near[i] and i != best]
     others = ranks.scores[:, [method not in (BOUND, "local") for method in methods]]
