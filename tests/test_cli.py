@@ -517,6 +517,7 @@ def test_one_model_is_everybodys_start_but_not_that_of_several_clusters(finished
     assert cli.main(["run", "one_shot", *QUICK, *start[:2], "--rounds", "1", "--precision", "bfloat16"]) == 0
     printed = capsys.readouterr().out
     assert "products in float32" in printed  # on a CPU, whatever was asked for
+    assert "note: --precision bfloat16 has no effect on a CPU, which computes in float32" in " ".join(printed.split())
     assert "nothing is kept without --out DIR" in printed
     assert cli.main(["run", "hypcluster", *QUICK, *start[:2], "--warm-rounds", "1", "--rounds", "2"]) == 0
     capsys.readouterr()

@@ -143,6 +143,8 @@ def _results(config: Config, summary: dict[str, Any], out: str | None) -> Iterat
     seconds = f"{summary['seconds']:.1f} s + {summary['compile_seconds']:.1f} s compiling, on {summary['device']}"
     precision = default_precision() if config.precision == "default" or platform() == "cpu" else config.precision
     yield f"{rounds} round{'s' * (rounds != 1)}{start}, {speed}, {seconds}, products in {precision}"
+    if platform() == "cpu" and config.precision not in ("default", precision):
+        yield f"note: --precision {config.precision} has no effect on a CPU, which computes in {precision}"
     if "privacy" in summary:
         yield privacy.privacy_text(summary["privacy"])
     if rounds < config.rounds + begun:
