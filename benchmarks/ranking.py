@@ -365,7 +365,8 @@ def best_under(say: Evidence, ranks: Ranks, field: str, words: str) -> str | Non
 def what_hostile_clients_do(say: Evidence, ranks: Ranks, about: Row) -> tuple[str, str] | None:
     """Names the best method where some clients are hostile."""
     text = best_under(say, ranks, "hostile", f"if {100 * about['hostile']:g} % of the clients are hostile")
-    doubt = f"In brackets, without them. Their attack is {about['attack']}; no method had a robust aggregator."
+    doubt = "In brackets, without them, of all clients; under them, of the others. Their attack is "
+    doubt += f"{about['attack']}; no method had a robust aggregator."
     given = {other.mode: other for other in say.ranked}.get("known")
     if text and ranks.mode == "auto" and given is not None:
         best, at = say.best[0]["method"], given.settings[0]
