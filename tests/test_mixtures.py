@@ -119,6 +119,31 @@ def test_what_is_served_wrongly_is_refused(change, words):
         jfcl.simulate(wrong, jfcl.Population(store, 8, test_clients=store, evaluate=8), key=KEY, num_rounds=1)
 
 
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda to: 0.7 * to, "mixture must be at least 0, with sum 1"),
+        (lambda to: 2 + to.argmax(axis=1).astype(jnp.int32), r"in 0\.\.1, rows of the models"),
+    ],
+    ids=["sums", "models"],
+)
+def test_what_is_served_wrongly_by_the_examples_is_refused(change, words):
+    def serve(state, clients):
+        served = METHOD.serve(state, clients)
+        kind = jnp.zeros(8, jnp.int32) if words.startswith("in") else served.to
+        return served._replace(to=kind if clients is None else change(served.to))
+
+    with pytest.raises(ValueError, match=words):
+        jfcl.simulate(METHOD._replace(serve=serve), TRAIN, key=KEY, num_rounds=1, test_clients=TEST)
+
+
+def test_what_a_cohort_is_served_wrongly_is_refused_without_tests():
+    wrong = METHOD._replace(serve=lambda state, clients: Served(state.params, 0.7 * state.mixture))
+    people = jfcl.Population(jfcl.data.ClientStore.from_clients(TRAIN), cohort=8)
+    with pytest.raises(ValueError, match="sum 1"):
+        jfcl.simulate(wrong, people, key=KEY, num_rounds=1)
+
+
 @pytest.mark.slow_cases("models")
 @pytest.mark.parametrize(
     ("to", "words"),

@@ -345,6 +345,9 @@ class Resident:
         of_seeds = len(self._seeds), padded
         cluster = evaluation.found_clusters(served, of_seeds) if held_out is None else held_out.pop("found")
         weights = None if held_out is None else held_out.pop("weights", None)
+        if held_out is not None:  # served by the examples, too
+            to = held_out["cluster"] if weights is None else weights
+            evaluation.check_clusters(to[:, :n], self._num_models)
 
         # Padding clients are behind the others. Arrays too long for a record are left as their means.
         long = [name for name, v in values.items() if padded > n and v.shape[1:] == (padded,)]

@@ -239,6 +239,8 @@ class Streamed:
         if self._test_clients is None:
             served = self._algorithm.serve(self._layout.together(state, self._after), None)
             count = self._population.cohort + self._remember
+            if served.to is not None and not self._layout.personal:
+                evaluation.check_clusters(np.asarray(served.to), self._num_models)
             return Assessment(np.asarray(evaluation.found_clusters(served, (count,)))[None], values)
         # What the evaluated clients are served.
         layout, ids, learners, algorithm = self._layout, self._evaluated, self._learners, self._algorithm
