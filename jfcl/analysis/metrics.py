@@ -16,6 +16,7 @@ import numpy as np
 
 from jfcl import mapping
 from jfcl.core import Batch, Clients, PyTree, Task, check, check_mixes, copied, mixture_task, num_clients, with_fixed
+from jfcl.core.checks import is_real
 from jfcl.core.clients import check_clients, check_examples, check_labels
 from jfcl.core.texts import first_line
 from jfcl.kernels.base import sum_dtype
@@ -154,7 +155,7 @@ def _computed(name: str, function: Metric, outputs: jax.Array, examples: Batch, 
     """Returns a metric of one client; `ValueError` for a function that asks for numbers while it is compiled."""
     try:
         value = function(*copied((outputs, examples)), real)
-        fits = hasattr(value, "dtype") or isinstance(value, (int, float))
+        fits = is_real(value) or isinstance(value, (int, float))
         check(fits, f"metrics[{name!r}]", value, "a function that returns one number")
     except (jax.errors.JAXTypeError, jax.errors.JAXIndexError) as error:
         what = "that JAX compiles, which returns an array: no float(), no NumPy, no if, no mask as an index"
