@@ -106,9 +106,11 @@ def test_a_mixture_is_exported(tmp_path):
         (lambda served: served._replace(to=served.to[:, :1]), "served .* must be int32"),
         (lambda served: served._replace(to=served.to[:3]), "served .* must be int32"),
         (lambda served: served._replace(found=jnp.zeros(3, jnp.int32)), "served found must be rows of 8 clients"),
+        (lambda served: served._replace(shares=served.to[:, 0]), r"served shares must be float32 \[8, K\]"),
+        (lambda served: served._replace(shares=served.to * 2), "at least 0, with sum 1"),
         (lambda served: served.models, "serve must be a function that returns a Served"),
     ],
-    ids=["sums", "models", "clients", "found", "type"],
+    ids=["sums", "models", "clients", "found", "one share", "shares", "type"],
 )
 def test_what_is_served_wrongly_is_refused(change, words):
     wrong = METHOD._replace(serve=lambda state, clients: change(METHOD.serve(state, clients)))

@@ -230,6 +230,9 @@ def check_served_to(name: str, served: Any, n: int) -> None:
         check(lengths <= {(n,)}, f"served {name}", sorted(lengths), f"rows of {n} clients")
         kind = f"{part.dtype} {list(part.shape)}" if name in ("found", "excluded") and part is not None else None
         check(kind in (None, f"int32 [{n}]"), f"served {name}", kind, f"int32 [{n}], or None")
+    shares = None if served.shares is None else f"{served.shares.dtype} {list(served.shares.shape)}"
+    fits = shares is None or (served.shares.ndim == 2 and served.shares.dtype == jnp.float32)
+    check(fits, "served shares", shares, f"float32 [{n}, K], or None")
     active = None if served.active is None else served.active.shape
     check(active in (None, (k,)), "served active", active, f"of shape [{k}]")
 

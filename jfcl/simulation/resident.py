@@ -339,6 +339,8 @@ class Resident:
         (held_out, newcomers, upcoming), values, served = hosts.fetch((results, values, served))
         if served.to is not None:
             evaluation.check_clusters(served.to[:, :n], self._num_models)
+        if served.shares is not None:
+            evaluation.check_clusters(served.shares[:, :n], self._num_models)
         if newcomers is not None and "model" in newcomers:
             to, count = newcomers.pop("model"), newcomers.pop("num_models")
             evaluation.check_clusters(to[:, : len(new)], int(count[0]))

@@ -260,6 +260,8 @@ class Streamed:
         to, (held_out, reported), weights = jax.device_get((served.to, results, weights))
         if not layout.personal:
             evaluation.check_clusters(np.asarray(to), self._num_models)
+        if served.shares is not None:
+            evaluation.check_clusters(np.asarray(served.shares), self._num_models)
         held_out, weights = {name: v[None] for name, v in held_out.items()}, None if weights is None else weights[None]
         more = {"weights": weights, "examples": self._store.sizes(ids)}
         return Assessment(np.asarray(reported)[None], values, held_out, **more)
