@@ -165,7 +165,8 @@ def test_config_files_have_the_same_names_and_flags_override_them(finished, tmp_
     assert cli.main([*base, kept, "--out", str(tmp_path / "second")]) == 0
     assert (tmp_path / "second" / "clients.csv").read_bytes() == (finished / "ifca" / "clients.csv").read_bytes()
     for text, said in [
-        ("round = 3", "unknown option 'round': did you mean 'rounds'?"),
+        ("clients = 4\n'round' = 3", "bad.toml, line 2: unknown option 'round': did you mean 'rounds'?"),
+        ("clients = 4\n[round]\nx = 3", "bad.toml, line 2: unknown option 'round': did you mean 'rounds'?"),
         ("out = 'runs/x'", "unknown option 'out': it is a flag of jfcl run"),
         ("rounds = '3'", "rounds must be of type int, got '3'"),
         ("rounds = ", "--config"),
@@ -174,6 +175,9 @@ def test_config_files_have_the_same_names_and_flags_override_them(finished, tmp_
         capsys.readouterr()
         assert cli.main([*base, str(tmp_path / "bad.toml")]) == 2
         assert said in capsys.readouterr().err
+    (tmp_path / "bad.json").write_text('{"clients": 4, "round": 3}')
+    assert cli.main([*base, str(tmp_path / "bad.json")]) == 2
+    assert "bad.json, line 1: unknown option 'round'" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -302,7 +302,8 @@ def check_options(raw: dict[str, Any], where: str, method: str | None = None, te
     options: dict[str, Any] = {}
     for key, value in raw.items():
         name = key.replace("-", "_")
-        lines = [i for i, line in enumerate(text.splitlines(), 1) if re.match(rf"\s*\"?{re.escape(key)}\b", line)]
+        begins = rf"(\s*\[*[\"']?|.*[{{,]\s*\"){re.escape(key)}[\"']?\s*[=:.\]]"  # in TOML, or JSON on one line
+        lines = [i for i, line in enumerate(text.splitlines(), 1) if re.match(begins, line)]
         at = f"{where}, line {lines[0]}" if lines else where
         try:
             if name not in schema:
