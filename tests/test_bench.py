@@ -134,6 +134,7 @@ def test_all_mappings_do_the_same_round():
         ({"local_steps": 10**6}, "local_steps must be at most 10000"),
         ({"seconds": 0}, "seconds must be positive, got 0"),
         ({"methods": ["ifca"], "clients": [3], "clusters": 4}, "clusters must be at most the 3 clients there are"),
+        ({"methods": ["jfcl:pacfl"], "clients": [3], "clusters": 4}, "at most the 3 clients there are, for jfcl:pacfl"),
     ],
 )
 def test_bad_input_is_refused_before_anything_is_measured(monkeypatch, options, said):

@@ -50,7 +50,7 @@ class Case(NamedTuple):
     examples: int  # of every client
     batch: int | None  # examples per local step; None: all
     steps: int
-    clusters: int = 1  # of IFCA
+    clusters: int = 1  # the number of models, where a method has one for each
     lr: float = 0.01  # of plain SGD
 
 
@@ -134,7 +134,7 @@ def sweep(
       examples: examples per client, `M`.
       batch_size: examples per local step.
       local_steps: local steps per round.
-      clusters: models of ifca, `K`.
+      clusters: models `K` of methods that have one for each cluster.
       repeats: timed runs of every round, of which the median.
       seconds: time for the runs of one round. A round that, judged by the one with fewer clients, will take longer is
         left out, and so is one with temporaries of more than half of the free memory; `left_out` says so.
@@ -159,8 +159,9 @@ def sweep(
                 check(not missing, "method", value, f"one that has a default for {', '.join(missing)}")
             else:
                 check_choice(argument.removesuffix("s"), value, accepted)
-    enough = "ifca" not in methods or clusters <= min(clients)
-    check(enough, "clusters", clusters, f"at most the {min(clients)} clients there are, for ifca")
+    of_clusters = [method for method in methods if "num_clusters" in find_method(method).options]
+    accepted = f"at most the {min(clients)} clients there are, for {', '.join(of_clusters)}"
+    check(not of_clusters or clusters <= min(clients), "clusters", clusters, accepted)
     for model in models:
         make_task(model)  # refuses one that does not take the images
 
