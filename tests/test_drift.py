@@ -437,6 +437,10 @@ def test_wrong_configurations_of_drift_are_refused(options, words):
         jfcl.experiments.run(Config(**{"method": "fedavg", "drift": "Y"} | options))
 
 
+def test_the_steps_of_a_drift_are_those_that_run():
+    assert Config("fedavg", drift="Y").drift_steps == 10 and Config("fedavg").drift_steps is None
+
+
 @pytest.mark.slow
 def test_a_run_that_ends_early_has_the_clusters_of_its_last_step(tmp_path):
     class Ends(jfcl.callbacks.Callback):

@@ -21,7 +21,7 @@ from jfcl import kernels
 from jfcl.core import check, check_choice, platform, require, shown
 from jfcl.core.names import option_hint
 from jfcl.core.options import Needs, Option
-from jfcl.data import concepts, tables
+from jfcl.data import concepts, drift, tables
 from jfcl.experiments import lookup
 from jfcl.experiments import options as declared
 from jfcl.experiments.optimizers import OPTIMIZERS
@@ -33,6 +33,7 @@ EVALUATIONS = 50  # in a run, about
 LOCAL_STEPS = 10
 COHORT, EXAMPLES = 100, 20  # of a population
 BUCKET_SIZE = 2
+OF_DRIFT = {"heterogeneity": "swap_pairs", "clients": 10, "drift_steps": drift.STEPS}
 METHOD = Option("method", str, None, "")
 # Entries of config.json that are no options; `cohorts`: how those of a population were drawn.
 NO_OPTIONS = ("split_hash", "cohorts", "versions", "schedule_rounds", "given")
@@ -142,7 +143,7 @@ def _of_data(given: dict[str, Any]) -> dict[str, Any]:
 
     The clients of a table are the values of the column `by` that have two rows or more.
     """
-    values: dict[str, Any] = {} if given.get("drift") is None else {"heterogeneity": "swap_pairs", "clients": 10}
+    values: dict[str, Any] = {} if given.get("drift") is None else dict(OF_DRIFT)
     if given.get("dataset") in concepts.CONCEPTS:
         values |= {"heterogeneity": given["dataset"], "clusters": concepts.CONCEPTS[given["dataset"]].count}
     if tables.is_file(given.get("dataset")):
