@@ -1,7 +1,9 @@
 """Options are declared once: a new method's reach the command line, its help, files and checks from its factory."""
 
+import copy
 import dataclasses
 import json
+import pickle
 from typing import Annotated
 
 import pytest
@@ -167,6 +169,15 @@ DERIVED = [
     ("fedavg", {"population": 150}, {"cohort": 100, "clients": 150, "examples_per_client": 20}),
     ("fedavg", {"population": 30, "dp_clip": 1.0}, {"cohort": 30, "dp_sampling": "fixed"}),
 ]
+
+
+def test_a_configuration_does_not_change():
+    config = Config("fedavg", lr=0.5)
+    for options in (config.values, config.given):
+        with pytest.raises(TypeError):
+            options["lr"] = 1.0
+    again = pickle.loads(pickle.dumps(copy.deepcopy(config)))
+    assert again == config and again.given == config.given and again.values == config.values
 
 
 @pytest.mark.parametrize(("method", "given", "derived"), DERIVED)

@@ -11,8 +11,9 @@ import json
 import math
 import re
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -67,12 +68,12 @@ class Config(declared.Data, declared.Training, declared.Attack, declared.Privacy
     """
 
     method: str
-    given: dict[str, Any] = dataclasses.field(compare=False)
-    values: dict[str, Any] = dataclasses.field(init=False, repr=False, hash=False)
+    given: Mapping[str, Any] = dataclasses.field(compare=False)
+    values: Mapping[str, Any] = dataclasses.field(init=False, repr=False, hash=False)
 
-    def __init__(self, method: str, *, given: dict[str, Any] | None = None, **options: Any):
+    def __init__(self, method: str, *, given: Mapping[str, Any] | None = None, **options: Any):
         METHOD.check(method)
-        given = {name: value for name, value in ((given or {}) | options).items() if value is not None}
+        given = {name: value for name, value in ({**(given or {})} | options).items() if value is not None}
         schema = all_options(method)
         if unknown := [name for name in given if name not in schema]:
             raise TypeError(f"Config has no option {unknown[0]!r}{option_hint(unknown[0], schema)}")
@@ -86,10 +87,14 @@ class Config(declared.Data, declared.Training, declared.Attack, declared.Privacy
         for name in [name for name in given if not isinstance(given[name], jax.Array)]:  # as in a sweep, or a tracer
             schema[name].check(given[name])
         values = _resolved(method, given)
-        parts = {"method": method, "given": given, "values": {"method": method} | values}
+        parts = {"given": MappingProxyType(given), "values": MappingProxyType({"method": method} | values)}
+        parts["method"] = method
         self.__dict__.update(dict.fromkeys(schema) | values | parts)  # None: options that only other methods have
         for fits, name, accepted in _rules(self):
             check(fits, name, getattr(self, name), accepted)
+
+    def __reduce__(self):
+        return functools.partial(Config, given=dict(self.given)), (self.method,)
 
     @property
     def of_population(self) -> bool:

@@ -73,7 +73,7 @@ def plan_run(
         )
     if out is not None:
         content = {"method": config.method, "model": config.model, "num_rounds": config.rounds, "predicted": True}
-        content |= {"seconds": planned.seconds(config.rounds), "config": config.values}
+        content |= {"seconds": planned.seconds(config.rounds), "config": dict(config.values)}
         plan_json = files.json_bytes(finite_or_none(content | planned.as_dict()))
         contents = (plan_json, planned.step_hlo.encode(), planned.init_hlo.encode())
         Path(out).mkdir(parents=True, exist_ok=True)
