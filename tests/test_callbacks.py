@@ -87,6 +87,7 @@ def test_a_callback_reads_the_state(name):
     if name == "clients":
         for x, y in zip(jax.tree.leaves(states.states[-1]), jax.tree.leaves(history.state), strict=True):
             np.testing.assert_array_equal(x[0], np.asarray(y))
+        jax.tree.map(np.testing.assert_array_equal, states.run.state(), states.states[-1])  # also after the run
         first = simulate(num_rounds=1).state.params
         jax.tree.map(np.testing.assert_array_equal, jax.tree.map(lambda x: x[0], states.states[0].params), first)
 

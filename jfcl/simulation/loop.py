@@ -256,9 +256,10 @@ def run_rounds(
         why = callbacks.reason or f"stop_after is {schedule.stop_after} rounds"
         reason = entries.ended if has_ended else ALL_DONE if ended else why
         callbacks.ended = End("finished" if ended else "stopped", reason, done)
-    state, clients, served = source.final(state, done - before, assessment)
+    last_state, clients, served = source.final(state, done - before, assessment)  # `state` is that of callbacks
     steps, ended = sum(totals.get("client_steps", [0.0])), callbacks.ended.reason
-    return History(records, state, clients, done, *watch.clock(), steps, ended, before, served, source.client_rows)
+    result = last_state, clients, done, *watch.clock(), steps, ended, before, served, source.client_rows
+    return History(records, *result)
 
 
 def rounds_at_once(count: int, seconds: float) -> int:
