@@ -16,6 +16,7 @@ from jfcl.experiments import Config, from_saved, run, setup
 from jfcl.experiments.config import to_saved
 from jfcl.experiments.optimizers import make_training
 from jfcl.experiments.options import all_options
+from jfcl.methods import METHODS, Method
 from jfcl.simulation.folder import RunFolder
 
 LR, DECAY, STEPS = 0.3, 0.1, 6
@@ -195,6 +196,21 @@ def test_passes_over_the_examples_and_defaults():
     np.testing.assert_allclose(-moved, (1 + np.cos(np.pi * np.arange(17) / 16)) / 2, atol=1e-6)
     assert make_training(Config("fedavg", schedule="constant"), 10).keep == "nothing"
     assert make_training(Config("federated_clustering", schedule="cosine"), 10).keep == "everything"
+
+
+def test_schedules_know_no_option_of_a_method_by_its_name(monkeypatch):
+    def noted(task, training, *, client_axis=None, validation: float = 0.0):
+        """Trains on all examples.
+
+        Args:
+          validation: a number, no share of the examples.
+        """
+
+    monkeypatch.setitem(METHODS, "noted", Method(noted, ""))
+    few = {"local_epochs": 1, "batch_size": 2, "lr": 1.0, "lr_decay": 0.5}
+    made = make_training(Config("noted", validation=0.5, **few), 8).optimizer  # 4 steps a round
+    _, moved = jax.lax.scan(lambda state, one: made.update(one, state)[::-1], made.init(jnp.zeros(())), jnp.ones(5))
+    assert moved.tolist() == [-1, -1, -1, -1, -0.5]
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
-import numpy as np
 import optax
 
 from jfcl.core.checks import INT32_MAX, check, is_concrete
@@ -92,9 +91,8 @@ def _learning_rate(config: Any, training: LocalTraining, largest: int) -> float 
     if schedule == "constant" and config.lr_decay == 1:
         return lr
     # The steps of the whole run.
-    if config.mixing is None:  # validation examples are not trained on; one at least where they choose the mixing
-        aside = int(np.float32(config.validation or 0) * np.float32(largest))
-        largest = max(largest - max(aside, "mixing" in config.values), 1)
+    trained = find_method(config.method).trained
+    largest = largest if trained is None else trained(config.values, largest)
     steps, before = most_steps(training, largest), config.restart_rounds if (config.restarts or 1) > 1 else 0
     total = (before + config.rounds) * steps
     accepted = f"such that the learning rate falls over at most {INT32_MAX} local steps, not {total}"

@@ -5,6 +5,8 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType, ModuleType
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from jfcl.core import Algorithm
 from jfcl.core.options import Option, first_sentence, options_of
 from jfcl.methods.cfl import byzantine_cfl, cfl, parameter_tree
@@ -48,6 +50,8 @@ class Method(NamedTuple):
         `num_clusters`, if it has one, is then the most there may be.
       tree: the module that reads and writes the tree of splits in its state (`save_tree`, `load_tree`, `nodes`,
         `first_split`), where it divides clusters; a run keeps the tree, and its report shows it.
+      trained: `(options, M) -> count`: so many of a client's `M` examples are trained on; None: all. A schedule of the
+        learning rate, which counts local steps, depends on it.
     """
 
     make: Callable[..., Algorithm]
@@ -58,6 +62,7 @@ class Method(NamedTuple):
     sends: bool = True
     finds_number_by: str | None = None
     tree: ModuleType | None = None
+    trained: Callable[[Mapping[str, Any], int], int] | None = None
 
     @property
     def options(self) -> list[str]:
@@ -78,6 +83,17 @@ class Method(NamedTuple):
         return "num_clusters" in self.declared and "auto" in self.declared["num_clusters"].words
 
 
+def _without_validation(options: Mapping[str, Any], count: int, least: int = 0) -> int:
+    """Returns the number of `count` examples that are trained on, without the validation examples, `least` or more."""
+    aside = int(np.float32(options["validation"]) * np.float32(count))
+    return max(count - max(aside, least), 1)
+
+
+def _without_those_for_mixing(options: Mapping[str, Any], count: int) -> int:
+    """Returns the number of `count` examples that are trained on: one at least chooses the mixing, if none is given."""
+    return count if options["mixing"] is not None else _without_validation(options, count, least=1)
+
+
 # Their clients send gradients: a step is a round, and momentum lasts from one to the next.
 STEPWISE = MappingProxyType({"local_steps": 1, "keep": "everything"})
 RESTARTS = MappingProxyType({"restarts": 5, "restart_rounds": 5})
@@ -92,6 +108,7 @@ METHODS = {
         "clusters of diverging clients are split in two (Sattler et al. 2021)",
         finds_number_by="gamma_max",
         tree=parameter_tree,
+        trained=_without_validation,
     ),
     "byzantine_cfl": Method(byzantine_cfl, "one model for the majority, dissenters are excluded (Sattler et al. 2020)"),
     "federated_clustering": Method(
@@ -137,7 +154,12 @@ METHODS = {
     "lg_fedavg": Method(lg_fedavg, "a common head, a body of each client (Liang et al. 2020)"),
     "fedbn": Method(fedbn, "batch normalisation stays with the client (Li et al. 2021)"),
     "ditto": Method(ditto, "personal models held near the global one (Li et al. 2021)", by_client=True),
-    "knn_per": Method(knn_per, "the global model mixed with nearest neighbours (Marfoq et al. 2022)", by_client=True),
+    "knn_per": Method(
+        knn_per,
+        "the global model mixed with nearest neighbours (Marfoq et al. 2022)",
+        by_client=True,
+        trained=_without_those_for_mixing,
+    ),
 }
 
 __all__ = ["METHODS", "Method", "with_restarts", *sorted(method.make.__name__ for method in METHODS.values())]
