@@ -137,6 +137,8 @@ def test_what_is_served_wrongly_by_the_examples_is_refused(change, words):
 
     with pytest.raises(ValueError, match=words):
         jfcl.simulate(METHOD._replace(serve=serve), TRAIN, key=KEY, num_rounds=1, test_clients=TEST)
+    with pytest.raises(ValueError, match=words):  # nor is it compared in a sweep
+        jfcl.sweep(lambda unused: METHOD._replace(serve=serve), {"unused": [1]}, TRAIN, key=KEY, num_rounds=1)
 
 
 def test_what_a_cohort_is_served_wrongly_is_refused_without_tests():

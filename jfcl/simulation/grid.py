@@ -407,7 +407,7 @@ class Group:
             at_most = rounds_at_once(length, watch.seconds() - began)
             watch.advance(length * count, note)
         watch.advance((rounds - done) * count, note)
-        judged, size, results = source.held_out(state), np.asarray(self._data.held_out.size), []
+        judged, size, results = source.held_out(state, lost), np.asarray(self._data.held_out.size), []
         for i in range(count):
             summary = metrics.summarize({name: values[i] for name, values in judged.items()}, size)
             diverged = bool(lost[i]) or not np.isfinite(list(summary.values())).all()

@@ -368,9 +368,13 @@ class Resident:
         clients, key = client_shapes(self._clients, self._n), jax.eval_shape(lambda: jax.random.key(0))
         return jax.eval_shape(self.method.step, key, state, clients)[1]
 
-    def held_out(self, state: Any) -> dict[str, np.ndarray]:
-        """Returns the results of the test clients, `[R, N]` each, also of rows that have diverged."""
-        return jax.tree.map(lambda x: x[:, : self._n], jax.device_get(self._losses(state, self._tests)))
+    def held_out(self, state: Any, lost: np.ndarray) -> dict[str, np.ndarray]:
+        """Returns the results of the test clients, `[R, N]` each, also of the rows that are `lost`: have diverged."""
+        results = jax.tree.map(lambda x: x[:, : self._n], jax.device_get(self._losses(state, self._tests)))
+        to = results.get("weights", results["cluster"])
+        sound = ~lost & np.isfinite(to).all(axis=tuple(range(1, to.ndim)))
+        evaluation.check_clusters(to[sound], self._num_models)
+        return results
 
     def _losses(self, state: Any, data: Clients | None, call: Callable = evaluate_rows) -> Any:
         """Returns the results `[R, ...]` of the test clients or of the newcomers; None without these."""
