@@ -155,6 +155,15 @@ def needs(task, training, *, quantile: str, num_clusters: int, client_axis=None)
     return jfcl.fedavg(task, training, client_axis=client_axis)
 
 
+def with_restarts(task, training, *, num_clusters: int, restarts: int = 5, client_axis=None):
+    """FedAvg.
+
+    Args:
+      restarts: beginnings, of which it has none.
+    """
+    return jfcl.fedavg(task, training, client_axis=client_axis)
+
+
 def without_flags(task, training, *, optimizer=None, schedule=None, client_axis=None):
     """FedAvg, with arguments that have no types, and so no flags, but names of options of a run."""
     assert optimizer is None and schedule is None
@@ -483,6 +492,11 @@ def test_options_of_an_own_method_in_python():
         Config("mine_factories:needs")
     assert find_method("mine_factories:needs").summary == "FedAvg"
     assert parse(["run", "mine_factories:needs", "--quantile", "many"]).quantile == "many"
+
+
+def test_an_option_that_has_the_name_of_one_of_the_library_keeps_its_default():
+    """IFCA has no restarts with one model; an own method has as many as it says."""
+    assert Config("mine_factories:with_restarts", clusters=1).restarts == 5 and Config("ifca", clusters=1).restarts == 1
 
 
 def test_an_argument_without_a_flag_keeps_its_default():

@@ -128,9 +128,9 @@ def _resolved(name: str, given: dict[str, Any]) -> dict[str, Any]:
     derive(eval_every=max(values["rounds"] // EVALUATIONS, 1))
     if "num_clusters" in method.options:
         derive(num_models=values["clusters"])
-    # Restarts are of no use where nothing is drawn, where the draws are chosen otherwise, and with one model.
+    # Restarts are of no use by default where nothing is drawn, where the draws are chosen otherwise, or with one model.
     chosen = any(values.get(name) is not None for name in ("init_from", "dp_clip", "min_share", "stable_rounds"))
-    if chosen or values["num_models"] == 1:
+    if "restarts" in method.defaults and (chosen or values["num_models"] == 1):
         derive(restarts=1)
     # Robust and private means.
     if values["aggregator"] is not None:
