@@ -123,6 +123,17 @@ def test_the_groups_and_rounds_are_the_papers(measure, mixing, cohort):
         assert seen[:12].tolist() == [i in group for i in range(12)]
 
 
+def test_one_client_with_large_updates_does_not_hide_the_groups_of_the_others():
+    clients, start = regression(0), START["w"].astype(np.float64)
+    y = np.asarray(clients.examples["y"]).copy()
+    y[3] *= 1e4
+    clients = clients._replace(examples={**clients.examples, "y": y})
+    algorithm = jfcl.fedgroup(LINEAR, TWO, num_clusters=3, pretrain_steps=STEPS, init_params=START)
+    ours = np.asarray(jax.jit(algorithm.init)(jax.random.key(0), clients).cluster)
+    updates = np.array([descend(start, clients, i, STEPS) - start for i in range(12)])
+    assert adjusted_rand_score(grouped(updates, 3, "edc"), ours) == 1
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("measure", ["edc", "madc"])
 def test_the_number_of_groups_is_that_of_the_largest_silhouette(measure):

@@ -21,6 +21,16 @@ def test_principal_vectors_are_those_of_the_svd(shape):
     np.testing.assert_allclose(np.linalg.norm(vectors, axis=1), 1, atol=1e-6)
 
 
+@pytest.mark.parametrize("shape", [(9, 20), (30, 6)])
+def test_principal_vectors_of_small_singular_values_are_those_of_the_svd(shape):
+    rng = np.random.default_rng(0)
+    left, right = (np.linalg.qr(rng.normal(size=(size, 4)))[0] for size in shape)
+    x = (left * [1e3, 1.0, 0.5, 0.1] @ right.T).astype(np.float32)
+    vectors = np.asarray(principal_vectors(x, 5)[0], np.float64)
+    np.testing.assert_allclose(np.abs((vectors[:4] * right.T).sum(axis=1)), 1, atol=1e-4)
+    assert not vectors[4].any()  # beyond the rank
+
+
 def test_each_group_has_its_own_and_what_does_not_count_has_none():
     rng = np.random.default_rng(1)
     x, groups = rng.normal(size=(12, 5)).astype(np.float32), rng.integers(0, 2, 12)

@@ -34,14 +34,15 @@ def principal_vectors(
 
     Returns:
       `[num_groups, p, D]`, largest singular value first, each with its coordinate of largest magnitude positive; zeros
-      beyond the rank of a group. In float32, singular values below 1e-3 `n^(1/4)` times the largest count as zero,
-      since inner products do not resolve them. Points with NaN or infinity are left out.
+      beyond the rank of a group: in float32, singular values below 1e-6 `n^(1/2)` times the largest count as zero.
+      Points with NaN or infinity are left out.
 
     Raises:
       ValueError: wrong rank or lengths, counts below 1.
 
     Cost: the eigenvectors of an `[n, n]` matrix, `n = min(N, D)`, for each group that has points (under `jax.vmap` for
-    each group); `N D n` multiplications.
+    each group); `N D n` multiplications. Inner products resolve singular values down to about 1/50 of the largest; for
+    smaller ones this is repeated without the vectors that have been found.
 
     Example:
       >>> import jax.numpy as jnp
@@ -58,28 +59,53 @@ def principal_vectors(
     return _principal_vectors(points, groups, mask, num_vectors, num_groups)
 
 
-@partial(jax.jit, static_argnames=("num_vectors", "num_groups"))
-def _principal_vectors(points, groups, mask, num_vectors, num_groups):
+@partial(jax.jit, static_argnames=("num_vectors", "num_groups", "power"))
+def _principal_vectors(points, groups, mask, num_vectors, num_groups, power=2):
     usable = mask & finite_rows([points])
     z = usable_rows(points.astype(sum_dtype(points)), usable)
     count, dim = z.shape
     taken = min(num_vectors, count, dim)
-    products = matmul(z, z.T) if count <= dim else None
+    few = count <= dim
+    products = matmul(z, z.T) if few else None
+    eps, width = jnp.finfo(z.dtype).eps, min(count, dim)
+    resolved = max(eps**0.5, 8 * width**0.5 * eps)  # of squares, as a share of the largest: others are rough
+    limit = (8 * width**0.5 * eps) ** power  # of squares, as a share of the largest of all: less is rounding
 
     def of_group(member):
-        member = member.astype(z.dtype)
-        few = products is not None
-        matrix = products * member[:, None] * member[None, :] if few else matmul(z.T, z * member[:, None])
-        values, vectors = jnp.linalg.eigh(matrix)
-        values, vectors = values[::-1][:taken], vectors[:, ::-1][:, :taken].T
-        vectors = vectors if not few else matmul(vectors * member[None, :], z)
-        lengths = jnp.sqrt(jnp.square(vectors).sum(axis=1))
-        least = values[0] * 8 * len(matrix) ** 0.5 * jnp.finfo(z.dtype).eps
-        real = (values > least) & (lengths > 0)
-        unit = jnp.where(real, 1 / jnp.where(real, lengths, 1.0), 0.0)
+        counts = member.astype(z.dtype)[:, None]
+
+        def products_of(rest):
+            return matmul(rest, rest.T) if few else matmul(rest.T, rest)
+
+        def going(carry):
+            return carry[-1]
+
+        def add_largest(carry):
+            matrix, rest, basis, found, top, _ = carry
+            values, vectors = jnp.linalg.eigh(matrix)
+            values, vectors = values[::-1][:taken], vectors[:, ::-1][:, :taken].T
+            vectors = matmul(vectors, rest) if few else vectors
+            vectors = vectors - matmul(matmul(vectors, basis.T), basis)
+            lengths = jnp.sqrt(jnp.square(vectors).sum(axis=1))
+            top = jnp.maximum(top, values[0])
+            real = (values > values[0] * resolved) & (values > top * limit) & (lengths > 0)
+            place = jnp.where(real, found + jnp.arange(taken), taken)
+            basis = basis.at[place].set(vectors / jnp.where(real, lengths, 1.0)[:, None], mode="drop")
+            found = found + real.sum()
+            more = real.any() & (found < taken)
+
+            def without_found():
+                less = rest - matmul(matmul(rest, basis.T), basis)
+                return products_of(less), less
+
+            return *jax.lax.cond(more, without_found, lambda: (matrix, rest)), basis, found, top, more
+
+        first = products * counts * counts.T if few else matmul(z.T, z * counts)
+        start = first, z * counts, jnp.zeros((taken, dim), z.dtype), 0, jnp.zeros((), z.dtype), True
+        basis = jax.lax.while_loop(going, add_largest, start)[2]
         # The largest coordinate is positive, so that equal points have equal vectors.
-        most = jnp.take_along_axis(vectors, jnp.abs(vectors).argmax(axis=1)[:, None], axis=1)
-        return jnp.pad(vectors * unit[:, None] * jnp.where(most < 0, -1.0, 1.0), ((0, num_vectors - taken), (0, 0)))
+        most = jnp.take_along_axis(basis, jnp.abs(basis).argmax(axis=1)[:, None], axis=1)
+        return jnp.pad(basis * jnp.where(most < 0, -1.0, 1.0), ((0, num_vectors - taken), (0, 0)))
 
     def of_any(group):
         member = usable & (groups == group)
@@ -148,8 +174,11 @@ def _subspace_angles(bases, others, measure):
 
 
 def _orthonormal(vectors):
-    """Returns `(basis [P, D], rank [])` of the span of unit vectors `[P, D]`, with zeros behind the rank."""
-    basis = _principal_vectors(
-        vectors, jnp.zeros(len(vectors), jnp.int32), jnp.ones(len(vectors), bool), len(vectors), 1
-    )
+    """Returns `(basis [P, D], rank [])` of the span of unit vectors `[P, D]`, with zeros behind the rank.
+
+    Vectors that differ by less than about 1e-3 count as one: principal vectors have errors of some 1e-4.
+    """
+    count = len(vectors)
+    one_group = jnp.zeros(count, jnp.int32), jnp.ones(count, bool)
+    basis = _principal_vectors(vectors, *one_group, count, 1, power=1)
     return basis[0], (jnp.abs(basis[0]).max(axis=1) > 0).sum()
