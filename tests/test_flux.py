@@ -120,6 +120,21 @@ def test_the_rounds_are_those_of_the_loop(k, by_label):
         np.testing.assert_allclose(metrics["radius"], radius, rtol=1e-5)
 
 
+def test_the_radius_is_that_of_the_loop_where_clusters_are_narrow():
+    rng = np.random.default_rng(0)
+    moves = 2 * rng.normal(size=(3, 1, F))[np.arange(N) % 3]
+    x = np.float32(rng.normal(size=(1, 30, F)) + moves + 1e-3 * rng.normal(size=(N, 30, F)))
+    clients = Clients({"x": x, "y": np.zeros((N, 30), np.int32)}, np.full(N, 30, np.int32))
+    algorithm = jfcl.flux(TASK, ONE, num_clusters="auto", by_label=False, rounds_before=1, init_params=START)
+    state = jax.device_get(jax.jit(algorithm.init)(jax.random.key(0), clients))
+    model, projection = state.memory.model, state.memory.projection
+    moments = described(clients, np.float64(model["w"]), np.float64(model["b"]), projection, 0)
+    least, most = moments.min(axis=(0, 2)), moments.max(axis=(0, 2))
+    points = ((moments - least[:, None]) / (most - least)[:, None]).reshape(N, -1)
+    distances = np.linalg.norm(points[:, None] - points[None], axis=2) + np.diag(np.full(N, np.inf))
+    np.testing.assert_allclose(state.memory.radius, knee_by_loop(distances.min(axis=1)), rtol=5e-3)
+
+
 @pytest.mark.slow
 def test_one_cluster_is_fedavg():
     clients, key = clients_of(1)[0], jax.random.key(4)

@@ -6,9 +6,10 @@ from typing import Annotated, Literal, NamedTuple, Unpack
 import jax
 import jax.numpy as jnp
 
+from jfcl import mapping
 from jfcl.core import Algorithm, Clients, PyTree, Served, Task, check, mask
 from jfcl.core.options import MOST_REPEATED, Interval, Range, Real, Search
-from jfcl.kernels import cut, kmeans, knee, linkage_tree, squared_distances
+from jfcl.kernels import cut, kmeans, knee, linkage_tree
 from jfcl.mapping.columns import on_copies
 from jfcl.methods.averaging import Averaging, AveragingState, averaging
 from jfcl.methods.once import after_rounds, clustered_once, labels_of
@@ -196,7 +197,8 @@ def _moments(features, model: PyTree, projection: jax.Array, labels: int, exampl
 
 def _joined(points: jax.Array, real: jax.Array, most: int, scale) -> tuple[jax.Array, jax.Array]:
     """Returns `(cluster [N], radius [])`: the components of the clients that are within the radius of each other."""
-    distances = jnp.sqrt(squared_distances(points, mask=real))
+    # From differences: the radius is a distance between neighbours, which may be small beside those of clusters.
+    distances = mapping.chunked(1)(lambda point: jnp.sqrt(jnp.square(points - point[None]).sum(axis=1)))(points)
     pairs = real[:, None] & real[None, :] & ~jnp.eye(len(real), dtype=bool)
     nearest = jnp.where(pairs, distances, jnp.inf).min(axis=1)
     radius = scale * knee(nearest, mask=real & jnp.isfinite(nearest))
