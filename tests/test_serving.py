@@ -1,5 +1,6 @@
 """Models of finished runs in use: predictors, newcomers, exported files."""
 
+import shutil
 from types import SimpleNamespace
 
 import jax
@@ -43,6 +44,43 @@ def test_predictors_are_the_evaluated_models(folders, name):
             h = np.maximum(x.reshape(len(x), -1) @ body["kernel"][0] + body["bias"][0], 0)
             reported = {i: ((h @ head["kernel"][i] + head["bias"][i]).argmax(axis=1) == y)[:size].mean()}
         assert accuracy == pytest.approx(float(reported[i]))
+
+
+@pytest.mark.slow_cases("cfl", "pacfl", "knn_per")
+@pytest.mark.parametrize("method", ["ifca", "fedem", "fedper", "cfl", "pacfl", "knn_per"])
+def test_newcomers_are_served_as_in_the_run(method, tmp_path):
+    """What `adopt` serves has the loss of the run's last record, also where the method has no rule of its own."""
+    options = {"clients": 6, "clusters": 2, "rounds": 2, "local_steps": 1, "model": "mlp", "mapping": "vmap"}
+    records = run(Config(method, **options, newcomer_examples=5, seeds=2), out=tmp_path)[1].records
+    found = load_run(tmp_path)
+    newcomers = found.setup.federation.newcomers
+    served = found.adopt(newcomers)
+    personal = () if served.personal is None else served.personal
+    results = jfcl.evaluate(found.setup.task, served.models, newcomers, served.to, personal=personal)
+    recorded = next(r for r in records if r["round"] == records[-1]["round"] and r["seed"] == 0)
+    assert recorded["newcomer_loss"] == pytest.approx(float(np.mean(results["loss"])), rel=1e-6)
+    assert recorded["newcomer_accuracy"] == pytest.approx(float(np.mean(results["accuracy"])), rel=1e-6)
+
+
+@pytest.mark.slow
+def test_newcomers_of_drifting_data_are_served(tmp_path):
+    run(Config("feddrift", clients=10, rounds=10, drift="Y", local_steps=1, model="linear"), out=tmp_path)
+    found = load_run(tmp_path)
+    drift, train = found.setup.federation.drift, found.setup.federation.train
+    served = found.adopt(drift.clients(train, drift.num_steps - 1))
+    losses = [jfcl.evaluate(found.setup.task, served.models, drift.tests(9), to)["loss"] for to in (served.to, None)]
+    assert served.to.shape == (10,) and np.isfinite(losses).all()
+
+
+def test_newcomers_need_a_checkpoint_and_the_examples_of_the_run(folders, finished_runs, tmp_path):
+    shutil.copytree(finished_runs / "ifca", tmp_path / "ifca")
+    found = load_run(tmp_path / "ifca")
+    clients = found.setup.federation.test
+    with pytest.raises(ValueError, match=r"newcomers.examples\['x'\] must be floats, as in training"):
+        found.adopt(clients._replace(examples=clients.examples | {"x": clients.examples["x"].astype(np.uint8)}))
+    shutil.rmtree(tmp_path / "ifca" / "checkpoints")
+    with pytest.raises(ValueError, match="has no checkpoint, which holds the state of the method"):
+        found.adopt(clients)
 
 
 def test_files_of_a_model_hold_it(folders, tmp_path):

@@ -14,9 +14,9 @@ import numpy as np
 from jax import export
 
 from jfcl.analysis.metrics import evaluate
-from jfcl.core import Clients, PyTree, Task, check, check_choice, check_count, check_labels, joined, mixture_task
-from jfcl.core.checks import check_held, require
-from jfcl.core.clients import check_no_bytes
+from jfcl.core import Clients, PyTree, Served, Task, check, check_choice, check_labels, joined, mixture_task
+from jfcl.core.checks import check_count, check_held, require
+from jfcl.core.clients import check_examples, check_no_bytes
 from jfcl.core.files import npz_bytes, write_whole
 from jfcl.core.parameters import named_leaves, named_parameters
 from jfcl.data import read_rows
@@ -24,6 +24,9 @@ from jfcl.experiments.comparison import is_configured
 from jfcl.experiments.config import Config, from_saved
 from jfcl.experiments.results import load_params, read_finished, structured
 from jfcl.experiments.setups import Setup, setup
+from jfcl.simulation.evaluation import adopted
+from jfcl.simulation.folder import RunFolder
+from jfcl.simulation.run import check_data
 
 BY = ("loss", "inputs")
 FORMATS = {".npz": None, ".safetensors": "safetensors", ".jax": "flatbuffers"}  # the package that writes each
@@ -39,6 +42,7 @@ class LoadedRun(NamedTuple):
       weights: `[N, K]` float32, of a run with mixtures of models, those of each client; else None. `cluster` is then
         the model of the largest weight.
       adds_models: whether the method adds models during a run: those that no client is served may then not exist.
+      folder: the run's folder.
     """
 
     config: Config
@@ -48,6 +52,7 @@ class LoadedRun(NamedTuple):
     personal: PyTree = ()
     weights: np.ndarray | None = None
     adds_models: bool = False
+    folder: Path = Path()
 
     @property
     def task(self) -> Task:
@@ -120,7 +125,7 @@ class LoadedRun(NamedTuple):
           ValueError: an unknown `by`; examples of another shape than those of the run, or with NaN; a run with personal
             parameters, of which a new client has none.
         """
-        remedy = "a new client's is fitted by the algorithm's adopt"
+        remedy = "adopt fits a new client's"
         require(self.weights is None, f"clients of this run are served mixtures of all models; {remedy}")
         has_none = "clients of this run have personal parameters, and a new one has none"
         require(not jax.tree.leaves(self.personal), has_none)
@@ -157,6 +162,32 @@ class LoadedRun(NamedTuple):
                 inputs = [np.asarray(train.examples["x"][i, : train.size[i]], np.float64) for i in rows]
                 distances[k] = float(np.square(np.concatenate(inputs).mean(axis=0) - new).sum())
         return min(distances, key=distances.get)
+
+    def adopt(self, clients: Clients) -> Served:
+        """Returns what the method serves clients that were not in training: `to` `[n]`, or weights `[n, K]`.
+
+        It is the method's own rule where it has one, as in a simulation with `newcomers`: FedEM fits mixtures, CFL goes
+        down its tree, PACFL compares angles. By default it is the model of lowest loss, with the mean of the personal
+        parameters. The state is that of the first seed in the last checkpoint.
+
+        Raises:
+          ValueError: clients with other examples than those of the run; a folder without checkpoints.
+        """
+        algorithm, train = self.setup.algorithm, self.setup.federation.train
+        check_data(jax.vmap, {"clients": train, "newcomers": clients})
+        check_examples(clients, self.setup.task, name="newcomers")
+        if self.setup.task.num_classes is not None:
+            check_labels(clients, self.setup.task.num_classes, name="newcomers")
+        keys = jax.random.split(jax.random.key(0), len(read_finished(self.folder).summary["per_seed"]))
+        like = jax.eval_shape(jax.vmap(lambda key: algorithm.init(key, train)), keys)
+        restored = RunFolder(self.folder).restore(like)
+        require(restored is not None, f"{self.folder} has no checkpoint, which holds the state of the method")
+        state = jax.tree.map(lambda rows: jnp.asarray(rows[0]), restored.state)
+        served = adopted(algorithm, state, clients, len(self.cluster), len(jax.tree.leaves(self.params)[0]))
+        if algorithm.adopt is not None:
+            return served
+        personal = () if served.personal is None else served.personal
+        return served._replace(to=evaluate(self.setup.task, served.models, clients, None, personal=personal)["cluster"])
 
 
 def load_run(folder: str | Path, *, data_dir: str | None = None) -> LoadedRun:
@@ -207,7 +238,7 @@ def load_run(folder: str | Path, *, data_dir: str | None = None) -> LoadedRun:
     loaded = {part: structured(load_params(folder, part), tree) for part, tree in wanted.items()}
     weights = loaded["mixture"]["weights"] if is_mixture else None
     adds_models = like.active is not None
-    return LoadedRun(config, parts, loaded["params"], cluster, loaded["personal"], weights, adds_models)
+    return LoadedRun(config, parts, loaded["params"], cluster, loaded["personal"], weights, adds_models, run.folder)
 
 
 def export_model(

@@ -277,7 +277,7 @@ class RunFolder:
         place = self._checkpoints / str(round_)
         try:
             metadata = read_json(place / "about.json")
-            if metadata["run"] != self._run:
+            if metadata["run"] != (self._run or identity(saved_config(self.path))):
                 raise UnusableError("belongs to a run of another configuration, or config.json was changed since")
             state = read_leaves(place / "state.bin", metadata["leaves"], like)
         except UnusableError as error:
