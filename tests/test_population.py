@@ -823,7 +823,7 @@ ATTACKED = jfcl.fedavg(TASK, TRAINING, adversary=jfcl.Adversary(jfcl.attacks.zer
         ({"test_clients": OTHER}, "test_clients has examples of shapes and types"),
         ({"store": OTHER}, r"algorithm must be of a model for the store's examples, x float32 \(9,\)"),
         ({"store": DRIFTING, "test_clients": None}, "drifting data cannot be a population"),
-        ({"resume": True}, "out must be the folder"),
+        ({"resume": True}, "resume needs out, the folder"),
         ({"seeds": ["x"]}, "seeds must be different integers"),
         ({"rows_in_memory": "a"}, "rows_in_memory must be of type float, got 'a'"),
         ({"key": jax.random.split(KEY)}, "key must be a single key"),
