@@ -255,8 +255,8 @@ def _in_chunks(most: int, fn, fold, zero, in_axes):
         axes, n = _axes_of(args, in_axes)
         size = min(most, n)
 
-        def run(first, count):
-            """Returns the results of `count` clients from row `first` on, stacked."""
+        def one_chunk(total, first, count=size):
+            """Returns the total with `count` clients from row `first` on, and their results."""
 
             def row(x):  # one client has no client axis, so that XLA compiles plain matrix products and convolutions
                 rows = jax.lax.dynamic_slice_in_dim(x, first, count)
@@ -264,35 +264,31 @@ def _in_chunks(most: int, fn, fold, zero, in_axes):
 
             taken = _of_clients(row, args, axes)
             if count == 1:
-                return jax.tree.map(lambda x: jnp.asarray(x)[None], fn(*taken))
-            return jax.vmap(fn, in_axes=axes)(*taken)
-
-        def one_chunk(total, first):
-            sent, results = run(first, size)
+                sent, results = jax.tree.map(lambda x: jnp.asarray(x)[None], fn(*taken))
+            else:
+                sent, results = jax.vmap(fn, in_axes=axes)(*taken)
             return fold(total, sent), results
 
-        def in_turn(step, total, first, count, stride):
-            # A scan over row numbers, not over rows: the data are not reshaped, and so not copied into the loop.
-            total, results = jax.lax.scan(step, total, first + jnp.arange(count) * stride)
-            return total, jax.tree.map(lambda x: x.reshape(x.shape[0] * x.shape[1], *x.shape[2:]), results)
+        def flat(results):
+            return jax.tree.map(lambda x: x.reshape(x.shape[0] * x.shape[1], *x.shape[2:]), results)
 
+        # Scans over row numbers, not over rows: the data are not reshaped, and so not copied into the loop.
         def one_block(total, first):
-            part, results = in_turn(one_chunk, nothing, first, BLOCK, size)
-            return jax.tree.map(jnp.add, total, part), results
+            part, results = jax.lax.scan(one_chunk, nothing, first + jnp.arange(BLOCK) * size)
+            return jax.tree.map(jnp.add, total, part), flat(results)
 
         nothing = jax.tree.map(jnp.asarray, zero)
         total, parts, chunks = nothing, [], n // size
         blocks = chunks // BLOCK if chunks > 8 * BLOCK and jax.tree.leaves(zero) else 0
         if blocks:
-            total, results = in_turn(one_block, nothing, 0, blocks, BLOCK * size)
-            parts.append(results)
+            total, results = jax.lax.scan(one_block, nothing, jnp.arange(blocks) * BLOCK * size)
+            parts.append(flat(results))
         if chunks > blocks * BLOCK:
-            part, results = in_turn(one_chunk, nothing, blocks * BLOCK * size, chunks - blocks * BLOCK, size)
+            part, results = jax.lax.scan(one_chunk, nothing, jnp.arange(blocks * BLOCK, chunks) * size)
             total = jax.tree.map(jnp.add, total, part) if blocks else part
-            parts.append(results)
+            parts.append(flat(results))
         if n % size:
-            sent, results = run(n - n % size, n % size)
-            total = fold(total, sent)
+            total, results = one_chunk(total, n - n % size, n % size)
             parts.append(results)
         return total, parts[0] if len(parts) == 1 else jax.tree.map(lambda *x: jnp.concatenate(x), *parts)
 
