@@ -379,6 +379,16 @@ def test_the_precision_asked_for_is_in_force_while_the_run_computes(options, wan
         assert saved == (default if name == "default" else name)
 
 
+def test_a_model_that_diverges_in_bfloat16_says_so(monkeypatch):
+    config = Config("fedavg", clients=4, rounds=2, lr=1e30, seeds=1)
+    with pytest.raises(jfcl.DivergedError, match=r"\(--lr\) usually helps$"):
+        run(config)
+    for module in (run, setups.setup):
+        monkeypatch.setitem(module.__globals__, "in_half", lambda config, target=None: True)
+    with pytest.raises(jfcl.DivergedError, match=r"in bfloat16 .* float32 may not diverge$"):
+        run(config)
+
+
 def test_nothing_is_overwritten(finished, capsys, monkeypatch):
     before = files(finished / "ifca")
     out = ["--out", str(finished / "ifca")]

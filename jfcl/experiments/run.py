@@ -3,7 +3,7 @@
 import contextlib
 import io
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -21,12 +21,13 @@ from jfcl.experiments.population import open_population, population_summary
 from jfcl.experiments.privacy import privacy_of
 from jfcl.experiments.report import NAME, write_report
 from jfcl.experiments.results import read_results
-from jfcl.experiments.setups import Setup, matmul_precision, names_of_method, setup
+from jfcl.experiments.setups import Setup, in_half, matmul_precision, names_of_method, setup
 from jfcl.mapping import hosts
 from jfcl.methods import METHODS
 from jfcl.simulation.callbacks import EarlyStopping, check_callbacks
 from jfcl.simulation.folder import RunFolder, check_folder, check_same, finite_or_none, write_results
 from jfcl.simulation.loop import History
+from jfcl.simulation.progress import DivergedError
 from jfcl.simulation.resident import row_of
 from jfcl.simulation.results import clients_csv, summarize
 from jfcl.simulation.run import simulate
@@ -75,6 +76,7 @@ def run(
     with contextlib.ExitStack() as opened:
         opened.enter_context(jax.default_matmul_precision(matmul_precision(config.precision)))
         opened.enter_context(renamed(names_of_method(config)))
+        opened.enter_context(_remedy(config))
         if resume:  # also while results are written
             lock = RunFolder(out).lock_path
             hosts.by_first(lambda: Path(out).is_dir() and opened.enter_context(files.lock(lock)))
@@ -115,6 +117,17 @@ def run(
             _write_results(Path(out), summary, history, parts)
             _write_report(out, history.records)
         return summary, history, parts
+
+
+@contextlib.contextmanager
+def _remedy(config: Config) -> Iterator[None]:
+    """Says where a model diverged in bfloat16, since it may not in float32."""
+    try:
+        yield
+    except DivergedError as error:
+        if not in_half(config):
+            raise
+        raise DivergedError(f"{error}; the model is in bfloat16 (--precision): float32 may not diverge") from None
 
 
 def _check_out(out: str | Path, config: Config, resume: bool) -> None:

@@ -232,8 +232,12 @@ def make_task(config: Config, federation: data.Federation, *, target: str | None
         )
         check(targets.dtype.kind == "f", "model", config.model, accepted)
         task = models.regression(model, federation.input_shape)
-    in_half = config.precision == "bfloat16" and (target or platform()) == "gpu"
-    return models.in_bfloat16(task) if in_half else task
+    return models.in_bfloat16(task) if in_half(config, target) else task
+
+
+def in_half(config: Config, target: str | None = None) -> bool:
+    """Returns whether the model of a run computes in bfloat16 on the platform `target`, by default this machine's."""
+    return config.precision == "bfloat16" and (target or platform()) == "gpu"
 
 
 def matmul_precision(name: str) -> str | None:
