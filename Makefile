@@ -1,5 +1,6 @@
 # `make demo` and `make test` are all a newcomer needs: each sets up .venv first.
 PYTHON ?= python3
+PYTHON314 ?= python3.14t python3.14
 PYTHON313 ?= python3.13
 BIN := .venv/bin
 INSTALL := PYTHONWARNINGS=ignore $(BIN)/pip install --quiet --no-compile
@@ -40,10 +41,11 @@ peers:
 	  .venv-$$name/bin/pip install --quiet -r benchmarks/peers/requirements-$$name.txt || exit 1; \
 	done
 	.venv-cfla/bin/pip install --quiet --no-deps CFLA==1.0.4
-	if ! $(PYTHON313) -c ""; then \
-	  echo "BlazeFL is left out: there is no $(PYTHON313) (make peers PYTHON313=PATH, 3.12 or 3.13)"; \
+	python=$$(for name in $(PYTHON314) $(PYTHON313); do $$name -c "" 2> /dev/null && echo $$name && break; done); \
+	if [ -z "$$python" ]; then \
+	  echo "BlazeFL is left out: there is none of $(PYTHON314) $(PYTHON313) (make peers PYTHON314=PATH)"; \
 	else \
-	  $(PYTHON313) -m venv .venv-blazefl && \
+	  $$python -m venv --clear .venv-blazefl && \
 	  .venv-blazefl/bin/pip install --quiet -r benchmarks/peers/requirements-blazefl.txt; \
 	fi
 

@@ -45,13 +45,13 @@ OURS = {  # a row of ours: its mapping, and the devices that the CPU is made to 
     "jfcl, vmap": dict(mapping="vmap", devices=1),
     "jfcl, two devices": dict(mapping="sharded(chunked(1))", devices=2),
 }
-PEERS = {  # environment (.venv-NAME) and script (peers/NAME_loop.py) of each, and the methods it has
+PEERS = {  # environment (.venv-NAME) and script (peers/NAME_loop.py) of each, and the methods it has; {x}: x's version
     "PyTorch loop": ("torch", ("fedavg", "ifca")),
     "FedJAX 0.0.17": ("fedjax", ("fedavg", "ifca")),
     "pfl-research 0.6.0": ("pfl", ("fedavg",)),
     "Flower 1.41": ("flower", ("fedavg", "ifca")),
     "CFLA 1.0.4": ("cfla", ("ifca", "flhc")),
-    "BlazeFL 2.0.3": ("blazefl", ("fedavg", "ifca")),
+    "BlazeFL {blazefl}": ("blazefl", ("fedavg", "ifca")),
 }
 TOLERANCE, QUICK_TOLERANCE = 0.02, 0.002  # every library shuffles differently; nothing is shuffled in full batches
 WARM_STEPS = 20
@@ -129,8 +129,9 @@ def run_job(name: str, case: dict[str, Any], turns: int) -> list[dict[str, Any]]
                 result = run_peer(env, f"{env}_loop.py", its_case)
                 if result is None:
                     if turn == 0:
-                        print(f"{library} is not set up (make peers): left out", file=sys.stderr)
+                        print(f".venv-{env} is not set up (make peers): left out", file=sys.stderr)
                     continue
+                library = library.format(**result["versions"])
                 found.setdefault(library, []).append(result)
                 seconds = statistics.median(result["seconds"][1:])
                 said = f"{name}, {library}: {seconds:.3f} s a round, accuracy {result['accuracy']:.4f}"

@@ -232,6 +232,15 @@ def test_libraries_that_disagree_are_found_out(peers_job):
         peers_job[0].check_agreement(rows, 0.02)
 
 
+def test_a_row_names_the_version_of_the_peer_that_ran(peers_job, monkeypatch):
+    against_peers = peers_job[0]
+    result = {"seconds": [1.0, 1.0], "accuracy": 0.5, "versions": {"blazefl": "3.0.0"}}
+    monkeypatch.setattr(against_peers, "write_data", lambda *_: "digits")
+    monkeypatch.setattr(against_peers, "run_peer", lambda *_: result)
+    rows = against_peers.run_job("fedavg mlp", {"clusters": 1} | against_peers.JOBS["fedavg mlp"], 2)
+    assert [row["library"] for row in rows][-2:] == ["Flower 1.41", "BlazeFL 3.0.0"]
+
+
 def test_the_tables_of_the_pages_are_those_of_the_results(peers_job):
     tables = importlib.import_module("tables")
     measured = {name for names in tables.PAGES.values() for name in names}

@@ -1,4 +1,4 @@
-"""Rounds of FedAvg or IFCA with BlazeFL 2.0.3: its pool of threads, one per core, that train clients.
+"""Rounds of FedAvg or IFCA with BlazeFL 3 or 2.0.3: its pool of threads, one per core, that train clients.
 
 Called by the benchmarks with a case as JSON; prints one JSON line (see job.py). Has an environment of its own (see
 `make peers`). IFCA is not BlazeFL's: the server sends all models, a client picks one, the server averages by choice.
@@ -6,6 +6,7 @@ Called by the benchmarks with a case as JSON; prints one JSON line (see job.py).
 
 import json
 import os
+import sys
 import threading
 import time
 from dataclasses import dataclass
@@ -71,7 +72,7 @@ class Server(BaseServerHandler[Up, Down]):
     def sample_clients(self) -> list[int]:
         return list(range(self.case["clients"]))
 
-    def if_stop(self) -> bool:
+    def is_stopped(self) -> bool:
         return self.round >= self.case["rounds"]
 
     def downlink_package(self) -> Down:
@@ -99,7 +100,7 @@ def main(case: dict, data: job.Data):
     nets = [make_model(case["model"], model) for model in data.models]
     clients, server = Clients(case, *as_tensors(json.dumps(case))), Server(case, [serialize_model(net) for net in nets])
     seconds = []
-    while not server.if_stop():
+    while not server.is_stopped():
         started = time.perf_counter()
         clients.local_process(server.downlink_package(), server.sample_clients())
         for package in clients.uplink_package():
@@ -107,7 +108,7 @@ def main(case: dict, data: job.Data):
         seconds.append(time.perf_counter() - started)
     for net, model in zip(nets, server.models, strict=True):
         deserialize_model(net, model)
-    versions = {name: version(name) for name in ("blazefl", "torch")}
+    versions = {name: version(name) for name in ("blazefl", "torch")} | {"python": sys.version.split(" (")[0]}
     return seconds, [parameters(net) for net in nets], {"versions": versions, "threads": clients.num_parallels}
 
 
