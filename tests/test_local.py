@@ -159,6 +159,34 @@ def test_padding_in_a_short_last_batch_is_never_looked_at():
     assert (do(LINEAR, training, {"w": jnp.ones(3)}, data, 3).params["w"] == clean.params["w"]).all()
 
 
+@pytest.mark.parametrize(
+    ("options", "size"),
+    [({"num_steps": 3}, 4), ({"num_steps": 3, "batch_size": 5}, 4), ({"num_epochs": 2, "batch_size": 4}, 6)],
+)
+def test_padding_does_not_reach_a_gradient_that_zeros_do_not_have(options, size):
+    """The direction of a vector has no gradient where the vector is 0; in the last case a batch is short."""
+
+    def line(squares_of, params, x):
+        hidden = x * params["v"][None]
+        return (hidden / jnp.sqrt(squares_of(hidden))).sum(axis=1)
+
+    def squares(hidden):
+        return jnp.square(hidden).sum(axis=1, keepdims=True)
+
+    def never_zero(hidden):
+        return jnp.where(squares(hidden) == 0, 1.0, squares(hidden))
+
+    unsafe, safe = (
+        LINEAR._replace(apply=partial(line, squares_of), cost=lambda outputs, batch: (outputs - batch["y"]) ** 2)
+        for squares_of in (squares, never_zero)
+    )
+    training, params = local_training(optax.sgd(0.1), **options), {"v": jnp.array([1.0, 2.0, 3.0])}
+    found, wanted = (do(task, training, params, regression(), size) for task in (unsafe, safe))
+    np.testing.assert_allclose(found.params["v"], wanted.params["v"], rtol=1e-6)
+    np.testing.assert_allclose(found.loss, wanted.loss, rtol=1e-6)
+    assert np.isfinite(found.loss) and np.abs(found.params["v"] - params["v"]).max() > 1e-3
+
+
 def test_a_client_without_examples_learns_nothing():
     for options in ({"num_steps": 3}, {"num_epochs": 2, "batch_size": 2}):
         out = do(LINEAR, local_training(optax.sgd(0.1), **options), {"w": jnp.ones(3)}, regression(), 0)

@@ -19,7 +19,7 @@ from jfcl.methods.averaging import Averaging, AveragingState, averaging
 from jfcl.methods.options import AVERAGING, SCOPES, Count, Options, Rounds, factory
 from jfcl.methods.restarts import with_balanced_start, with_restarts
 from jfcl.training.local import LocalTraining, augmented, draw_batch
-from jfcl.training.losses import blank_padding, lowest_loss, mean_loss, of_each_model, under_all
+from jfcl.training.losses import blank_padding, fill_padding, lowest_loss, mean_loss, of_each_model, under_all
 
 AVERAGE = ("models", "gradients")
 IDENTITY_STREAM = zlib.crc32(b"examples to compare models on")  # folded into a client's key of a round
@@ -138,7 +138,7 @@ def ifca(
                 products = None
                 if first is not None and identity_batch is None and not identity_augment:
                     kernel = get_parameter(params, first.kernel)[cluster]
-                    inputs = first.rows(comparing.inputs_of(blank_padding(examples, size)), kernel)
+                    inputs = first.rows(comparing.inputs_of(fill_padding(examples, size)), kernel)
                     products = inputs @ kernel.astype(inputs.dtype)
                 return cluster, jnp.zeros((), bool), products
 

@@ -16,7 +16,7 @@ from jfcl.core.platforms import at_most
 from jfcl.core.types import Batch, DenseStart, PyTree, Task, check_task, dense_start
 from jfcl.training import optimizer as optimizers
 from jfcl.training import span as spans
-from jfcl.training.losses import blank_padding, blank_rows, training_loss
+from jfcl.training.losses import fill_padding, fill_rows, training_loss
 
 KEEP = ("nothing", "schedule", "everything")
 SPAN = ("auto", "never", "always")
@@ -213,7 +213,7 @@ def draw_batch(
     m = jax.tree.leaves(examples)[0].shape[0]
     order_key, augment_key = jax.random.split(key)
     if training.batch_size is None or training.batch_size >= m:
-        batch, real = blank_padding(examples, size), jnp.arange(m) < size
+        batch, real = fill_padding(examples, size), jnp.arange(m) < size
     else:
         slots = jnp.arange(training.batch_size)
         rows = shuffled_rows(order_key, size, m)[slots % jnp.maximum(size, 1)]
@@ -326,7 +326,7 @@ def train(
       rounds: `[]` int32, rounds of the method done before this one; `opt_state` of the result is then the client's next
         one in the method's state.
       anchor: the model that the proximal term pulls to; `params` if None.
-      products: `[M, H]`, of `params`'s first dense layer and the examples with blank padding, if known; only training
+      products: `[M, H]`, of `params`'s first dense layer and the examples after `fill_padding`, if known; only training
         in the span uses them.
 
     Returns:
@@ -346,7 +346,7 @@ def train(
     start = start_in_span(task, training, params, m, pull is not None, products is not None)
     begin, anchor = params, params if pull is None else pull
     if full_batch or start is not None:
-        examples = blank_padding(examples, size)
+        examples = fill_padding(examples, size)
     if start is not None:
         gram = not spans.one_full_step(m, batch_size, most_steps(training, m))
         span = spans.enter(start, begin, task.inputs_of(examples), products, gram=gram, anchor=pull)
@@ -358,7 +358,7 @@ def train(
     def step(t, carry, rows, real):
         """Does one local step on the examples at `rows` (None: all)."""
         params, statistics, opt_state, losses = carry
-        batch = examples if rows is None else blank_rows(jax.tree.map(lambda x: x[rows], examples), real)
+        batch = examples if rows is None else fill_rows(jax.tree.map(lambda x: x[rows], examples), real)
         batch = augmented(task, training, jax.random.fold_in(augment_key, t), batch)
         step_key = None if task.train_loss is None else jax.random.fold_in(model_key, t)
         if start is None:

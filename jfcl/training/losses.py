@@ -28,38 +28,53 @@ def masked_mean(values: jax.Array, mask: jax.Array) -> jax.Array:
     return masked.sum(dtype=dtype) / jnp.maximum(mask.sum(), 1).astype(dtype)
 
 
-def blank_rows(batch: Batch, real: jax.Array) -> Batch:
-    """Returns `batch` `[B, ...]` with zeros where `real` `[B]` is False, so that no NaN there can spread."""
+def fill_rows(batch: Batch, real: jax.Array) -> Batch:
+    """Returns `batch` `[B, ...]` with its first row where `real` `[B]` is False; see `fill_padding`."""
 
-    def blank(x):
+    def fill(x):
         rows = x.reshape(len(x), -1)
-        return jnp.where(real[:, None], rows, jnp.zeros_like(rows)).reshape(x.shape)
+        first = jnp.where(real[:1, None], rows[:1], jnp.zeros_like(rows[:1]))
+        return jnp.where(real[:, None], rows, first).reshape(x.shape)
 
-    return jax.tree.map(blank, batch)
+    return jax.tree.map(fill, batch)
+
+
+def fill_padding(examples: Batch, size: jax.Array) -> Batch:
+    """Returns one client's `examples` `[M, ...]` with the first one behind the first `size`; zeros without any.
+
+    In training, padding counts with a factor of 0, and the gradient of a model may be NaN for an example of zeros: that
+    of a norm is. For a copy of an example it is as finite as for that example.
+    """
+    return _replace_padding(examples, size, lambda rows: jnp.where(size > 0, rows[:1], jnp.zeros_like(rows[:1])))
 
 
 def blank_padding(examples: Batch, size: jax.Array) -> Batch:
-    """Returns one client's `examples` `[M, ...]` with zeros behind the first `size`."""
+    """Returns one client's `examples` `[M, ...]` with zeros behind the first `size`: no NaN there can spread."""
+    return _replace_padding(examples, size, jnp.zeros_like)
 
-    def blank(x):
+
+def _replace_padding(examples: Batch, size: jax.Array, make: Callable[[jax.Array], jax.Array]) -> Batch:
+    """Returns one client's `examples`, with `make(rows)` in place of rows `[M, ...]` behind the first `size`."""
+
+    def replace(x):
         rows = x.reshape(len(x), -1)
         real = jax.lax.broadcasted_iota(jnp.asarray(size).dtype, rows.shape, 0) < size
-        return jnp.where(real, rows, jnp.zeros_like(rows)).reshape(x.shape)
+        return jnp.where(real, rows, make(rows)).reshape(x.shape)
 
-    def blank_once(x):
-        """Blanks float32 as integers: a TPU's compiler would round the examples of all clients to bfloat16 first."""
+    def replace_once(x):
+        """Takes float32 as integers: a TPU's compiler would round the examples of all clients to bfloat16 first."""
         if x.dtype != jnp.float32:
-            return blank(x)
+            return replace(x)
         bits = jax.lax.bitcast_convert_type(x, jnp.int32)
-        return jax.lax.optimization_barrier(jax.lax.bitcast_convert_type(blank(bits), x.dtype))
+        return jax.lax.optimization_barrier(jax.lax.bitcast_convert_type(replace(bits), x.dtype))
 
-    return jax.tree.map(lambda x: by_platform(x, cpu=blank, accelerator=blank, tpu=blank_once), examples)
+    return jax.tree.map(lambda x: by_platform(x, cpu=replace, accelerator=replace, tpu=replace_once), examples)
 
 
 def mean_loss(task: Task, params: PyTree, examples: Batch, size: jax.Array) -> jax.Array:
     """Returns the mean loss of one model over one client's real examples, `[]` (0 for a client without any)."""
     real = jnp.arange(jax.tree.leaves(examples)[0].shape[0]) < size
-    return masked_mean(task.loss(params, blank_padding(examples, size)), real)
+    return masked_mean(task.loss(params, fill_padding(examples, size)), real)
 
 
 def means(values: jax.Array, size: jax.Array) -> jax.Array:
@@ -132,7 +147,7 @@ def under_all(task: Task, params: PyTree) -> Callable[[Batch, jax.Array], tuple[
         if start is None:
             losses, products = of_each_model(task, lambda p: mean_loss(task, p, examples, size), params), None
         else:
-            examples = blank_padding(examples, size)
+            examples = fill_padding(examples, size)
             x = task.inputs_of(examples)
             inputs = start.rows(x, kernels)
             real = jnp.arange(len(inputs)) < size

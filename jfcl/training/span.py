@@ -100,7 +100,7 @@ def in_span(
 def enter(
     start: DenseStart, params: PyTree, x: jax.Array, products: jax.Array | None, *, gram: bool, anchor: PyTree | None
 ) -> Span:
-    """Returns the `Span` of one client's inputs `x`, with padding 0, at `params`.
+    """Returns the `Span` of one client's inputs `x`, finite in padding too, at `params`.
 
     `products` are `Z`, if known, and `anchor` is the model of the proximal term, if it is not `params`.
     """
