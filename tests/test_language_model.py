@@ -14,7 +14,7 @@ import jfcl
 from jfcl.core import Clients
 from jfcl.data import DATASETS, Dataset
 from jfcl.experiments import Config, run, setup
-from jfcl.models import LSTMLanguageModel, check_tokens, language, language_model
+from jfcl.models import LSTMLanguageModel, check_tokens, in_bfloat16, language, language_model
 
 V, L = 11, 6
 
@@ -96,6 +96,15 @@ def test_loss_and_accuracy_against_a_loop_with_padding():
     np.testing.assert_allclose(found, losses, rtol=1e-4, atol=1e-5)
     np.testing.assert_allclose(found_shares, shares, rtol=1e-6)
     assert losses[-1] == 0 and shares.sum() > 0
+
+
+def test_all_products_in_bfloat16_are_of_bfloat16():
+    task, params = small(), spread(jax.eval_shape(small().init, jax.random.key(0)))
+    narrow, batch = in_bfloat16(task), {"x": texts()}
+    program = str(jax.make_jaxpr(narrow.loss)(params, batch))
+    products = [line for line in program.splitlines() if "dot_general[" in line]
+    assert len(products) == 5 and all(":bf16[" in line for line in products)  # two a layer, and the last
+    np.testing.assert_allclose(narrow.loss(params, batch), task.loss(params, batch), rtol=0.1)
 
 
 @pytest.mark.slow

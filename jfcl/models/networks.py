@@ -202,5 +202,6 @@ class LSTMLanguageModel(nn.Module):
         cell = partial(nn.OptimizedLSTMCell, self.hidden, recurrent_kernel_init=nn.initializers.lecun_normal())
         x = nn.Embed(self.num_outputs, self.features)(x)
         for _ in range(self.num_layers):
-            x = nn.RNN(cell())(x)
+            start = jnp.zeros((len(x), self.hidden), x.dtype)  # flax's has float32 in a model in bfloat16, too
+            x = nn.RNN(cell())(x, initial_carry=(start, start))
         return nn.Dense(self.num_outputs)(x)
