@@ -14,6 +14,7 @@ import jfcl
 from jfcl.core import dense_start, get_parameter
 from jfcl.testing import check_algorithm
 from jfcl.training import local, span
+from jfcl.training.losses import mean_loss, under_all
 
 D, H, OUT, M = 12, 5, 3, 8
 HEAVY_BALL = optax.sgd(0.02, momentum=0.9)
@@ -429,6 +430,28 @@ def test_a_dense_start_is_the_model(module, shape):
     np.testing.assert_allclose(outputs, task.apply(params, batch["x"]), rtol=1e-5, atol=1e-6)
     used = jax.grad(lambda p: start.apply(p, products, batch["x"]).sum())(params)
     assert not get_parameter(used, start.kernel).any()
+
+
+@pytest.mark.parametrize("kind", [jnp.float16, jnp.bfloat16], ids=["float16", "bfloat16"])
+def test_examples_of_16_bits_train_like_their_float32(kind):
+    """In 16 bits, products would have two or three digits, and those of two examples exceed the largest float16."""
+    rng = np.random.default_rng(0)
+    task = jfcl.models.classification(jfcl.models.MLP(3, hidden=(5,)), (D,), 3)
+    narrow = jnp.asarray(200 * rng.random((M, D)), kind)
+    y, params = rng.integers(0, 3, M).astype(np.int32), task.init(jax.random.key(0))
+    training = jfcl.local_training(optax.sgd(1e-5), num_steps=4, span="always")
+    with jax.numpy_dtype_promotion("standard"):
+        found, wanted = (
+            run(task, training, params, {"x": x, "y": y}, M, jax.random.key(0))
+            for x in (narrow, narrow.astype(jnp.float32))
+        )
+        models = jax.tree.map(lambda p: p[None], params)
+        compared = under_all(task, models)({"x": narrow, "y": y}, jnp.int32(M))[0]
+        alone = mean_loss(task, params, {"x": narrow, "y": y}, jnp.int32(M))
+    assert_close(found.params, wanted.params, 1e-6)
+    np.testing.assert_allclose(compared[0], alone, rtol=1e-5)
+    moved = get_parameter(found.params, "Dense_0/kernel") - get_parameter(params, "Dense_0/kernel")
+    assert np.abs(moved).max() > 1e-4
 
 
 def test_a_cost_of_ones_own_is_that_in_the_span():

@@ -198,7 +198,10 @@ def _dense_start(module: nn.Module, whole: Callable) -> DenseStart | None:
         with at_layers(nn.Dense, take):
             return module.apply({"params": params}, x)
 
-    return DenseStart("Dense_0/kernel", lambda x: x.reshape(len(x), -1), apply, whole, "Dense_0/bias")
+    def inputs(x):
+        return _wide(x.reshape(len(x), -1))  # the layer computes in the wider of its types, those of the parameters
+
+    return DenseStart("Dense_0/kernel", inputs, apply, whole, "Dense_0/bias")
 
 
 def remembered(make: Callable[..., Task], module: Any, *options: Any) -> Task:
