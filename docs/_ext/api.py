@@ -52,7 +52,7 @@ SECTIONS = {
         "Your own method": "Algorithm Served Entries DenseStart",
     },
     "jfcl.data": {
-        "Federations": "build Federation load Dataset hold_out DATASETS HETEROGENEITY PARTITIONS",
+        "Federations": "build Federation load Dataset hold_out in_bytes DATASETS HETEROGENEITY PARTITIONS",
         "Drift": "drift_pattern Drift PATTERNS",
         "Your own data": "from_arrays from_frame read_rows from_torch from_huggingface from_tfds tokenize",
         "Populations": "ClientStore generate_store mixture_of open_stores",
@@ -123,7 +123,7 @@ SECTIONS = {
     "jfcl.training.local": {"": "LocalTraining train Trained steps_per_round"},
     "jfcl.robust.aggregate": {"": "cluster_mean robust_cluster_mean attacked attacked_models ravel_clients"},
     "jfcl.core": {
-        "Clients": "num_clients max_examples mask client_ids take_clients check_clients",
+        "Clients": "num_clients max_examples mask client_ids take_clients check_clients Packed unpacked",
         "Keys": "client_keys server_key attack_key",
         "Parameters": "parameter_names get_parameter set_parameter joined trained_part num_bytes is_finite",
         "Checks": "check check_choice check_count check_finite check_shape",

@@ -37,6 +37,7 @@ from jfcl.core.clients import (
     shape_struct,
     take_clients,
 )
+from jfcl.core.packed import Packed, unpacked
 from jfcl.core.parameters import (
     copied,
     divided,

@@ -9,6 +9,7 @@ import jax
 import numpy as np
 
 from jfcl.core.checks import check, check_unmasked, held_type, require, shown
+from jfcl.core.packed import unpacked
 from jfcl.core.types import Clients, PyTree
 
 
@@ -75,7 +76,7 @@ def concatenate_clients(*parts: Clients) -> Clients:
 
     ragged = []
     for part in parts:
-        examples = jax.tree.map(np.asarray, part.examples)
+        examples = jax.tree.map(np.asarray, unpacked(part.examples))
         for i, size in enumerate(np.asarray(part.size)):
             ragged.append(jax.tree.map(lambda x, i=i, size=size: x[i, :size], examples))
     length = max(np.shape(x)[1] for part in parts for x in jax.tree.leaves(part.examples))

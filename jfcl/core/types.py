@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from jfcl.core.checks import check, require
+from jfcl.core.packed import unpacked
 from jfcl.core.platforms import in_parts
 
 PyTree = Any
@@ -145,6 +146,7 @@ class Task(NamedTuple):
 
     def inputs_of(self, batch: Batch) -> PyTree:
         """Returns what `apply` reads of a batch."""
+        batch = unpacked(batch)
         return batch["x"] if self.inputs is None else self.inputs(batch)
 
     def outputs(self, params: PyTree, batch: Batch) -> jax.Array:

@@ -5,6 +5,7 @@ from jfcl.data.dataset import Dataset, tokenize
 from jfcl.data.drift import PATTERNS, Drift, drift_pattern
 from jfcl.data.generate import generate_store, mixture_of, open_stores
 from jfcl.data.heterogeneity import HETEROGENEITY
+from jfcl.data.packing import in_bytes
 from jfcl.data.partition import (
     PARTITIONS,
     by_distribution,

@@ -17,11 +17,11 @@ from jfcl.core.files import new_folder
 from jfcl.data import pools
 from jfcl.data.build import mixed
 from jfcl.data.dataset import Dataset
+from jfcl.data.packing import LEVELS, is_exact
 from jfcl.data.partition import OF_ONE_DIVISION, PARTITIONS
 from jfcl.data.store import ClientStore
 
 BLOCK = 4096  # examples that are transformed at once
-LEVELS = (1.0, 16.0, 255.0)  # steps per unit at which inputs are tried as bytes: tokens, digits, pixels
 
 
 def generate_store(
@@ -199,13 +199,6 @@ def open_stores(path: str | Path) -> tuple[ClientStore, ClientStore]:
 
 def _compact(parts: Iterator[dict[str, np.ndarray]]) -> dict[str, tuple]:
     """Returns the smallest types that hold every value of the examples exactly, for `ClientStore.create_indexed`."""
-
-    def is_exact(x: np.ndarray, per_unit: float) -> bool:
-        if x.dtype.kind != "f" or x.min() < 0 or x.max() * per_unit > 255:
-            return False
-        stored = np.rint(x * per_unit).astype(np.uint8)
-        return np.array_equal(np.divide(stored, x.dtype.type(per_unit), dtype=x.dtype), x)
-
     levels, largest = set(LEVELS), {}  # largest: of integers from 0 on, otherwise below 0
     for part in parts:
         for name, values in part.items():
@@ -213,4 +206,4 @@ def _compact(parts: Iterator[dict[str, np.ndarray]]) -> dict[str, tuple]:
             largest[name] = max(largest.get(name, 0), int(values.max(initial=0))) if whole else -1
         levels = {level for level in levels if is_exact(part["x"], level)}
     stored: dict[str, tuple] = {name: (np.min_scalar_type(most).name,) for name, most in largest.items() if most >= 0}
-    return stored | ({"x": ("uint8", max(levels))} if levels else {})
+    return stored | ({"x": ("uint8", float(max(levels)))} if levels else {})

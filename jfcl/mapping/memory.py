@@ -13,6 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jfcl import mapping
 from jfcl.core import Algorithm, Clients, PyTree, Task, client_shapes, dense_start, max_examples, num_bytes, require
 from jfcl.core.clients import num_clients, shape_struct
+from jfcl.core.packed import unpacked
 from jfcl.core.platforms import default_device
 from jfcl.core.stacking import free_host_memory
 from jfcl.mapping import hosts
@@ -165,7 +166,8 @@ def check_memory(
     at_once = min(inner.size, per_part) if isinstance(inner, mapping.chunked) else per_part
     of_seed = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), state)
     served = jax.eval_shape(lambda state: algorithm.serve(state, None).models, of_seed)
-    model, example = size(served, 1), size(clients.examples, 1)  # of `[K, ...]` and `[N, ...]`
+    examples = jax.eval_shape(unpacked, clients.examples)  # as a round uses them
+    model, example = size(served, 1), size(examples, 1)  # of `[K, ...]` and `[N, ...]`
     training = at_once * (model + example) if at_once > 1 or kind != "cpu" else 0
     if TEMPORARIES.get(kind, TEMPORARIES["gpu"]) * seeds_at_once * max(training, per_part * model) < free:
         return

@@ -78,7 +78,9 @@ def held(client_axis: Mapping, task: Task | None, clients: Clients | None) -> Cl
     accepts_flat = task is not None and task.input_shape is not None and task.inputs is None
     if clients is None or not accepts_flat or platform_of(client_axis) == "cpu":
         return clients
-    x = clients.examples["x"]
-    shape = (*x.shape[:2], math.prod(x.shape[2:])) if len(x.shape) > 3 else x.shape
-    flat = shape_struct(x, shape) if isinstance(x, jax.ShapeDtypeStruct) else x.reshape(shape)
-    return clients._replace(examples={**clients.examples, "x": flat})
+
+    def flat(x):
+        shape = (*x.shape[:2], math.prod(x.shape[2:])) if len(x.shape) > 3 else x.shape
+        return shape_struct(x, shape) if isinstance(x, jax.ShapeDtypeStruct) else x.reshape(shape)
+
+    return clients._replace(examples={**clients.examples, "x": jax.tree.map(flat, clients.examples["x"])})

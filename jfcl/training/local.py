@@ -11,6 +11,7 @@ import optax
 
 from jfcl.core.checks import check, is_concrete
 from jfcl.core.options import Interval, OneOf, Range, Real, check_options
+from jfcl.core.packed import unpacked
 from jfcl.core.parameters import copied, divided, joined, named_parameters, trained_part
 from jfcl.core.platforms import at_most
 from jfcl.core.types import Batch, DenseStart, PyTree, Task, check_task, dense_start
@@ -217,7 +218,7 @@ def draw_batch(
     else:
         slots = jnp.arange(training.batch_size)
         rows = shuffled_rows(order_key, size, m)[slots % jnp.maximum(size, 1)]
-        batch, real = jax.tree.map(lambda x: x[rows], examples), slots < size
+        batch, real = unpacked(jax.tree.map(lambda x: x[rows], examples)), slots < size
     return augmented(task, training, augment_key, batch), real
 
 

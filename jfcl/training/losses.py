@@ -5,7 +5,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from jfcl.core import Batch, Clients, PyTree, Task, by_platform, check, dense_start, get_parameter, with_fixed
+from jfcl.core import Batch, Clients, PyTree, Task, by_platform, check, dense_start, get_parameter, unpacked, with_fixed
 from jfcl.kernels.base import sum_dtype
 
 
@@ -29,18 +29,18 @@ def masked_mean(values: jax.Array, mask: jax.Array) -> jax.Array:
 
 
 def fill_rows(batch: Batch, real: jax.Array) -> Batch:
-    """Returns `batch` `[B, ...]` with its first row where `real` `[B]` is False; see `fill_padding`."""
+    """Returns `batch` `[B, ...]`, unpacked, with its first row where `real` `[B]` is False; see `fill_padding`."""
 
     def fill(x):
         rows = x.reshape(len(x), -1)
         first = jnp.where(real[:1, None], rows[:1], jnp.zeros_like(rows[:1]))
         return jnp.where(real[:, None], rows, first).reshape(x.shape)
 
-    return jax.tree.map(fill, batch)
+    return unpacked(jax.tree.map(fill, batch))
 
 
 def fill_padding(examples: Batch, size: jax.Array) -> Batch:
-    """Returns one client's `examples` `[M, ...]` with the first one behind the first `size`; zeros without any.
+    """Returns one client's `examples` `[M, ...]`, unpacked, with the first one behind the first `size`; else zeros.
 
     In training, padding counts with a factor of 0, and the gradient of a model may be NaN for an example of zeros: that
     of a norm is. For a copy of an example it is as finite as for that example.
@@ -49,12 +49,12 @@ def fill_padding(examples: Batch, size: jax.Array) -> Batch:
 
 
 def blank_padding(examples: Batch, size: jax.Array) -> Batch:
-    """Returns one client's `examples` `[M, ...]` with zeros behind the first `size`: no NaN there can spread."""
+    """Returns one client's `examples` `[M, ...]`, unpacked, with zeros behind the first `size`: no NaN can spread."""
     return _replace_padding(examples, size, jnp.zeros_like)
 
 
 def _replace_padding(examples: Batch, size: jax.Array, make: Callable[[jax.Array], jax.Array]) -> Batch:
-    """Returns one client's `examples`, with `make(rows)` in place of rows `[M, ...]` behind the first `size`."""
+    """Returns one client's `examples`, unpacked, with `make(rows)` for the rows `[M, ...]` behind the first `size`."""
 
     def replace(x):
         rows = x.reshape(len(x), -1)
@@ -68,7 +68,8 @@ def _replace_padding(examples: Batch, size: jax.Array, make: Callable[[jax.Array
         bits = jax.lax.bitcast_convert_type(x, jnp.int32)
         return jax.lax.optimization_barrier(jax.lax.bitcast_convert_type(replace(bits), x.dtype))
 
-    return jax.tree.map(lambda x: by_platform(x, cpu=replace, accelerator=replace, tpu=replace_once), examples)
+    filled = jax.tree.map(lambda x: by_platform(x, cpu=replace, accelerator=replace, tpu=replace_once), examples)
+    return unpacked(filled)
 
 
 def mean_loss(task: Task, params: PyTree, examples: Batch, size: jax.Array) -> jax.Array:
