@@ -1,5 +1,7 @@
 """Inputs in bytes: the floats that they stand for, and the runs on these, bit for bit."""
 
+from types import SimpleNamespace
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -13,6 +15,7 @@ from jfcl.core import Clients, Packed, client_shapes, concatenate_clients, num_b
 from jfcl.data import Dataset, build, in_bytes
 from jfcl.data.build import select_clients
 from jfcl.data.images import unit
+from jfcl.experiments import Config, load_run, run, setups
 from jfcl.mapping import axis, memory
 
 SHAPE = (6, 6, 1)
@@ -146,6 +149,26 @@ def test_an_accelerator_holds_bytes_flat(floats, packed, monkeypatch):
     for part in (packed.train, client_shapes(packed.train, 4)):
         x = mapping.held(jax.vmap, MLP, part).examples["x"]
         assert x.stored.shape == (*floats.train.examples["x"].shape[:2], 36) and x.stored.dtype == np.uint8
+
+
+@pytest.mark.filterwarnings("ignore:.*all clients use one of")
+def test_a_configured_run_on_an_accelerator_has_bytes(tmp_path, monkeypatch):
+    """Its results, and what it serves, are those of floats."""
+    config = Config("ifca", clients=6, clusters=2, rounds=2, local_steps=1, model="linear", mapping="vmap")
+    expected = run(config)
+    monkeypatch.setattr(mapping, "platform_of", lambda client_axis: "gpu")
+    _, history, parts = run(config, out=tmp_path / "run")
+    assert isinstance(parts.federation.train.examples["x"], Packed)
+    np.testing.assert_equal(history.records, expected[1].records)
+    found, test = load_run(tmp_path / "run"), expected[2].federation.test
+    x = test.examples["x"][0, :5]
+    same(found.predictor(0)(x), found.predictor(0)(found.setup.federation.test.examples["x"][0, :5]))
+    assert found.choose({"x": x}, by="inputs") in (0, 1)
+    assert found.adopt(test).to.shape == (6,)
+    with pytest.raises(ValueError, match="x must be floats, as in training"):
+        found.predictor(0)((x * 16).astype(np.uint8))
+    own = SimpleNamespace(method="my_methods:reads_x")  # a method of the user may read the inputs itself
+    assert setups.in_bytes(own, expected[2].federation) is expected[2].federation
 
 
 def test_any_function_of_one_array_reads_the_floats(floats, packed):

@@ -261,6 +261,19 @@ def test_the_tests_of_two_steps_of_a_drift_are_held(on_cpu, monkeypatch):
     assert held[1] == 2 * held[0] > 0
 
 
+def test_inputs_are_planned_in_bytes_where_a_run_has_them(on_cpu, monkeypatch):
+    """Not where one kind of clients, or an attack, has others."""
+    options, types = {"clients": 9, "clusters": 2, "model": "linear"}, []
+    monkeypatch.setattr(plans, "plan", lambda _, x, **__: types.append(jax.tree.leaves(x.examples["x"])[0].dtype.name))
+    for further in (
+        {"heterogeneity": "rotation"},
+        {"heterogeneity": "corruption"},
+        {"heterogeneity": "rotation", "attack": "noisy_inputs", "malicious": 0.2},
+    ):
+        plans.plan_run(Config("fedavg", **options, **further), "h100:2")
+    assert types == ["uint8", "float32", "float32"]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("batch", "mapping"), [("10", ["--chunk", "1"]), ("1000", ["--mapping", "vmap"])]

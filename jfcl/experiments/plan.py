@@ -9,7 +9,8 @@ import jax
 from jfcl import mapping
 from jfcl.core import Clients, check, client_shapes, files, max_examples, num_bytes, require
 from jfcl.core.names import renamed
-from jfcl.experiments import setups
+from jfcl.data.heterogeneity import VARIANTS
+from jfcl.experiments import lookup, setups
 from jfcl.experiments.config import Config
 from jfcl.experiments.options import PRECISIONS
 from jfcl.planning import targets
@@ -33,8 +34,8 @@ def plan_run(
 ) -> Plan:
     """Returns the plan of a run on `target`.
 
-    The data are divided among the clients, which shows the numbers of examples, but those of one client alone, and of
-    newcomers, are stacked and transformed.
+    The data are divided among the clients, which shows the numbers of examples, but those of a few clients of every
+    cluster alone, and of newcomers, are stacked and transformed.
 
     Args:
       config: the options of the run.
@@ -53,7 +54,10 @@ def plan_run(
     check(config.mapping != "pmap", "mapping", config.mapping, "vmap, chunked, sharded or auto")
     targets.mesh(chosen)  # refuses a compiler that is not there before data are read
     dataset = setups.load_dataset(config, data_dir)
-    federation = setups.make_federation(config, dataset, lambda count: slice(0, 1))  # one client
+    some = config.clusters * max(VARIANTS.values())  # clients of every kind, as some kinds have no inputs in bytes
+    federation = setups.make_federation(config, dataset, lambda count: slice(0, min(some, count)))
+    if not lookup.is_on_data(config.attack):  # after which they may be none, either
+        federation = setups.in_bytes(config, federation)
     task = setups.make_task(config, federation, target="tpu" if chosen.chip.is_tpu else "gpu")
     training = setups.make_training(config, max_examples(federation.train))
     both = federation.train, federation.test

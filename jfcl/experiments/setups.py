@@ -331,10 +331,16 @@ def assemble(config: Config, federation: data.Federation, largest: int, client_a
 
 
 def load_clients(config: Config, data_dir: str | None, client_axis: mapping.Mapping) -> data.Federation:
-    """Returns this process's clients, after an attack on their data."""
+    """Returns this process's clients, after an attack on their data; for an accelerator, in bytes where possible."""
     rows = functools.partial(mapping.own_rows, client_axis)
     federation = make_federation(config, load_dataset(config, data_dir), rows)
-    return federation if config.attack is None else attack_data(config, federation)
+    federation = federation if config.attack is None else attack_data(config, federation)
+    return federation if mapping.platform_of(client_axis) == "cpu" else in_bytes(config, federation)
+
+
+def in_bytes(config: Config, federation: data.Federation) -> data.Federation:
+    """Returns `data.in_bytes(federation)`; `federation` for a method of the user, which may read the inputs itself."""
+    return federation if lookup.is_import_path(config.method) else data.in_bytes(federation)
 
 
 def most_held(federation: data.Federation) -> int:
