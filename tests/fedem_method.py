@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 import jfcl
-from jfcl.training.losses import blank_padding
+from jfcl.training.losses import fill_padding
 
 
 class State(NamedTuple):
@@ -25,7 +25,7 @@ def fedem(task, training, *, num_clusters: int, step_size: float = 0.5, client_a
     """
 
     def losses_of(params, examples, size):  # [K, M]; padding may be NaN
-        return jax.vmap(task.loss, (0, None))(params, blank_padding(examples, size))
+        return jax.vmap(task.loss, (0, None))(params, fill_padding(examples, size))
 
     def responsibilities(params, mixture, examples, size):  # [K, M] with the sum 1, divided by the number of examples
         q = jax.nn.softmax(jnp.log(mixture)[:, None] - losses_of(params, examples, size), axis=0)

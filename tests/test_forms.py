@@ -17,7 +17,7 @@ from jfcl.core import by_platform
 from jfcl.mapping import axis
 from jfcl.models import conv, max_pool
 from jfcl.models.tasks import cross_entropy
-from jfcl.training.losses import blank_padding
+from jfcl.training.losses import fill_padding
 
 NHWC = ("NHWC", "HWIO", "NHWC")
 
@@ -94,26 +94,26 @@ def test_hostile_clients_draw_at_once_on_an_accelerator():
     assert {p: "stablehlo.while" in text for p, text in texts.items()} == {"cpu": True, "cuda": False, "tpu": False}
 
 
-def test_padding_is_blanked_in_one_pass_on_a_tpu():
+def test_padding_is_filled_in_one_pass_on_a_tpu():
     examples = {"x": jnp.ones((4, 3, 3, 1)), "y": jnp.ones(4, jnp.int32)}
-    texts = {p: program(blank_padding, examples, jnp.int32(2), platform=p) for p in ("cpu", "cuda", "tpu")}
+    texts = {p: program(fill_padding, examples, jnp.int32(2), platform=p) for p in ("cpu", "cuda", "tpu")}
     found = {p: "optimization_barrier" in text for p, text in texts.items()}
     assert found == {"cpu": False, "cuda": False, "tpu": True}
 
 
 @pytest.mark.slow_cases("cpu")
-def test_blanked_padding_is_zero(form):
+def test_padding_is_the_first_example(form):
     rng = np.random.default_rng(0)
     images = rng.normal(size=(3, 5, 2, 2, 1)).astype(np.float32)
     images[:, -1] = np.nan
     examples = {"x": images, "y": rng.integers(1, 9, (3, 5)).astype(np.int32), "half": images.astype(np.float16)}
-    blanked = jax.jit(jax.vmap(blank_padding))(examples, np.int32([0, 2, 4]))
+    filled = jax.jit(jax.vmap(fill_padding))(examples, np.int32([0, 2, 4]))
     for name, values in examples.items():
         want = np.array(values)
         for i, size in enumerate([0, 2, 4]):
-            want[i, size:] = 0
-        assert blanked[name].dtype == values.dtype
-        np.testing.assert_array_equal(blanked[name], want)
+            want[i, size:] = want[i, 0] if size else 0
+        assert filled[name].dtype == values.dtype
+        np.testing.assert_array_equal(filled[name], want)
 
 
 # ---------------------------------------------------------------------------------------------------------------

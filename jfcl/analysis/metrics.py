@@ -22,7 +22,7 @@ from jfcl.core.texts import first_line
 from jfcl.kernels.base import sum_dtype
 from jfcl.mapping.jitted import jitted
 from jfcl.models.tasks import predicted
-from jfcl.training.losses import blank_padding, masked_mean, under_all
+from jfcl.training.losses import fill_padding, masked_mean, under_all
 
 __all__ = ["auc", "calibration_error", "check_metrics", "cluster_recovery", "confusion_matrix", "contingency"]
 __all__ += ["deviation", "drift_results", "evaluate", "macro_f1", "mixture_recovery", "rounds_to_recovery", "summarize"]
@@ -130,7 +130,7 @@ def _evaluate(params, clients, cluster, personal, *, task, metrics, client_axis)
             task, model, k = mixture_task(task), (params, k), jnp.argmax(k).astype(jnp.int32)
         else:
             model = jax.tree.map(lambda p: p[k], params)
-        examples = blank_padding(examples, size)
+        examples = fill_padding(examples, size)
         real = jnp.arange(jax.tree.leaves(examples)[0].shape[0]) < size
         scores = {"loss": task.cost} | ({} if task.correct is None else {"accuracy": task.correct})
 

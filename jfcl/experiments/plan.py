@@ -54,9 +54,9 @@ def plan_run(
     check(config.mapping != "pmap", "mapping", config.mapping, "vmap, chunked, sharded or auto")
     targets.mesh(chosen)  # refuses a compiler that is not there before data are read
     dataset = setups.load_dataset(config, data_dir)
-    some = config.clusters * max(VARIANTS.values())  # clients of every kind, as some kinds have no inputs in bytes
+    some = config.clusters * max(VARIANTS.values())  # clients of every kind: inputs of some are no bytes
     federation = setups.make_federation(config, dataset, lambda count: slice(0, min(some, count)))
-    if not lookup.is_on_data(config.attack):  # after which they may be none, either
+    if not lookup.is_on_data(config.attack):  # which may leave others
         federation = setups.in_bytes(config, federation)
     task = setups.make_task(config, federation, target="tpu" if chosen.chip.is_tpu else "gpu")
     training = setups.make_training(config, max_examples(federation.train))

@@ -23,7 +23,7 @@ from jfcl.methods.averaging import Averaging, AveragingState, Report, checked, s
 from jfcl.methods.options import AVERAGING, Options, factory
 from jfcl.robust.aggregate import cluster_mean, where_rows
 from jfcl.training import local
-from jfcl.training.losses import blank_padding, indexable
+from jfcl.training.losses import fill_padding, indexable
 
 COMPARE, START = ("accuracy", "loss"), ("one", "each")
 STEP = "step"  # the leaf of the examples that has their time steps
@@ -221,7 +221,7 @@ def _look(task: Task, compare: str, models: PyTree, active: jax.Array, examples:
     seen = real & (last[0][place] == step)
     model, new = jnp.where(seen, last[1][place], -1), real & ~seen
     begins = real & (step != jnp.concatenate([jnp.full(1, -1), step[:-1]]))
-    examples, models = blank_padding(examples, size), indexable(models)
+    examples, models = fill_padding(examples, size), indexable(models)
 
     def score(j, scores):
         params = jax.tree.map(lambda p: p[order[j]], models)

@@ -19,7 +19,7 @@ from jfcl.methods.averaging import Averaging, AveragingState, averaging
 from jfcl.methods.options import AVERAGING, SCOPES, Count, Options, Rounds, factory
 from jfcl.methods.restarts import with_balanced_start, with_restarts
 from jfcl.training.local import LocalTraining, augmented, draw_batch
-from jfcl.training.losses import blank_padding, fill_padding, lowest_loss, mean_loss, of_each_model, under_all
+from jfcl.training.losses import fill_padding, lowest_loss, mean_loss, of_each_model, under_all
 
 AVERAGE = ("models", "gradients")
 IDENTITY_STREAM = zlib.crc32(b"examples to compare models on")  # folded into a client's key of a round
@@ -193,7 +193,7 @@ def losses_when_changed(
 
     `key` is that of the client's training. The loss of a model is infinite where it is not finite.
     """
-    examples = blank_padding(examples, size)
+    examples = fill_padding(examples, size)
 
     def one(key, model):
         return mean_loss(task, model, augmented(task, training, key, examples), size)

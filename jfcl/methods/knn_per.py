@@ -185,7 +185,7 @@ def neighbours(
 
 def remember(method: Mixture, model: PyTree, examples: Batch, size: jax.Array):
     """Returns one client's `(memory [M, H], label [M], λ [])` under the global model, see `Neighbours`."""
-    examples = losses.blank_padding(examples, size)
+    examples = losses.fill_padding(examples, size)
     x, label = method.task.inputs_of(examples), examples["y"]
     memory = method.represent(model, x)
     if method.mixing is not None:

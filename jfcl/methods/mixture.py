@@ -13,7 +13,7 @@ from jfcl.core import Algorithm, Batch, Clients, PyTree, Served, Task, check, ch
 from jfcl.methods import round as phases
 from jfcl.methods.averaging import Averaging, AveragingState, averaging, state_of
 from jfcl.training.local import LocalTraining, Trained
-from jfcl.training.losses import blank_padding, example_losses, masked_mean, means
+from jfcl.training.losses import example_losses, masked_mean, means
 from jfcl.training.optimizer import check_optimizer, of_each
 
 FIT_STEPS = 10  # EM steps with which a client fits its mixture that has not taken part in a round
@@ -188,7 +188,8 @@ def responsibilities(
     `Labels`.
     """
     q = jax.nn.softmax(jnp.log(weights)[None] - losses + log_factor, axis=1)
-    return blank_padding(q, size), jnp.where(size > 0, means(q, size), weights)
+    real = jnp.arange(len(q)) < size
+    return jnp.where(real[:, None], q, jnp.zeros_like(q)), jnp.where(size > 0, means(q, size), weights)
 
 
 def fitted(task: Task, models: PyTree, examples: Batch, size: jax.Array) -> jax.Array:

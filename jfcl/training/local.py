@@ -17,7 +17,7 @@ from jfcl.core.platforms import at_most
 from jfcl.core.types import Batch, DenseStart, PyTree, Task, check_task, dense_start
 from jfcl.training import optimizer as optimizers
 from jfcl.training import span as spans
-from jfcl.training.losses import fill_padding, fill_rows, training_loss
+from jfcl.training.losses import fill_padding, training_loss
 
 KEEP = ("nothing", "schedule", "everything")
 SPAN = ("auto", "never", "always")
@@ -196,6 +196,11 @@ def shuffled_rows(key: jax.Array, size: jax.Array, max_examples: int) -> jax.Arr
     return jnp.argsort(jnp.where(jnp.arange(max_examples) < size, draws, jnp.full_like(draws, 2)))
 
 
+def take_rows(examples: Batch, rows: jax.Array, size: jax.Array) -> Batch:
+    """Returns one client's examples at `rows` of real ones, which also fill a short batch; zeros without any."""
+    return unpacked(jax.tree.map(lambda x: jnp.where(size > 0, x[rows], jnp.zeros_like(x[rows])), examples))
+
+
 def augmented(task: Task, training: LocalTraining, key: jax.Array, batch: Batch) -> Batch:
     """Returns `batch` after the augmentation, if there is one, of inputs in the shape of the task's."""
     if training.augment is None:
@@ -218,7 +223,7 @@ def draw_batch(
     else:
         slots = jnp.arange(training.batch_size)
         rows = shuffled_rows(order_key, size, m)[slots % jnp.maximum(size, 1)]
-        batch, real = unpacked(jax.tree.map(lambda x: x[rows], examples)), slots < size
+        batch, real = take_rows(examples, rows, size), slots < size
     return augmented(task, training, augment_key, batch), real
 
 
@@ -359,7 +364,7 @@ def train(
     def step(t, carry, rows, real):
         """Does one local step on the examples at `rows` (None: all)."""
         params, statistics, opt_state, losses = carry
-        batch = examples if rows is None else fill_rows(jax.tree.map(lambda x: x[rows], examples), real)
+        batch = examples if rows is None else take_rows(examples, rows, size)
         batch = augmented(task, training, jax.random.fold_in(augment_key, t), batch)
         step_key = None if task.train_loss is None else jax.random.fold_in(model_key, t)
         if start is None:
@@ -401,7 +406,7 @@ def train(
 
             def batch_step(b, c):
                 positions = b * batch_size + slots
-                return step(e * batches + b, c, order[jnp.minimum(positions, m - 1)], positions < size)
+                return step(e * batches + b, c, order[jnp.minimum(positions, size - 1)], positions < size)
 
             with at_most(-(-m // batch_size)):
                 return jax.lax.fori_loop(0, batches, batch_step, carry)

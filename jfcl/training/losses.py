@@ -28,48 +28,27 @@ def masked_mean(values: jax.Array, mask: jax.Array) -> jax.Array:
     return masked.sum(dtype=dtype) / jnp.maximum(mask.sum(), 1).astype(dtype)
 
 
-def fill_rows(batch: Batch, real: jax.Array) -> Batch:
-    """Returns `batch` `[B, ...]`, unpacked, with its first row where `real` `[B]` is False; see `fill_padding`."""
-
-    def fill(x):
-        rows = x.reshape(len(x), -1)
-        first = jnp.where(real[:1, None], rows[:1], jnp.zeros_like(rows[:1]))
-        return jnp.where(real[:, None], rows, first).reshape(x.shape)
-
-    return unpacked(jax.tree.map(fill, batch))
-
-
 def fill_padding(examples: Batch, size: jax.Array) -> Batch:
     """Returns one client's `examples` `[M, ...]`, unpacked, with the first one behind the first `size`; else zeros.
 
-    In training, padding counts with a factor of 0, and the gradient of a model may be NaN for an example of zeros: that
-    of a norm is. For a copy of an example it is as finite as for that example.
+    No NaN in padding can spread then. Zeros there would not do: in training, padding counts with a factor of 0, and the
+    gradient of a model may be NaN for an example of zeros, as that of a norm is. For a copy of an example it is as
+    finite as for that example.
     """
-    return _replace_padding(examples, size, lambda rows: jnp.where(size > 0, rows[:1], jnp.zeros_like(rows[:1])))
 
-
-def blank_padding(examples: Batch, size: jax.Array) -> Batch:
-    """Returns one client's `examples` `[M, ...]`, unpacked, with zeros behind the first `size`: no NaN can spread."""
-    return _replace_padding(examples, size, jnp.zeros_like)
-
-
-def _replace_padding(examples: Batch, size: jax.Array, make: Callable[[jax.Array], jax.Array]) -> Batch:
-    """Returns one client's `examples`, unpacked, with `make(rows)` for the rows `[M, ...]` behind the first `size`."""
-
-    def replace(x):
+    def fill(x):
         rows = x.reshape(len(x), -1)
         real = jax.lax.broadcasted_iota(jnp.asarray(size).dtype, rows.shape, 0) < size
-        return jnp.where(real, rows, make(rows)).reshape(x.shape)
+        return jnp.where(real, rows, jnp.where(size > 0, rows[:1], jnp.zeros_like(rows[:1]))).reshape(x.shape)
 
-    def replace_once(x):
+    def fill_once(x):
         """Takes float32 as integers: a TPU's compiler would round the examples of all clients to bfloat16 first."""
         if x.dtype != jnp.float32:
-            return replace(x)
+            return fill(x)
         bits = jax.lax.bitcast_convert_type(x, jnp.int32)
-        return jax.lax.optimization_barrier(jax.lax.bitcast_convert_type(replace(bits), x.dtype))
+        return jax.lax.optimization_barrier(jax.lax.bitcast_convert_type(fill(bits), x.dtype))
 
-    filled = jax.tree.map(lambda x: by_platform(x, cpu=replace, accelerator=replace, tpu=replace_once), examples)
-    return unpacked(filled)
+    return unpacked(jax.tree.map(lambda x: by_platform(x, cpu=fill, accelerator=fill, tpu=fill_once), examples))
 
 
 def mean_loss(task: Task, params: PyTree, examples: Batch, size: jax.Array) -> jax.Array:
@@ -88,7 +67,7 @@ def example_losses(task: Task, params: PyTree, examples: Batch, size: jax.Array)
 
     Losses that are not finite are infinite; those of padding have no meaning.
     """
-    examples = blank_padding(examples, size)
+    examples = fill_padding(examples, size)
     losses = of_each_model(task, lambda p: task.loss(p, examples), params).T.astype(jnp.float32)
     return jnp.where(jnp.isfinite(losses), losses, jnp.full_like(losses, jnp.inf))
 

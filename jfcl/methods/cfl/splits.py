@@ -275,11 +275,11 @@ def undo_harmful_splits(
         task, k = with_fixed(task, personal) if jax.tree.leaves(personal) else task, judged[cluster]
         rows = jnp.arange(jax.tree.leaves(examples)[0].shape[0])
         aside = (rows >= num_training(size, rules.validation)) & (rows < size)
-        blank = losses.blank_padding(examples, size)
+        filled = losses.fill_padding(examples, size)
 
         def performance(models, k):
             params = jax.tree.map(lambda p: p[k], models)
-            scores = -task.loss(params, blank) if task.correct is None else task.scores(task.correct, params, blank)
+            scores = -task.loss(params, filled) if task.correct is None else task.scores(task.correct, params, filled)
             return losses.masked_mean(jnp.nan_to_num(scores, nan=-WORST, posinf=WORST, neginf=-WORST), aside)
 
         return performance(state.params, cluster) - performance(tree.model, k), (k >= 0) & aside.any()
