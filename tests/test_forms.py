@@ -102,18 +102,20 @@ def test_padding_is_filled_in_one_pass_on_a_tpu():
 
 
 @pytest.mark.slow_cases("cpu")
-def test_padding_is_the_first_example(form):
+def test_padding_is_the_first_example_or_zeros(form):
     rng = np.random.default_rng(0)
     images = rng.normal(size=(3, 5, 2, 2, 1)).astype(np.float32)
     images[:, -1] = np.nan
     examples = {"x": images, "y": rng.integers(1, 9, (3, 5)).astype(np.int32), "half": images.astype(np.float16)}
     filled = jax.jit(jax.vmap(fill_padding))(examples, np.int32([0, 2, 4]))
+    blank = jax.jit(jax.vmap(lambda *of_one: fill_padding(*of_one, zeros=True)))(examples, np.int32([0, 2, 4]))
     for name, values in examples.items():
         want = np.array(values)
         for i, size in enumerate([0, 2, 4]):
             want[i, size:] = want[i, 0] if size else 0
         assert filled[name].dtype == values.dtype
         np.testing.assert_array_equal(filled[name], want)
+        np.testing.assert_array_equal(blank[name][1, 2:], 0)
 
 
 # ---------------------------------------------------------------------------------------------------------------

@@ -130,7 +130,7 @@ def _evaluate(params, clients, cluster, personal, *, task, metrics, client_axis)
             task, model, k = mixture_task(task), (params, k), jnp.argmax(k).astype(jnp.int32)
         else:
             model = jax.tree.map(lambda p: p[k], params)
-        examples = fill_padding(examples, size)
+        examples = fill_padding(examples, size, zeros=True)  # metrics may add up without `real`
         real = jnp.arange(jax.tree.leaves(examples)[0].shape[0]) < size
         scores = {"loss": task.cost} | ({} if task.correct is None else {"accuracy": task.correct})
 

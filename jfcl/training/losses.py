@@ -28,18 +28,19 @@ def masked_mean(values: jax.Array, mask: jax.Array) -> jax.Array:
     return masked.sum(dtype=dtype) / jnp.maximum(mask.sum(), 1).astype(dtype)
 
 
-def fill_padding(examples: Batch, size: jax.Array) -> Batch:
-    """Returns one client's `examples` `[M, ...]`, unpacked, with the first one behind the first `size`; else zeros.
+def fill_padding(examples: Batch, size: jax.Array, *, zeros: bool = False) -> Batch:
+    """Returns one client's `examples` `[M, ...]`, unpacked, with the first one, or `zeros`, behind the first `size`.
 
-    No NaN in padding can spread then. Zeros there would not do: in training, padding counts with a factor of 0, and the
-    gradient of a model may be NaN for an example of zeros, as that of a norm is. For a copy of an example it is as
-    finite as for that example.
+    No NaN in padding can spread then. In training, padding counts with a factor of 0, and the gradient of a model may
+    be NaN for an example of zeros, as that of a norm is. For a copy of an example it is as finite as for that example.
+    A client without examples has zeros.
     """
 
     def fill(x):
         rows = x.reshape(len(x), -1)
         real = jax.lax.broadcasted_iota(jnp.asarray(size).dtype, rows.shape, 0) < size
-        return jnp.where(real, rows, jnp.where(size > 0, rows[:1], jnp.zeros_like(rows[:1]))).reshape(x.shape)
+        none = jnp.zeros_like(rows[:1])
+        return jnp.where(real, rows, none if zeros else jnp.where(size > 0, rows[:1], none)).reshape(x.shape)
 
     def fill_once(x):
         """Takes float32 as integers: a TPU's compiler would round the examples of all clients to bfloat16 first."""
